@@ -1,0 +1,61 @@
+# Every target makes the virtual environment it needs; `make help` lists them.
+#
+#   PYTHON       the interpreter that makes the environment (3.11 or later)
+#   VENV         where the environment lives
+#   CONSTRAINTS  pinned versions; /dev/null takes whatever torch pip finds
+#   PIP_ARGS     more arguments for pip, for example an index with CPU builds of torch
+#   ARGS         arguments of the command behind demo and test
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCHMARKS := manager copy fs connector engine
+SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
+
+.PHONY: help venv demo test check bench docs clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+
+$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP)  ## make the virtual environment with everything below
+
+demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under three minutes
+	$(BIN)/kvtier demo $(ARGS)
+
+test: $(STAMP)  ## every test, with the coverage of branches
+	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
+	$(BIN)/python -m ruff check $(SOURCES)
+	$(BIN)/python -m ruff format --check $(SOURCES)
+	$(BIN)/python -m mypy $(SOURCES)
+	$(BIN)/python -m scripts.style_limits
+	$(BIN)/python -m scripts.import_direction
+
+bench: $(STAMP)  ## the benchmarks, in their quick form
+	@for name in $(BENCHMARKS); do \
+		if [ -e benchmarks/$$name.py ] || [ -e benchmarks/$$name/__main__.py ]; then \
+			echo "== benchmarks.$$name"; \
+			$(BIN)/python -m benchmarks.$$name --quick || exit 1; \
+		fi; \
+	done
+
+docs: $(STAMP)  ## links, settings table and code blocks of README and docs
+	$(BIN)/python -m scripts.check_docs
+	$(BIN)/python -m pytest -q tests/docs
+
+clean:  ## remove the virtual environment and everything that tools left behind
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,349 @@
+"""Check the limits of CONTRIBUTING.md on the project's Python: lengths, branches, docstrings, types, names.
+
+It imports nothing of what it measures and changes nothing. Each file is parsed once; a rule is a function
+from a parsed file to findings. The whole set applies to src, scripts and benchmarks; tests are held to
+lengths, debts and names only, because a test's name is its docstring and a suite is as large as its contract.
+
+    python -m scripts.style_limits            the project; exit status 1 when a limit is broken
+    python -m scripts.style_limits PATH ...   these files and folders instead
+"""
+
+import argparse
+import ast
+import functools
+import io
+import re
+import statistics
+import sys
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_BRANCHES = 12
+MAX_METHODS = 20
+
+MEDIAN_FILE_LINES = 180
+"""An aim, reported and not enforced: a tree of small files is read, one of large files is searched."""
+
+MEDIAN_FUNCTION_LINES = 8
+"""An aim, reported and not enforced."""
+
+FOLDERS = ("src", "scripts", "benchmarks", "examples", "tests")
+HOMELESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "misc", "common_utils"})
+INIT_WITH_LOGIC = "kvtier/tiering/example/__init__.py"
+"""The tier to copy from is one file on purpose, so its package is its module."""
+
+DEBT = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+BROAD_MARK = re.compile(r"#.*\b(thread top|foreign)\b")
+"""A handler of everything is allowed where nobody above could handle it (the top of a thread's loop) and
+where code that is not ours is called and its failure must cost only its own job."""
+
+BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.AsyncFor,
+    ast.ExceptHandler,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.match_case,
+)
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One broken limit.
+
+    Attributes:
+        path: the file.
+        line: where in it, from 1.
+        message: what was found and what is allowed.
+    """
+
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A function and what surrounds it.
+
+    Attributes:
+        node: its definition.
+        name: dotted with the classes around it.
+        is_method: whether a class is directly around it.
+        is_public: whether no part of the name begins with an underscore.
+    """
+
+    node: Function
+    name: str
+    is_method: bool
+    is_public: bool
+
+    @property
+    def num_lines(self) -> int:
+        """Lines from ``def`` to the end, docstring left out, nested functions included."""
+        length = _num_lines(self.node)
+        return length - _num_lines(self.node.body[0]) if _has_docstring(self.node) else length
+
+    @property
+    def num_branches(self) -> int:
+        """One, and one more for each place where the path divides."""
+        return 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(self.node))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A parsed file.
+
+    Attributes:
+        path: where it is.
+        text: its content.
+        tree: the same, parsed.
+        scopes: its functions; nested ones count as part of the outer one.
+        is_test: whether only the short list of rules applies.
+    """
+
+    path: Path
+    text: str
+    tree: ast.Module
+    scopes: tuple[Scope, ...]
+    is_test: bool
+
+
+Rule: TypeAlias = Callable[[Source], Iterable[Finding]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print every broken limit and the medians; return 1 when a limit is broken."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="files and folders, by default the project's")
+    paths = parser.parse_args(arguments).paths or [Path(name) for name in FOLDERS if Path(name).is_dir()]
+    sources = [read_source(path) for path in python_files(paths)]
+    findings = sorted(finding for source in sources for finding in check(source))
+    for finding in findings:
+        print(finding)
+    print(medians(sources))
+    return int(bool(findings))
+
+
+def python_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the Python files at and under ``paths``, those of hidden folders left out."""
+    for path in paths:
+        if path.is_file():
+            yield path
+        else:
+            found = sorted(path.rglob("*.py"))
+            yield from (file for file in found if not _is_hidden(file.relative_to(path)))
+
+
+def read_source(path: Path) -> Source:
+    """Read and parse one file."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text, filename=str(path))
+    is_test = "tests" in path.parts
+    return Source(path, text, tree, tuple(_scopes_in(tree.body)), is_test)
+
+
+def check(source: Source) -> list[Finding]:
+    """Return every limit that ``source`` breaks. Pure."""
+    rules = SIZE_RULES if source.is_test else (*SIZE_RULES, *PROSE_RULES)
+    return [finding for rule in rules for finding in rule(source)]
+
+
+def medians(sources: Sequence[Source]) -> str:
+    """Return one line with the medians of what ships, beside their aims."""
+    shipped = [source for source in sources if not source.is_test and source.text.strip()]
+    files = [len(source.text.splitlines()) for source in shipped]
+    functions = [scope.num_lines for source in shipped for scope in source.scopes]
+    return (
+        f"{len(sources)} files, tests included; of the others: "
+        f"median file {_median(files)} lines (aim {MEDIAN_FILE_LINES}), longest {max(files, default=0)}; "
+        f"median function {_median(functions)} lines (aim {MEDIAN_FUNCTION_LINES}), "
+        f"longest {max(functions, default=0)}"
+    )
+
+
+def check_file_length(source: Source) -> Iterator[Finding]:
+    """A file that does not fit in the head hides two nouns."""
+    num_lines = len(source.text.splitlines())
+    if num_lines > MAX_FILE_LINES:
+        yield Finding(source.path, MAX_FILE_LINES + 1, f"file of {num_lines} lines, at most {MAX_FILE_LINES}")
+
+
+def check_function_size(source: Source) -> Iterator[Finding]:
+    """A function does one thing, so it is short and rarely divides."""
+    at = functools.partial(Finding, source.path)
+    for scope in source.scopes:
+        if scope.num_lines > MAX_FUNCTION_LINES:
+            message = f"{scope.name} has {scope.num_lines} lines, at most {MAX_FUNCTION_LINES}"
+            yield at(scope.node.lineno, message)
+        if scope.num_branches > MAX_BRANCHES:
+            message = f"{scope.name} has {scope.num_branches} branches, at most {MAX_BRANCHES}"
+            yield at(scope.node.lineno, message)
+
+
+def check_debts(source: Source) -> Iterator[Finding]:
+    """Work that is not done is an issue, not a comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        if token.type == tokenize.COMMENT and DEBT.search(token.string):
+            yield Finding(source.path, token.start[0], f"debt in a comment: {token.string}")
+
+
+def check_module_name(source: Source) -> Iterator[Finding]:
+    """A function without a home lives next to its only caller."""
+    if source.path.stem.removeprefix("test_") in HOMELESS_NAMES:
+        yield Finding(source.path, 1, f"{source.path.name} says nothing of what is in it: name the noun")
+
+
+def check_class_size(source: Source) -> Iterator[Finding]:
+    """A class of many methods is several classes."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef):
+            num_methods = sum(_is_method(item) for item in node.body)
+            if num_methods > MAX_METHODS:
+                message = f"{node.name} has {num_methods} methods, at most {MAX_METHODS}"
+                yield Finding(source.path, node.lineno, message)
+
+
+def check_docstrings(source: Source) -> Iterator[Finding]:
+    """Modules, public classes and public functions say what they are for."""
+    if source.text.strip() and not _has_docstring(source.tree):
+        yield Finding(source.path, 1, "module without a docstring")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not _has_docstring(node):
+            yield Finding(source.path, node.lineno, f"class {node.name} without a docstring")
+    for scope in source.scopes:
+        is_shipped_test = scope.node.name.startswith("test_")  # its name is its sentence
+        if scope.is_public and not is_shipped_test and not _has_docstring(scope.node):
+            yield Finding(source.path, scope.node.lineno, f"{scope.name} without a docstring")
+
+
+def check_types(source: Source) -> Iterator[Finding]:
+    """A caller knows every type from the first line of a function."""
+    for scope in source.scopes:
+        if not _is_typed(scope):
+            yield Finding(source.path, scope.node.lineno, f"{scope.name} is not fully annotated")
+
+
+def check_broad_excepts(source: Source) -> Iterator[Finding]:
+    """Whoever catches everything hides bugs, but for the two places that are marked."""
+    lines = source.text.splitlines()
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ExceptHandler) or not _is_broad(node):
+            continue
+        if not BROAD_MARK.search(lines[node.lineno - 1]):
+            message = (
+                "takes every exception: name the class, raise again, or mark it `# thread top` "
+                "or, around code that is not ours, `# foreign ...`"
+            )
+            yield Finding(source.path, node.lineno, message)
+
+
+def check_init(source: Source) -> Iterator[Finding]:
+    """A package's ``__init__`` holds a docstring and re-exports."""
+    if source.path.name != "__init__.py" or source.path.as_posix().endswith(INIT_WITH_LOGIC):
+        return
+    for node in source.tree.body:
+        if not _is_re_export(node):
+            yield Finding(source.path, node.lineno, "logic in __init__.py: a docstring and re-exports only")
+
+
+SIZE_RULES: tuple[Rule, ...] = (check_file_length, check_function_size, check_debts, check_module_name)
+PROSE_RULES: tuple[Rule, ...] = (
+    check_class_size,
+    check_docstrings,
+    check_types,
+    check_broad_excepts,
+    check_init,
+)
+
+
+def _scopes_in(body: Iterable[ast.stmt], prefix: str = "", *, is_public: bool = True) -> Iterator[Scope]:
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            shown = is_public and not node.name.startswith("_")
+            yield from _scopes_in(node.body, f"{prefix}{node.name}.", is_public=shown)
+        elif isinstance(node, Function):
+            if not _is_overload(node):
+                shown = is_public and not node.name.startswith("_")
+                yield Scope(node, prefix + node.name, bool(prefix), shown)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _scopes_in(_statements_under(node), prefix, is_public=is_public)
+
+
+def _statements_under(node: ast.If | ast.Try | ast.With) -> list[ast.stmt]:
+    arms = [node.body]
+    if not isinstance(node, ast.With):
+        arms.append(node.orelse)
+    if isinstance(node, ast.Try):
+        arms += [node.finalbody, *(handler.body for handler in node.handlers)]
+    return [statement for arm in arms for statement in arm]
+
+
+def _is_method(item: ast.stmt) -> bool:
+    """Overloads are one method, and a shipped suite has as many tests as its contract has sentences."""
+    return isinstance(item, Function) and not item.name.startswith("test_") and not _is_overload(item)
+
+
+def _is_overload(node: Function) -> bool:
+    return any(ast.unparse(decorator).split(".")[-1] == "overload" for decorator in node.decorator_list)
+
+
+def _is_typed(scope: Scope) -> bool:
+    arguments = scope.node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in scope.node.decorator_list)
+    if scope.is_method and not is_static:
+        positional = positional[1:]
+    variable = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+    has_return = scope.node.returns is not None or scope.node.name == "__init__"
+    return has_return and all(one.annotation for one in (*positional, *arguments.kwonlyargs, *variable))
+
+
+def _is_broad(handler: ast.ExceptHandler) -> bool:
+    if any(isinstance(node, ast.Raise) for node in ast.walk(handler)):
+        return False
+    if handler.type is None:
+        return True
+    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}
+    return bool(names & {"Exception", "BaseException"})
+
+
+def _is_re_export(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return isinstance(node.value, ast.Constant | ast.List | ast.Tuple)
+    return False
+
+
+def _has_docstring(node: ast.Module | ast.ClassDef | Function) -> bool:
+    return ast.get_docstring(node, clean=False) is not None
+
+
+def _num_lines(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in path.parts)
+
+
+def _median(values: Sequence[int]) -> int:
+    return round(statistics.median(values)) if values else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""What README tells a stranger to run is what the Makefile has and what a machine runs before a change lands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "docs", "venv", "clean", "help"])
+def test_the_makefile_has_the_target(target: str) -> None:
+    assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "docs"])
+def test_the_target_makes_its_environment(target: str) -> None:
+    assert re.search(rf"^{target}: \$\(STAMP\)", MAKEFILE, flags=re.MULTILINE)
+
+
+def test_readme_s_commands_are_targets() -> None:
+    commands = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+
+    assert commands[:2] == ["demo", "test"]
+    assert all(re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE) for command in commands)
+
+
+def test_the_machine_runs_readme_s_test_command_and_then_the_checks() -> None:
+    assert re.findall(r"^make .*$", CI, flags=re.MULTILINE) == ["make test", "make check"]
+
+
+def test_the_machine_s_script_can_be_executed() -> None:
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_make_bench_runs_every_benchmark() -> None:
+    folder = ROOT / "benchmarks"
+    runnable = {
+        path.stem for path in folder.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8")
+    }
+    runnable |= {path.parent.name for path in folder.glob("*/__main__.py")}
+    listed = re.search(r"^BENCHMARKS := (.*)$", MAKEFILE, flags=re.MULTILINE)
+
+    assert listed is not None
+    assert runnable <= set(listed[1].split())

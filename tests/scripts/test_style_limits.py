@@ -1,0 +1,157 @@
+"""The limits find what they are meant to find, and nothing in clean code."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import style_limits
+
+CLEAN = '''"""A module."""
+
+
+class Tier:
+    """A class."""
+
+    def lookup(self, key: bytes) -> bool:
+        """Return whether the key is held."""
+        return bool(key)
+'''
+
+
+def find(tmp_path: Path, text: str, name: str = "src/kvtier/tier.py") -> list[str]:
+    """Return the messages for a file of that name and text."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return [finding.message for finding in style_limits.check(style_limits.read_source(path))]
+
+
+def function(body: str, head: str = "def work(items: list[int]) -> None:") -> str:
+    """Return a module with one documented function of that body."""
+    return f'"""A module."""\n\n\n{head}\n    """Do it."""\n{body}'
+
+
+def test_clean_code_breaks_no_limit(tmp_path: Path) -> None:
+    assert find(tmp_path, CLEAN) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('"""A module."""\n' + "X = 1\n" * 500, "file of 501 lines"),
+        (function("    X = 1\n" * 60), "work has 61 lines"),
+        (function("    if items:\n        pass\n" * 12), "work has 13 branches"),
+        (CLEAN.replace('    """A class."""\n', ""), "class Tier without a docstring"),
+        (
+            CLEAN.replace('        """Return whether the key is held."""\n', ""),
+            "Tier.lookup without a docstring",
+        ),
+        (CLEAN.replace('"""A module."""\n', ""), "module without a docstring"),
+        (CLEAN.replace("key: bytes", "key"), "Tier.lookup is not fully annotated"),
+        (CLEAN.replace(" -> bool", ""), "Tier.lookup is not fully annotated"),
+        (CLEAN + "# TO" + "DO: later\n", "debt in a comment"),
+        (function("    try:\n        pass\n    except Exception:\n        pass\n"), "takes every exception"),
+        (function("    try:\n        pass\n    except:\n        pass\n"), "takes every exception"),
+        (
+            function("    try:\n        pass\n    except (ValueError, BaseException):\n        pass\n"),
+            "takes every",
+        ),
+    ],
+)
+def test_a_broken_limit_is_found_once(tmp_path: Path, text: str, expected: str) -> None:
+    messages = find(tmp_path, text)
+
+    assert len(messages) == 1
+    assert messages[0].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""A module."""\n' + "X = 1\n" * 499,
+        function("    X = 1\n" * 59),
+        function("    if items:\n        pass\n" * 11),
+        function("    try:\n        pass\n    except Exception:  # thread top\n        pass\n"),
+        function("    try:\n        pass\n    except Exception:  # a foreign tier may raise\n        pass\n"),
+        function("    try:\n        pass\n    except Exception:\n        raise\n"),
+        CLEAN.replace("lookup", "_lookup").replace('        """Return whether the key is held."""\n', ""),
+        CLEAN.replace("Tier", "_Tier").replace('    """A class."""\n', ""),
+        "",
+    ],
+)
+def test_the_edge_of_a_limit_is_allowed(tmp_path: Path, text: str) -> None:
+    assert find(tmp_path, text) == []
+
+
+def test_a_long_docstring_does_not_lengthen_its_function(tmp_path: Path) -> None:
+    text = function("    X = 1\n" * 59).replace('"""Do it."""', '"""Do it.\n' + "    more\n" * 80 + '    """')
+
+    assert find(tmp_path, text) == []
+
+
+def test_a_class_may_have_twenty_methods_besides_overloads_and_shipped_tests(tmp_path: Path) -> None:
+    method = '    def m{}(self) -> None:\n        """Do."""\n'
+    overload = "    @typing.overload\n    def m0(self) -> None: ...\n"
+    twenty = '"""A module."""\n\n\nclass Big:\n    """A class."""\n' + "".join(map(method.format, range(20)))
+
+    assert find(tmp_path, twenty + overload) == []
+    assert find(tmp_path, twenty + method.replace("m{}", "test_it")) == []
+    assert find(tmp_path, twenty + method.format(20)) == ["Big has 21 methods, at most 20"]
+
+
+@pytest.mark.parametrize("name", ["utils", "helpers", "misc"])
+def test_a_module_named_after_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    (message,) = find(tmp_path, CLEAN, f"src/kvtier/{name}.py")
+
+    assert "name the noun" in message
+
+
+@pytest.mark.parametrize(
+    "statement", ["def f() -> None:\n    '''Do.'''", "import a\na.b()", "X = f()", "if 1: pass"]
+)
+def test_a_package_init_has_no_logic(tmp_path: Path, statement: str) -> None:
+    messages = find(tmp_path, f'"""A package."""\n\n{statement}\n', "src/kvtier/cpu/__init__.py")
+
+    assert messages == ["logic in __init__.py: a docstring and re-exports only"]
+
+
+def test_the_example_tier_may_be_its_package(tmp_path: Path) -> None:
+    assert find(tmp_path, CLEAN, "src/kvtier/tiering/example/__init__.py") == []
+
+
+def test_a_package_init_may_re_export(tmp_path: Path) -> None:
+    text = '"""A package."""\n\nfrom kvtier.base import x\n\n__all__ = ["x"]\n__version__ = "1"\n'
+
+    assert find(tmp_path, text, "src/kvtier/__init__.py") == []
+
+
+def test_tests_need_no_docstrings_but_keep_the_lengths(tmp_path: Path) -> None:
+    assert find(tmp_path, "def test_x():\n    pass\n", "tests/test_x.py") == []
+    assert find(tmp_path, "X = 1\n" * 501, "tests/test_x.py") == ["file of 501 lines, at most 500"]
+
+
+def test_the_command_fails_on_a_broken_limit_and_names_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(CLEAN + "def f():\n    '''Do.'''\n", encoding="utf-8")
+
+    status = style_limits.main([str(tmp_path)])
+
+    assert status == 1
+    assert f"{tmp_path}/a.py:10: f is not fully annotated" in capsys.readouterr().out
+
+
+def test_hidden_folders_are_not_measured(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "a.py").write_text("def f(): pass\n", encoding="utf-8")
+
+    assert list(style_limits.python_files([tmp_path])) == []
+
+
+def test_the_medians_are_reported_beside_their_aims(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text(CLEAN, encoding="utf-8")
+
+    assert style_limits.main([str(tmp_path)]) == 0
+    assert "median file 9 lines (aim 180)" in capsys.readouterr().out
