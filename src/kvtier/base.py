@@ -1,0 +1,376 @@
+"""The vocabulary and the contracts: keys, load/store specs, events, manager, spec, canonical KV caches.
+
+It holds no algorithm and knows no implementer. Two halves meet here. The scheduler side keeps books: an
+OffloadingManager says which blocks are held, reserves room and pins what is read. The worker side moves
+bytes: handlers copy between media, told what to move by a pair of LoadStoreSpecs. An OffloadingSpec builds
+both halves from one OffloadingConfig.
+
+Source: the contracts follow vLLM's KV offloading subsystem as of May 2026 (pull requests 37874 and 36644).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.config import OffloadingConfig
+from kvtier.errors import KVCacheLayoutError
+
+if TYPE_CHECKING:
+    import torch
+
+OffloadKey = NewType("OffloadKey", bytes)
+"""Content hash of a block and of its whole prefix, then the KV group index. Bytes, not a tuple: millions of
+them must not burden the garbage collector."""
+
+TransferJobId = NewType("TransferJobId", int)
+"""A job of the connector: device -> primary or primary -> device."""
+
+JobId = NewType("JobId", int)
+"""A job of a secondary tier: primary -> tier or tier -> primary."""
+
+BlockIds = npt.NDArray[np.int64]
+"""Numbers of device blocks or slots, shape (num_blocks,)."""
+
+GROUP_INDEX_BYTES = 4
+
+
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
+    """Return the key of a block: its hash, then ``group_idx`` as four bytes, big endian, unsigned. Pure."""
+    return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
+
+
+def get_offload_block_hash(key: OffloadKey) -> bytes:
+    """Return the content hash that ``key`` was made from. Pure."""
+    return key[:-GROUP_INDEX_BYTES]
+
+
+def get_offload_group_idx(key: OffloadKey) -> int:
+    """Return the KV group index that ``key`` was made from. Pure."""
+    return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+
+
+@dataclass(eq=False, slots=True)
+class ReqContext:
+    """One request, as managers and tiers see it; compared by identity.
+
+    The same object reaches every manager and tier call made for the request.
+
+    Attributes:
+        req_id: the engine's name of the request.
+        kv_transfer_params: the client's hints, as the engine passed them on.
+    """
+
+    req_id: str
+    kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON, read where it is used
+
+
+class LoadStoreSpec(ABC):
+    """Where the bytes of a transfer are, on one medium."""
+
+    @staticmethod
+    @abstractmethod
+    def medium() -> str:
+        """Return the name of the medium, for example "GPU"."""
+
+
+class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
+    """Blocks named by number.
+
+    Args:
+        block_ids: block or slot numbers, any iterable of integers.
+    """
+
+    def __init__(self, block_ids: Iterable[int]) -> None:
+        as_array = block_ids if isinstance(block_ids, np.ndarray | list | tuple) else list(block_ids)
+        self.block_ids: BlockIds = np.asarray(as_array, dtype=np.int64).reshape(-1)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.block_ids.tolist()})"
+
+
+class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Device blocks, ordered by KV group.
+
+    Args:
+        block_ids: device block numbers, all groups one after another.
+        group_sizes: how many of them belong to each group.
+        block_indices: for each group the index, within the request, of its first block here, so that a
+            worker can enter the middle of an offloaded block.
+
+    Raises:
+        KVCacheLayoutError: the lengths disagree.
+    """
+
+    def __init__(
+        self, block_ids: Iterable[int], group_sizes: Sequence[int], block_indices: Sequence[int]
+    ) -> None:
+        super().__init__(block_ids)
+        self.group_sizes = tuple(group_sizes)
+        self.block_indices = tuple(block_indices)
+        if sum(self.group_sizes) != len(self.block_ids):
+            raise KVCacheLayoutError(
+                f"group_sizes={self.group_sizes} sum to {sum(self.group_sizes)} but there are "
+                f"{len(self.block_ids)} block ids: give one size for each group, in order"
+            )
+        if len(self.group_sizes) != len(self.block_indices):
+            raise KVCacheLayoutError(
+                f"{len(self.group_sizes)} group sizes but {len(self.block_indices)} block indices: "
+                "give one of each for every group"
+            )
+
+    @staticmethod
+    def medium() -> str:
+        """Return "GPU", the medium of whatever memory the device blocks are in."""
+        return "GPU"
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareStoreOutput:
+    """What a prepared store will write, and what it pushed out.
+
+    Attributes:
+        keys_to_store: the keys that got a slot, in the order of the call.
+        store_spec: their slots, in the same order.
+        evicted_keys: what was evicted to make room.
+    """
+
+    keys_to_store: list[OffloadKey]
+    store_spec: LoadStoreSpec
+    evicted_keys: list[OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingEvent:
+    """Blocks that a medium now holds, or no longer holds.
+
+    There is no block size in it: blocks of different sizes may share one event.
+
+    Attributes:
+        keys: the blocks.
+        medium: where, for example "CPU".
+        removed: True when they are gone.
+    """
+
+    keys: list[OffloadKey]
+    medium: str
+    removed: bool
+
+
+class OffloadingManager(ABC):
+    """The scheduler side: which blocks are held, where, and who is using them.
+
+    Called from one thread; must not block. Keys come first and positionally. A block is pinned from
+    prepare_* to complete_*; a pinned block is not evicted.
+    """
+
+    @abstractmethod
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Return True when ``key`` can be loaded now, False when not held, None when in flight: ask again."""
+
+    @abstractmethod
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin ready ``keys`` and return where to read them, in the same order.
+
+        Raises:
+            BlockNotReadyError: a key is absent or in flight; nothing is pinned.
+        """
+
+    @abstractmethod
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Reserve room for those of ``keys`` that are not held yet.
+
+        Returns:
+            What to write where; empty lists when nothing is missing; None when there is no room now, and
+            then nothing has changed.
+        """
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark ``keys`` as recently used, the first of them most; unknown keys are ignored."""
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin ``keys`` after a load."""
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
+
+    def is_waiting(self, req_context: ReqContext) -> bool:
+        """Return True when this request was answered None and asking again now would change nothing.
+
+        Costs one comparison, so that an engine with a thousand waiting requests need not search for each.
+        """
+        del req_context
+        return False
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the events since the last call, oldest first, and forget them."""
+        return ()
+
+    def end_step(self) -> None:
+        """Start what was decided during this step and open the next one."""
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Forget the request; no job is cancelled by it."""
+
+    def has_pending_work(self) -> bool:
+        """Return True while end_step must be called again for something to happen."""
+        return False
+
+    def reset(self) -> None:
+        """Forget every block; slots of transfers in flight are freed when those are reported."""
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges by dotted name."""
+        return {}
+
+    def shutdown(self) -> None:
+        """End every thread and give back every resource; idempotent."""
+
+
+class OffloadingHandler(ABC):
+    """The worker side of one direction: copies between two media, asynchronously.
+
+    Called from one thread.
+    """
+
+    @abstractmethod
+    def transfer_async(self, job_id: TransferJobId, spec: "TransferSpec") -> bool:
+        """Start a transfer; False when it could not be started, and then it is never reported."""
+
+    @abstractmethod
+    def get_finished(self) -> list["TransferResult"]:
+        """Return the jobs that ended since the last call, each exactly once; does not block."""
+
+    @abstractmethod
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+
+    def shutdown(self) -> None:
+        """End the handler after the copies it has begun; idempotent."""
+
+
+class TransferSpec(NamedTuple):
+    """A transfer: where from and where to."""
+
+    source: LoadStoreSpec
+    destination: LoadStoreSpec
+
+
+class TransferType(NamedTuple):
+    """The media of a transfer, for example ("GPU", "CPU")."""
+
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """How a transfer ended.
+
+    Attributes:
+        job_id: the job.
+        success: False when any byte may not have arrived.
+        transfer_size: bytes moved, padding not counted.
+        transfer_time: seconds that the copy itself took.
+        transfer_type: the media.
+    """
+
+    job_id: TransferJobId
+    success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
+    transfer_type: TransferType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheTensor:
+    """One tensor of the engine's KV cache, as bytes.
+
+    Attributes:
+        tensor: shape (num_blocks, page_size_bytes), int8, on the device; rows may be strided.
+        page_size_bytes: bytes from the start of one page to its end, padding included.
+    """
+
+    tensor: "torch.Tensor"
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheRef:
+    """A layer's bytes within a canonical tensor.
+
+    Attributes:
+        tensor_idx: index into ``CanonicalKVCaches.tensors``.
+        page_size_bytes: bytes of one page without padding; they are the first of the tensor's page.
+    """
+
+    tensor_idx: int
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCaches:
+    """The KV cache of one worker in the only form that handlers know.
+
+    Attributes:
+        tensors: the tensors, in the order of their bytes in a row.
+        group_data_refs: for each KV group what to copy, in the order of the bytes in a row.
+    """
+
+    tensors: list[CanonicalKVCacheTensor]
+    group_data_refs: list[list[CanonicalKVCacheRef]]
+
+
+class HandlerEntry(NamedTuple):
+    """A handler and the media it copies between."""
+
+    source: type[LoadStoreSpec]
+    destination: type[LoadStoreSpec]
+    handler: OffloadingHandler
+
+
+class OffloadingSpec(ABC):
+    """Builds both halves of an offloading back end from one configuration; each is built once.
+
+    Args:
+        config: what the engine said of itself.
+
+    Attributes:
+        config: the same.
+        extra_config: the user's settings, unparsed; ``config.settings`` has them parsed.
+        hash_block_size: tokens covered by one content hash.
+        gpu_block_size: tokens in a device block, one number for each group.
+        block_size_factor: device blocks in an offloaded block.
+    """
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self.config = config
+        self.extra_config: Mapping[str, Any] = config.extra_config  # Any: parsed in config.settings
+        self.hash_block_size = config.hash_block_size
+        self.gpu_block_size = tuple(group.block_size_tokens for group in config.groups)
+        self.block_size_factor = config.block_size_factor
+
+    @abstractmethod
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler side."""
+
+    @abstractmethod
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        """Yield the worker side: each handler with the classes of its source and destination specs."""
+
+
+class RowMemory(Protocol):
+    """What a primary tier needs of its memory: rows as bytes, and a way to give them back."""
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Return the rows, writable, zero-copy, shape (num_blocks, row_stride), format 'b'."""
+
+    def cleanup(self) -> None:
+        """Give the memory back; idempotent."""

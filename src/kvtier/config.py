@@ -1,0 +1,307 @@
+"""What an engine tells kvtier, and the settings of ``extra_config`` as typed values.
+
+It does not know any tier's own settings; those are arguments of the tier's constructor. Everything is
+checked at construction: an unknown setting names its nearest neighbour, a bad value names the remedy.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeVar
+
+from kvtier.errors import ConfigError, UnknownNameError
+
+BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+BYTE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+DEFAULT_LOOKUP_DEADLINE_S = 5.0
+"""How long a request may wait for promotions, in seconds. Zero answers at once with what is ready. Larger
+values let slow tiers finish and delay a request behind a hung one; smaller ones recompute what was coming."""
+
+DEFAULT_MAX_TRACKER_SIZE = 64_000
+"""Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
+bytes."""
+
+
+E = TypeVar("E", bound=Enum)
+
+
+class GroupKind(Enum):
+    """How the layers of a KV group attend, which decides what of a prefix they need."""
+
+    FULL = "full"
+    WINDOW = "window"
+    STATE = "state"
+
+
+class LoadIf(Enum):
+    """When a hit in a secondary tier is loaded at all."""
+
+    ALWAYS = "always"
+    FASTER = "faster"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which weights produced the KV cache.
+
+    Attributes:
+        name: name or path of the model.
+        revision: revision of the weights, or a fingerprint of them with a prefix that says so.
+        dtype: data type of the weights.
+        config_digest: hex digest of the effective model configuration (rope scaling, window, quantisation).
+    """
+
+    name: str
+    revision: str = ""
+    dtype: str = ""
+    config_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share one block table.
+
+    Attributes:
+        block_size_tokens: tokens in one device block.
+        layer_names: the layers, in the order of their bytes in a row.
+        page_size_bytes: bytes of one device block over all layers of the group on one worker, unpadded.
+        kind: full attention, sliding window or state space.
+        window_tokens: length of the sliding window; None unless ``kind`` is WINDOW.
+    """
+
+    block_size_tokens: int
+    layer_names: tuple[str, ...]
+    page_size_bytes: int
+    kind: GroupKind = GroupKind.FULL
+    window_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size_tokens < 1:
+            raise ConfigError("block_size_tokens", self.block_size_tokens, "a block holds at least one token")
+        if self.page_size_bytes < 1:
+            raise ConfigError("page_size_bytes", self.page_size_bytes, "a page holds at least one byte")
+        if (self.kind is GroupKind.WINDOW) != (self.window_tokens is not None):
+            raise ConfigError("window_tokens", self.window_tokens, "exactly the window groups have a window")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of ``extra_config`` that are not a tier's, parsed; ``docs/settings.md`` has the table.
+
+    Attributes:
+        cpu_bytes_to_use: host memory of the primary tier over all workers; None when not given.
+        eviction_policy: name of the primary tier's policy.
+        store_threshold: accesses of a key before it is stored; below 2 the reuse filter is off.
+        max_tracker_size: access counts kept by the reuse filter.
+        block_size: tokens in an offloaded block; None means one device block.
+        spec_name: registered name of the offloading spec.
+        spec_module_path: module of a spec that is not registered; its own settings are then not checked.
+        lookup_deadline_s: seconds a request may wait for promotions.
+        load_if: whether a hit that loads slower than it computes is loaded.
+        instance_id: name of this engine's shared-memory region; None takes the engine's id.
+        tenant_salt: separates tenants that must not share blocks.
+        secondary_tiers: one mapping per tier, in the order in which they are asked.
+    """
+
+    cpu_bytes_to_use: int | None = None
+    eviction_policy: str = "lru"
+    store_threshold: int = 0
+    max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
+    block_size: int | None = None
+    spec_name: str | None = None
+    spec_module_path: str | None = None
+    lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
+    load_if: LoadIf = LoadIf.ALWAYS
+    instance_id: str | None = None
+    tenant_salt: str = ""
+    secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
+
+
+def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
+    """Check and type the settings of ``extra_config``.
+
+    Raises:
+        UnknownNameError: a setting nobody reads; names the nearest known one.
+        ConfigError: a value of the wrong type or range.
+    """
+    known = set(Settings.__dataclass_fields__)
+    unknown = sorted(set(extra_config) - known)
+    if unknown and "spec_module_path" not in extra_config:
+        raise UnknownNameError("setting", unknown[0], known)
+    read = SettingsReader(extra_config)
+    return Settings(
+        cpu_bytes_to_use=read.size_bytes("cpu_bytes_to_use", None),
+        eviction_policy=read.text("eviction_policy", "lru"),
+        store_threshold=read.whole("store_threshold", 0, minimum=0),
+        max_tracker_size=read.whole("max_tracker_size", DEFAULT_MAX_TRACKER_SIZE, minimum=1),
+        block_size=read.whole("block_size", 0, minimum=0) or None,
+        spec_name=read.text("spec_name", "") or None,
+        spec_module_path=read.text("spec_module_path", "") or None,
+        lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
+        load_if=read.choice("load_if", LoadIf.ALWAYS),
+        instance_id=read.text("instance_id", "") or None,
+        tenant_salt=read.text("tenant_salt", ""),
+        secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
+    )
+
+
+def parse_tier_list(value: object) -> tuple[Mapping[str, Any], ...]:  # Any: each tier checks its own
+    """Check that ``secondary_tiers`` is a list of mappings and copy it.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
+        raise ConfigError("secondary_tiers", value, 'must be a list such as [{"type": "fs", ...}]')
+    return tuple(dict(entry) for entry in value)
+
+
+class SettingsReader:
+    """Typed, checked access to a mapping that came from JSON or a command line.
+
+    Args:
+        values: the mapping; it is not changed.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:  # Any: this is where values get types
+        self._values = values
+
+    def text(self, name: str, default: str) -> str:
+        """Return a string setting."""
+        value = self._values.get(name, default)
+        if not isinstance(value, str):
+            raise ConfigError(name, value, "must be a string")
+        return value
+
+    def whole(self, name: str, default: int, minimum: int) -> int:
+        """Return an integer setting of at least ``minimum``."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return a boolean setting."""
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(name, value, "must be true or false")
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        """Return a duration in seconds, zero included."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ConfigError(name, value, "must be a number of seconds, zero or more")
+        return float(value)
+
+    def size_bytes(self, name: str, default: int | None) -> int | None:
+        """Return a size in bytes; text such as ``"8GiB"`` is understood."""
+        value = self._values.get(name)
+        return default if value is None else parse_bytes(name, value)
+
+    def choice(self, name: str, default: E) -> E:
+        """Return a member of the enum of ``default``."""
+        value = self._values.get(name, default.value)
+        for member in type(default):
+            if value in (member, member.value):
+                return member
+        known = ", ".join(repr(member.value) for member in type(default))
+        raise ConfigError(name, value, f"must be one of {known}")
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """Return ``value`` as a number of bytes.
+
+    Args:
+        name: the setting, for the message.
+        value: an integer, or text with a unit such as ``"64MiB"`` or ``"2 GB"``.
+
+    Raises:
+        ConfigError: neither, or less than one byte.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    unit = BYTE_UNITS.get(found[2].upper()) if found else None
+    if isinstance(value, bool) or found is None or unit is None or int(float(found[1]) * unit) < 1:
+        raise ConfigError(name, value, 'must be a positive number of bytes, or text such as "8GiB"')
+    return int(found[1]) * unit if found[1].isdigit() else int(float(found[1]) * unit)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingConfig:
+    """Everything an engine tells kvtier about itself; equal on every process of one engine but for ``rank``.
+
+    Attributes:
+        engine_id: names this engine among others on the machine.
+        model: which weights.
+        groups: the KV groups, in the engine's order; their index is part of every key.
+        hash_block_size: tokens covered by one content hash.
+        hash_algorithm: name of the chained hash.
+        hash_seed: seed of the hash; a random one cannot be shared with a later process.
+        kv_layout: order of the bytes within a page, as the engine names it.
+        kv_dtype: data type of keys and values, with fixed scales where it has them.
+        rank: this worker's number; None on the scheduler's side.
+        world_size: workers of the engine.
+        tensor_parallel_size: workers that split heads.
+        pipeline_parallel_size: workers that split layers.
+        context_parallel_size: workers that split tokens.
+        num_hosts: machines the workers are on.
+        enable_events: whether managers record OffloadingEvents.
+        engine_kind: which engine laid out the bytes, for example "transformers".
+        extra_config: the settings, as the user wrote them.
+        settings: the same, parsed.
+    """
+
+    engine_id: str
+    model: ModelIdentity
+    groups: tuple[KVGroup, ...]
+    hash_block_size: int
+    hash_algorithm: str = "sha256"
+    hash_seed: str = ""
+    kv_layout: str = ""
+    kv_dtype: str = ""
+    rank: int | None = None
+    world_size: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    num_hosts: int = 1
+    enable_events: bool = False
+    engine_kind: str = ""
+    extra_config: Mapping[str, Any] = field(default_factory=dict)  # Any: parsed into settings below
+    settings: Settings = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", parse_settings(self.extra_config))
+        if not self.groups:
+            raise ConfigError("groups", self.groups, "a model needs at least one KV group")
+        if self.hash_block_size < 1:
+            raise ConfigError("hash_block_size", self.hash_block_size, "must be at least one token")
+        if self.num_hosts != 1:
+            remedy = "one primary tier serves the workers of one host; start one engine per host"
+            raise ConfigError("num_hosts", self.num_hosts, remedy)
+        for group in self.groups:
+            if group.block_size_tokens % self.hash_block_size:
+                remedy = f"must be a multiple of the hash block size, {self.hash_block_size} tokens"
+                raise ConfigError("block_size_tokens", group.block_size_tokens, remedy)
+        self._check_block_size()
+
+    @property
+    def block_size_factor(self) -> int:
+        """Device blocks in one offloaded block."""
+        if self.settings.block_size is None:
+            return 1
+        return self.settings.block_size // self.groups[0].block_size_tokens
+
+    def _check_block_size(self) -> None:
+        block_size = self.settings.block_size
+        if block_size is None:
+            return
+        sizes = {group.block_size_tokens for group in self.groups}
+        if len(sizes) > 1:
+            remedy = f"cannot be set when groups have different device block sizes ({sorted(sizes)})"
+            raise ConfigError("block_size", block_size, remedy)
+        if block_size % min(sizes):
+            remedy = f"must be a multiple of the device block size, {min(sizes)} tokens"
+            raise ConfigError("block_size", block_size, remedy)

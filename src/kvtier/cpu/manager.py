@@ -1,0 +1,218 @@
+"""The primary tier's manager: what is held, what may be read now, where to write next.
+
+It moves no byte: workers copy, told by the specs that come out of here. The books keep the blocks, the policy
+orders them, the reuse filter admits keys, the event log waits to be read; here they become the contract that
+an engine drives. Scheduler side, one thread, never blocks. Every call makes a few C-speed passes over its
+batch, because an engine asks for thousands of blocks a step.
+
+Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37874 and 40020.
+"""
+
+from collections.abc import Collection, Iterable
+
+from kvtier.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
+from kvtier.cpu.books import BlockBooks
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.events import EventLog
+from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.registry import create_cache_policy
+from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.errors import BlockNotReadyError
+
+MIN_STORE_THRESHOLD = 2
+"""The first ``store_threshold`` that filters anything: whatever is stored has been accessed once."""
+
+
+class CPUOffloadingManager(BlockBooks, OffloadingManager):
+    """Holds at most ``num_blocks`` blocks, one in each slot.
+
+    Args:
+        num_blocks: slots of the primary tier.
+        cache_policy: registered name of the eviction policy.
+        enable_events: whether to record what is stored and evicted.
+        store_threshold: accesses of a key before it is stored; below 2 every key is.
+        max_tracker_size: keys whose accesses are counted.
+
+    Raises:
+        ConfigError: ``num_blocks`` or, with the filter on, ``max_tracker_size`` is below one.
+        UnknownNameError: there is no such policy.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE,
+    ) -> None:
+        super().__init__(num_blocks, create_cache_policy(cache_policy, num_blocks))
+        is_filtering = store_threshold >= MIN_STORE_THRESHOLD
+        self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
+        self._events = EventLog(CPULoadStoreSpec.medium(), is_enabled=enable_events)
+        self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
+
+    @property
+    def counts(self) -> dict[OffloadKey, int] | None:
+        """Accesses that the reuse filter has counted, least recently used first; None when it is off."""
+        return None if self._filter is None else self._filter.counts
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Return True when ready, None while its write is in flight, False when absent."""
+        if self._filter is not None:
+            self._filter.observe(key, req_context)
+        block = self._get_block(key)
+        if block is None:
+            return False
+        return True if block.ref_cnt >= 0 else None
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin each of ``keys`` once, however often the call names it, and return their slots in order.
+
+        Raises:
+            BlockNotReadyError: a key is absent or in flight; nothing is pinned.
+        """
+        del req_context
+        blocks: list[BlockStatus] = []
+        get = self._get_block
+        for key in keys:
+            block = get(key)
+            if block is None or block.ref_cnt < 0:
+                raise BlockNotReadyError(key, "absent" if block is None else "in flight")
+            blocks.append(block)
+        for block in dict.fromkeys(blocks):
+            if block.ref_cnt == 0:
+                self._num_evictable -= 1
+            block.ref_cnt += 1
+        self._num_loaded += len(blocks)
+        return CPULoadStoreSpec([block.block_id for block in blocks])
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Reserve slots for those of ``keys`` that pass the reuse filter and are not held.
+
+        Returns:
+            What to write where, and what was evicted for it, never a key of this call; empty lists when
+            nothing is missing; None when there is no room now, and then nothing has changed.
+        """
+        if self._filter is None:
+            return self._reserve(keys)
+        output = self._reserve(self._filter.admit(keys), protected=frozenset(keys))
+        if output is not None:
+            self._filter.end_observations(keys, req_context)
+        return output
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark ``keys`` as recently used, the first of them most."""
+        del req_context
+        self._policy.touch(keys)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin each of ``keys`` once, however often the call names it; keys not pinned are ignored."""
+        del req_context
+        if self._orphans:
+            keys = self._orphans.settle_keys(keys, is_write=False)
+        get = self._get_block
+        for key in dict.fromkeys(keys):
+            block = get(key)
+            if block is not None and block.ref_cnt > 0:
+                block.ref_cnt -= 1
+                if block.ref_cnt == 0:
+                    self._num_evictable += 1
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
+        del req_context
+        self._note_finished(self._finish_writes(keys, success=success), success=success)
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events since the last call, oldest first, and forget them."""
+        return self._events.take()
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Forget which keys the request was asking for."""
+        if self._filter is not None:
+            self._filter.request_finished(req_context)
+
+    def reset(self) -> None:
+        """Forget every block, ghost and access; slots in use are freed when their transfers are reported."""
+        self._events.record(self._forget_blocks(), removed=True)
+        if self._filter is not None:
+            self._filter.clear()
+
+    def claim_orphans(self, block_ids: Iterable[int], *, is_write: bool) -> None:
+        """Right after a reset: one transfer of each of ``block_ids`` will be reported by settle_orphans.
+
+        Without it the report is expected by key, from complete_load or complete_store.
+        """
+        self._orphans.claim(map(int, block_ids), is_write=is_write)
+
+    def settle_orphans(self, block_ids: Iterable[int], is_write: bool) -> None:
+        """Report transfers of before a reset by slot; slots that no reset left in use are ignored."""
+        self._orphans.settle_slots(map(int, block_ids), is_write=is_write)
+
+    def stats(self) -> dict[str, float]:
+        """Return gauges in blocks, and counters since the start: of blocks, of calls for ``refused``."""
+        num_orphaned = len(self._orphans)
+        numbers = {
+            "capacity_blocks": self.num_blocks,
+            "held_blocks": self.num_blocks - self.num_free - num_orphaned,
+            "free_blocks": self.num_free,
+            "evictable_blocks": self._num_evictable,
+            "in_flight_blocks": self._num_in_flight,
+            "orphaned_blocks": num_orphaned,
+            "tracked_keys": len(self.counts or ()),
+            "loaded": self._num_loaded,
+            "stored": self._num_stored,
+            "failed": self._num_failed,
+            "evicted": self._num_evicted,
+            "refused": self._num_refused,
+            "dropped_events": self._events.num_dropped,
+        }
+        return {f"primary.{name}": float(number) for name, number in numbers.items()}
+
+    def _reserve(
+        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = frozenset()
+    ) -> PrepareStoreOutput | None:
+        """Reserve slots for those of ``keys`` that are not held, without asking the reuse filter.
+
+        Args:
+            keys: what is to be stored; none of them is evicted for it.
+            protected: further keys that must not be evicted; its ``in`` should not search.
+
+        Returns:
+            As prepare_store.
+        """
+        get = self._get_block
+        distinct = dict.fromkeys(keys)
+        missing = [key for key in distinct if get(key) is None]
+        num_to_evict = len(missing) - self._slots.num_free
+        evicted: list[OffloadKey] | None = []
+        if num_to_evict > 0:
+            named = distinct if len(missing) < len(distinct) else ()
+            evicted = self._evict(num_to_evict, named, protected)
+        if evicted is None:
+            self._num_refused += 1
+            return None
+        self._num_evicted += len(evicted)
+        self._events.record(evicted, removed=True)
+        return PrepareStoreOutput(missing, CPULoadStoreSpec(self._assign(missing)), evicted)
+
+    def _note_finished(self, finished: list[OffloadKey], *, success: bool) -> None:
+        """Count and announce writes into held blocks that have ended."""
+        if success:
+            self._num_stored += len(finished)
+            self._events.record(finished, removed=False)
+        else:
+            self._num_failed += len(finished)

@@ -1,0 +1,6 @@
+"""Eviction policies of the primary tier, one algorithm per file, found by name through ``registry``."""
+
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy
+from kvtier.cpu.policies.registry import CACHE_POLICIES, create_cache_policy
+
+__all__ = ["CACHE_POLICIES", "BlockStatus", "CachePolicy", "create_cache_policy"]

@@ -1,0 +1,156 @@
+"""ARC, the adaptive replacement cache: recency and frequency in two lists, balanced by what was missed.
+
+t1 holds blocks used once since they came, t2 those used again. When one leaves, its key stays a while as a
+ghost in b1 or b2. A use of a ghost means that its list was too short: the target size of t1 grows for one of
+b1 and shrinks for one of b2, and eviction takes from t1 while it is longer than its target.
+
+Offloading differs from the paper's page cache in three ways. A miss shows in two places, first as a touch
+of a key that is not held, later as an insert of it: whichever comes first moves the target, once for each
+time the key left. Blocks in flight or pinned cannot leave, so when the list that the target points at has
+none to give, the other list gives. Room is made for many blocks at once, so the target does not move
+within one eviction and the paper's tie-break on the incoming key (|t1| = target and a hit in b2) is dropped.
+
+Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, check_same_blocks
+from kvtier.cpu.policies.ghosts import GhostList
+from kvtier.errors import InvariantError
+
+
+class ARCCachePolicy(CachePolicy):
+    """ARC; ghosts of both lists together never outnumber the capacity.
+
+    Attributes:
+        t1: blocks used once, oldest first.
+        t2: blocks used more than once, oldest first.
+        b1: keys that left t1, oldest first.
+        b2: keys that left t2, oldest first.
+        target_t1_size: the length t1 should have, from 0 to the capacity; the paper's p.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.t1: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self.t2: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self.b1 = GhostList()
+        self.b2 = GhostList()
+        self.target_t1_size = 0.0
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the held block under ``key``, or None."""
+        return self.t1.get(key) or self.t2.get(key)
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold ``block``: in t2 when its key is a ghost, for then this is its second use, else in t1."""
+        ghosts = self._ghosts_with(key)
+        if ghosts is None:
+            self.t1[key] = block
+            return
+        self._adapt(key, ghosts)
+        del ghosts[key]
+        self.t2[key] = block
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
+        if self.t1.pop(key, None) is None:
+            self.t2.pop(key, None)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Record a use: a ready block of t1 moves to t2, any other held one is renewed, a ghost adapts.
+
+        A block whose write is in flight is renewed and stays where it is: whoever stores it touches it too,
+        and that is still its first use.
+        """
+        t1, t2 = self.t1, self.t2
+        for key in reversed(tuple(keys)):
+            block = t1.get(key)
+            if block is not None and block.ref_cnt < 0:
+                t1.move_to_end(key)
+            elif block is not None:
+                del t1[key]
+                t2[key] = block
+            elif key in t2:
+                t2.move_to_end(key)
+            else:
+                ghosts = self._ghosts_with(key)
+                if ghosts is not None:
+                    self._adapt(key, ghosts)
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        """Evict ``n`` idle blocks, each from the list that is then too long, or none at all."""
+        recent, frequent = _idle(self.t1, protected), _idle(self.t2, protected)
+        num_recent = len(self.t1)
+        victims: list[tuple[OffloadKey, BlockStatus]] = []
+        for _ in range(n):
+            first, second = (recent, frequent) if num_recent > self.target_t1_size else (frequent, recent)
+            victim = next(first, None) or next(second, None)
+            if victim is None:
+                return None
+            victims.append(victim)
+            num_recent -= victim[0] in self.t1
+        for key, _ in victims:
+            self._make_ghost(key)
+        self._forget_excess_ghosts()
+        return victims
+
+    def clear(self) -> None:
+        """Forget every block and ghost, and the target."""
+        for part in (self.t1, self.t2, self.b1, self.b2):
+            part.clear()
+        self.target_t1_size = 0.0
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Compare the policy with the manager's books, and its lists with each other."""
+        check_same_blocks({**self.t1, **self.t2}, held)
+        num_keys = len({*self.t1, *self.t2, *self.b1, *self.b2})
+        num_ghosts = len(self.b1) + len(self.b2)
+        if num_keys != len(self.t1) + len(self.t2) + num_ghosts:
+            raise InvariantError("a key is in two of t1, t2, b1 and b2")
+        if num_ghosts > self.cache_capacity:
+            raise InvariantError(f"{num_ghosts} ghosts for a capacity of {self.cache_capacity}")
+        if not 0 <= self.target_t1_size <= self.cache_capacity:
+            raise InvariantError(f"target_t1_size={self.target_t1_size} is not within the capacity")
+
+    def _ghosts_with(self, key: OffloadKey) -> GhostList | None:
+        if key in self.b1:
+            return self.b1
+        return self.b2 if key in self.b2 else None
+
+    def _adapt(self, key: OffloadKey, ghosts: GhostList) -> None:
+        if ghosts[key]:  # a waiting request touches again and again; the miss was one
+            return
+        ghosts[key] = True
+        if ghosts is self.b1:
+            step = max(1.0, len(self.b2) / len(self.b1))
+            self.target_t1_size = min(self.target_t1_size + step, float(self.cache_capacity))
+        else:
+            step = max(1.0, len(self.b1) / len(self.b2))
+            self.target_t1_size = max(self.target_t1_size - step, 0.0)
+
+    def _make_ghost(self, key: OffloadKey) -> None:
+        if self.t1.pop(key, None) is not None:
+            self.b1[key] = False
+        else:
+            del self.t2[key]
+            self.b2[key] = False
+
+    def _forget_excess_ghosts(self) -> None:
+        """Bring the ghosts down to the capacity, from b1 while t1 and b1 exceed it, as in the paper."""
+        while len(self.b1) + len(self.b2) > self.cache_capacity:
+            is_recent_side_long = len(self.t1) + len(self.b1) > self.cache_capacity
+            shrink_b1 = bool(self.b1) and (is_recent_side_long or not self.b2)
+            (self.b1 if shrink_b1 else self.b2).pop_oldest()
+
+
+def _idle(
+    blocks: Mapping[OffloadKey, BlockStatus], protected: Collection[OffloadKey]
+) -> Iterator[tuple[OffloadKey, BlockStatus]]:
+    """Yield the blocks that may leave, oldest first."""
+    for key, block in blocks.items():
+        if block.ref_cnt == 0 and key not in protected:
+            yield key, block

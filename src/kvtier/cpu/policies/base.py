@@ -1,0 +1,129 @@
+"""The contract of an eviction policy, and the block that managers and policies share.
+
+A policy decides which held block leaves next. It moves no byte, hands out no slot and pins nothing: it reads
+``ref_cnt`` and never writes it. Six methods make a policy; the others here have defaults in terms of those
+six, and a policy overrides one where it can be faster or stricter.
+
+Source: the contract follows vLLM's ``kv_offload/cpu/policies``, pull request 37874.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from kvtier.base import OffloadKey
+from kvtier.errors import InvariantError
+
+IN_FLIGHT = -1
+"""``ref_cnt`` of a block whose write is in flight."""
+
+
+class BlockStatus:
+    """One held block. A million of them live at once, so it has two slots and no dictionary.
+
+    The object belongs to its slot: after the block has left it comes back under another key.
+
+    Args:
+        block_id: its slot in the primary tier.
+
+    Attributes:
+        block_id: the same.
+        ref_cnt: IN_FLIGHT (-1) while its write is in flight, 0 when idle, n when pinned n times.
+    """
+
+    __slots__ = ("block_id", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = IN_FLIGHT
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its bytes are whole."""
+        return self.ref_cnt >= 0
+
+    def __repr__(self) -> str:
+        return f"BlockStatus(block_id={self.block_id}, ref_cnt={self.ref_cnt})"
+
+
+class CachePolicy(ABC):
+    """The order in which held blocks leave. Used from one thread.
+
+    Args:
+        cache_capacity: blocks that the primary tier can hold.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        self.cache_capacity = cache_capacity
+
+    @abstractmethod
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the held block under ``key``, or None. Does not count as a use."""
+
+    @abstractmethod
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold ``block`` under ``key``, which is not held yet."""
+
+    @abstractmethod
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding ``key``, as if it had never been stored; unknown keys are ignored."""
+
+    @abstractmethod
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Record a use of ``keys``; the first ends up most recent, so that the tail of a prefix leaves first.
+
+        Keys that are not held are no error; what a policy remembers of them is its own affair.
+        """
+
+    @abstractmethod
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        """Stop holding the next ``n`` idle blocks (``ref_cnt`` 0) that are not in ``protected``.
+
+        Args:
+            n: how many.
+            protected: keys that must stay; its ``in`` is asked once for each candidate.
+
+        Returns:
+            The evicted, in eviction order; None when there are fewer than ``n``, and then nothing changed.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything: held blocks, ghosts, what was learned."""
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks`` under ``keys``, pairwise and in order."""
+        for key, block in zip(keys, blocks, strict=True):
+            self.insert(key, block)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        """Return the cheapest callable that answers like ``get``; it stays valid for the policy's life."""
+        return self.get
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Compare the policy with the manager's books.
+
+        Args:
+            held: every block that should be held.
+
+        Raises:
+            InvariantError: they differ, or the policy's own structure is inconsistent.
+        """
+        for key, block in held.items():
+            if self.get(key) is not block:
+                raise InvariantError(f"block {key.hex()} in slot {block.block_id} is not held by the policy")
+
+
+def check_same_blocks(
+    found: Mapping[OffloadKey, BlockStatus], held: Mapping[OffloadKey, BlockStatus]
+) -> None:
+    """Compare what a policy holds with what it should hold, block by block.
+
+    Raises:
+        InvariantError: a key is in one and not in the other, or stands for another block.
+    """
+    for key in found.keys() ^ held.keys():
+        side = "policy" if key in found else "manager"
+        raise InvariantError(f"block {key.hex()} is held by the {side} alone")
+    for key, block in found.items():
+        if held[key] is not block:
+            raise InvariantError(f"block {key.hex()} is {block} in the policy, {held[key]} in the manager")

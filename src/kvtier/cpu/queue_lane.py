@@ -1,0 +1,122 @@
+"""Keeps the books of copies that a device carries out on its own: launch now, ask later.
+
+It launches nothing itself and knows no device; a queue does, and gives a ticket for each copy. Because a queue is
+served in order, a copy is looked at only when the ones before it have ended.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.base import TransferJobId, TransferResult, TransferType
+
+logger = logging.getLogger(__name__)
+
+
+class Ticket(Protocol):
+    """A launched copy. Any call may raise when the device has failed."""
+
+    def is_done(self) -> bool:
+        """Return True when the copy has ended; does not block."""
+
+    def block(self) -> None:
+        """Block until the copy has ended."""
+
+    def publish(self) -> None:
+        """Make what the copy wrote visible to compute launched from now on."""
+
+    def elapsed_s(self) -> float:
+        """Return the seconds that the copy took; it must have ended."""
+
+
+class DeviceQueue(Protocol):
+    """Carries out copies one after another."""
+
+    def launch(self, copy: Callable[[], None]) -> Ticket:
+        """Launch ``copy``; when this raises, nothing of it is running any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    job_id: TransferJobId
+    num_bytes: int
+    ticket: Ticket
+
+
+class QueueLane:
+    """The copies of one direction on a device queue.
+
+    Thread: one thread calls; only ``wait`` and ``shutdown`` block.
+
+    Args:
+        transfer_type: the media, for the results.
+        queue: where copies are launched.
+    """
+
+    def __init__(self, transfer_type: TransferType, queue: DeviceQueue) -> None:
+        self._transfer_type = transfer_type
+        self._queue = queue
+        self._open: deque[_Launched] = deque()
+        self._finished: list[TransferResult] = []
+        self._is_accepting = True
+
+    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
+        """Launch a copy.
+
+        Returns:
+            False when the lane has ended, the id is in use, or the launch failed.
+        """
+        if not self._is_accepting or any(job.job_id == job_id for job in self._open):
+            return False
+        try:
+            ticket = self._queue.launch(copy)
+        except Exception:  # thread top: the device's runtime raises what it likes; the engine goes on
+            logger.exception("job %d: launching %s to %s failed", job_id, *self._transfer_type)
+            return False
+        self._open.append(_Launched(job_id, num_bytes, ticket))
+        return True
+
+    def take_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call, in the order of submission; does not block."""
+        self._settle(lambda ticket: ticket.is_done())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        last = max((at for at, job in enumerate(self._open) if job.job_id in job_ids), default=-1)
+        waited_for = {id(job.ticket) for job in list(self._open)[: last + 1]}
+
+        def is_waited_for(ticket: Ticket) -> bool:
+            if id(ticket) not in waited_for:
+                return False
+            ticket.block()
+            return True
+
+        self._settle(is_waited_for)
+
+    def shutdown(self) -> None:
+        """Block until every launched copy has ended, and accept no more; idempotent."""
+        self._is_accepting = False
+        self.wait({job.job_id for job in self._open})
+
+    def _settle(self, has_ended: Callable[[Ticket], bool]) -> None:
+        """Move jobs from open to finished, oldest first, until one has not ended."""
+        try:
+            while self._open and has_ended(self._open[0].ticket):
+                self._open[0].ticket.publish()
+                self._report(success=True, transfer_time=self._open[0].ticket.elapsed_s())
+        except Exception:  # thread top: a device that failed takes each of its jobs with it
+            logger.exception(
+                "%s to %s: the device failed; its %d jobs fail", *self._transfer_type, len(self._open)
+            )
+            self._is_accepting = False
+            while self._open:
+                self._report(success=False)
+
+    def _report(self, *, success: bool, transfer_time: float | None = None) -> None:
+        job = self._open.popleft()
+        size = job.num_bytes if success else None
+        self._finished.append(TransferResult(job.job_id, success, size, transfer_time, self._transfer_type))

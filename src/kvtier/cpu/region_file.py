@@ -1,0 +1,307 @@
+"""The shared-memory file behind a region: who creates it, who joins it, whose remains are removed.
+
+It maps nothing and needs no torch. Processes agree through one lock, ``flock`` on the file itself, which the kernel
+releases however a process dies:
+
+- exclusive: the holder alone decides about the file. Empty: it is the creator, reserves the memory and writes
+  the geometry. Not empty: everybody who had it is dead, it unlinks the name and starts over.
+- shared: the file is in use. A joiner gets it only when no creator is at work.
+
+After taking either lock a process looks whether the path still leads to its inode; if not, it starts over.
+Turning the creator's exclusive lock into a shared one is not atomic. Whoever gets in between finds a finished file
+without users and removes it; the creator then sees another inode, or none, and starts over too.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from kvtier.cpu.memory_limits import MemoryLimit, find_memory_limit
+from kvtier.errors import RegionError, RegionGeometryError, RegionMemoryError, RegionOwnerError
+
+SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108  # the mount, not a temporary file: O_NOFOLLOW, 0600, owner checked
+
+DEFAULT_JOIN_TIMEOUT_S = 600.0
+"""Seconds to wait for a creator. Reserving takes a second for some GB, so hundreds of GB need minutes. A creator
+that dies ends the wait at once; only one that hangs makes it last."""
+
+RETRY_INTERVAL_S = 0.005
+"""Seconds between two looks at a file that somebody else is creating. Longer delays the joiner's start, shorter
+burns its core."""
+
+TRAILER_BYTES = 4096
+"""The geometry follows the rows on a page of its own, so that rows start at the file's first byte."""
+
+MAGIC = "kvtier-region-1"
+
+
+@dataclass(frozen=True, slots=True)
+class RegionGeometry:
+    """What all processes of one region must agree on.
+
+    Attributes:
+        num_blocks: rows.
+        row_stride: bytes from one row to the next.
+        num_workers: workers side by side in a row.
+        cpu_page_size: bytes of one worker's part.
+    """
+
+    num_blocks: int
+    row_stride: int
+    num_workers: int
+    cpu_page_size: int
+
+    @property
+    def total_size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_blocks * self.row_stride
+
+    @property
+    def trailer_offset(self) -> int:
+        """Where the geometry is written: the first page after the rows."""
+        return -(-self.total_size_bytes // TRAILER_BYTES) * TRAILER_BYTES
+
+    @property
+    def file_size_bytes(self) -> int:
+        """Bytes of the file: rows and trailer."""
+        return self.trailer_offset + TRAILER_BYTES
+
+    def encode(self) -> bytes:
+        """Return the trailer's text."""
+        return json.dumps({"magic": MAGIC, **asdict(self)}).encode() + b"\n"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks} rows of {self.row_stride} bytes ({self.num_workers} workers of "
+            f"{self.cpu_page_size} bytes), {self.total_size_bytes} bytes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFile:
+    """An open file that this process holds a shared lock on.
+
+    Attributes:
+        path: its name, until it is sealed.
+        fd: its descriptor; the lock lives as long as it or a duplicate.
+        identity: (device, inode).
+        is_creator: whether this process made it.
+    """
+
+    path: Path
+    fd: int
+    identity: tuple[int, int]
+    is_creator: bool
+
+
+class _Step(Enum):
+    """What became of one attempt."""
+
+    START_OVER = "start over"
+    WAIT = "wait"
+
+
+def make_region_path(instance_id: str, directory: Path = SHARED_MEMORY_DIRECTORY) -> Path:
+    """Return where the region of ``instance_id`` is; two users never share a path. Pure.
+
+    An id that is not a plain file name is replaced by a readable rest of it and its digest.
+    """
+    safe = instance_id
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", instance_id):
+        digest = hashlib.sha256(instance_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        safe = re.sub(r"[^A-Za-z0-9_-]+", "_", instance_id)[:40] + "-" + digest
+    return directory / f"kvtier_{os.geteuid()}_{safe}"
+
+
+def open_region_file(
+    path: Path,
+    geometry: RegionGeometry,
+    *,
+    join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+    memory_limit: Callable[[], MemoryLimit | None] = find_memory_limit,
+) -> RegionFile:
+    """Create the file at ``path`` or join the one that is there; exactly one of many callers creates.
+
+    Args:
+        path: the file's name.
+        geometry: what is asked for.
+        join_timeout_s: seconds to wait for another process that creates.
+        clock: seconds, for the wait.
+        pause: waits the given seconds.
+        memory_limit: asked before memory is reserved.
+
+    Raises:
+        RegionGeometryError: the file is in use with another geometry.
+        RegionOwnerError: the file is another user's, or no file at all.
+        RegionMemoryError: there is no room for it; nothing is left behind.
+        RegionError: its creator did not finish in time.
+    """
+    deadline_s = clock() + join_timeout_s
+    while True:
+        found = _attempt(path, geometry, memory_limit)
+        if isinstance(found, RegionFile):
+            return found
+        if clock() > deadline_s:
+            raise RegionError(
+                f"region {path}: its creator did not finish within {join_timeout_s} s: see whether that "
+                "process hangs (fuser names it) and end it; the next start then removes the file"
+            )
+        if found is _Step.WAIT:
+            pause(RETRY_INTERVAL_S)
+
+
+def is_at_path(path: Path, identity: tuple[int, int]) -> bool:
+    """Return True when ``path`` leads to the file with this identity."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == identity
+
+
+def remove_name(path: Path, identity: tuple[int, int]) -> None:
+    """Unlink ``path`` if it still leads to the file with this identity; idempotent."""
+    if is_at_path(path, identity):
+        path.unlink(missing_ok=True)
+
+
+def leave_region_file(file: RegionFile) -> None:
+    """Close the descriptor; the last process to leave removes the name."""
+    try:
+        if _try_lock(file.fd, fcntl.LOCK_EX):
+            remove_name(file.path, file.identity)
+    finally:
+        os.close(file.fd)
+
+
+def _attempt(
+    path: Path, geometry: RegionGeometry, memory_limit: Callable[[], MemoryLimit | None]
+) -> RegionFile | _Step:
+    """Open the file and take it as far as its lock allows; the descriptor outlives only a success."""
+    fd = _open(path)
+    result: RegionFile | _Step = _Step.START_OVER
+    try:
+        found = os.fstat(fd)
+        _check_owner(path, found)
+        identity = (found.st_dev, found.st_ino)
+        if _try_lock(fd, fcntl.LOCK_EX):
+            result = _create(RegionFile(path, fd, identity, is_creator=True), geometry, memory_limit)
+        elif _try_lock(fd, fcntl.LOCK_SH):
+            result = _join(RegionFile(path, fd, identity, is_creator=False), geometry)
+        else:
+            result = _Step.WAIT
+        return result
+    finally:
+        if not isinstance(result, RegionFile):
+            os.close(fd)
+
+
+def _create(
+    file: RegionFile, geometry: RegionGeometry, memory_limit: Callable[[], MemoryLimit | None]
+) -> RegionFile | _Step:
+    """Carry on with the exclusive lock: fill an empty file, remove one that the dead left."""
+    if not is_at_path(file.path, file.identity):
+        return _Step.START_OVER
+    if os.fstat(file.fd).st_size:
+        file.path.unlink()
+        return _Step.START_OVER
+    try:
+        _check_memory(file.path, geometry, memory_limit())
+        _reserve(file, geometry)
+        os.pwrite(file.fd, geometry.encode(), geometry.trailer_offset)
+    except BaseException:
+        file.path.unlink()
+        raise
+    fcntl.flock(file.fd, fcntl.LOCK_SH)
+    return file if is_at_path(file.path, file.identity) else _Step.START_OVER
+
+
+def _join(file: RegionFile, geometry: RegionGeometry) -> RegionFile | _Step:
+    """Carry on with a shared lock: no creator is at work, so an unfinished file has none any more."""
+    if not is_at_path(file.path, file.identity):
+        return _Step.START_OVER
+    # A creator that has opened the file and not locked it yet also leaves it empty.
+    written = _read_geometry(file.fd)
+    if written is None:
+        return _Step.WAIT
+    if written != geometry:
+        raise RegionGeometryError(
+            f"region {file.path} is in use with {written}, asked for are {geometry}: give this engine "
+            "another instance_id, or the same settings on all of its processes"
+        )
+    return file
+
+
+def _read_geometry(fd: int) -> RegionGeometry | None:
+    """Read what the creator wrote last; None while it has not."""
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes < TRAILER_BYTES:
+        return None
+    line, _, _ = os.pread(fd, TRAILER_BYTES, size_bytes - TRAILER_BYTES).partition(b"\n")
+    try:
+        fields = json.loads(line)
+        if fields.pop("magic") != MAGIC:
+            return None
+        return RegionGeometry(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
+            raise RegionOwnerError(
+                f"region {path} cannot be opened ({error.strerror}): it belongs to another user or is a link; "
+                "remove it, or choose another instance_id"
+            ) from error
+        raise RegionError(f"region {path} cannot be opened: {error.strerror}") from error
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        raise RegionOwnerError(
+            f"region {path} belongs to user {found.st_uid}, this process is user {os.geteuid()}: "
+            "remove it, or choose another instance_id"
+        )
+
+
+def _check_memory(path: Path, geometry: RegionGeometry, limit: MemoryLimit | None) -> None:
+    if limit is not None and geometry.file_size_bytes > limit.available_bytes:
+        raise RegionMemoryError(
+            f"region {path} needs {geometry.file_size_bytes} bytes, {limit.source} leaves "
+            f"{limit.available_bytes}: lower cpu_bytes_to_use, or raise the container's memory limit"
+        )
+
+
+def _reserve(file: RegionFile, geometry: RegionGeometry) -> None:
+    try:
+        os.posix_fallocate(file.fd, 0, geometry.file_size_bytes)
+    except OSError as error:
+        room = os.fstatvfs(file.fd)
+        raise RegionMemoryError(
+            f"region {file.path} needs {geometry.file_size_bytes} bytes ({error.strerror}); its mount has "
+            f"{room.f_bavail * room.f_frsize} free: make the mount larger (docker run --shm-size, mount -o "
+            "remount,size=), raise the file size limit (ulimit -f), or lower cpu_bytes_to_use"
+        ) from error
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

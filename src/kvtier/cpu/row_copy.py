@@ -1,0 +1,240 @@
+"""Copies pages between device tensors in host memory and the rows of the primary tier, several cores at a time.
+
+It plans nothing itself and knows no job. A transfer becomes a list of pieces, each of one ref; the calling
+thread and the helpers take pieces from it until it is empty, so that a core that the engine keeps busy slows
+its own piece and not the transfer. numpy drops the interpreter lock while it copies. torch's own kernels are as
+fast, but they bring a second OpenMP team whose idle threads spin and take cores from the engine's.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.base import BlockIds
+from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
+
+Bytes = npt.NDArray[np.int8]
+Piece = Callable[[], None]
+
+MAX_COPY_THREADS = 8
+"""Threads that copy one transfer. One core moves about 12 GB/s, a socket's memory is busy with about eight; more would
+only take cores from the engine. 1 leaves half of a two-core machine's bandwidth unused."""
+
+PIECE_BYTES = 1 << 20
+"""Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the
+end of a transfer."""
+
+GATHER_BELOW_BYTES = 8 << 10
+"""Mean bytes of a run below which pages are gathered by index instead of copied run by run. Gathering costs a second
+copy through the cache, a run costs 1 us of interpreter lock: with two threads they break even near 8 KiB."""
+
+GATHER_PIECE_BYTES = 256 << 10
+"""Bytes gathered at a time: the intermediate copy must stay in a core's own cache (512 KiB and more)."""
+
+
+class RowCopier:
+    """Copies in both directions between one set of device tensors and one set of rows.
+
+    Thread: any number of threads may copy at a time, as long as their blocks differ.
+
+    Args:
+        layout: where bytes are within a row.
+        device_pages: the canonical tensors, each shape (num_blocks, page_bytes), int8; rows may be strided.
+        rows: the worker's part of all rows, shape (num_slots, part_bytes), int8; rows may be strided.
+        num_threads: threads that copy one transfer, the caller's included; None takes what the machine has.
+    """
+
+    def __init__(
+        self, layout: RowLayout, device_pages: Sequence[Bytes], rows: Bytes, num_threads: int | None = None
+    ) -> None:
+        self._layout = layout
+        self._rows = rows
+        self._refs = [
+            [
+                _PageCopier(place, layout.block_size_factor, device_pages[place.tensor_idx], rows)
+                for place in g.places
+            ]
+            for g in layout.groups
+        ]
+        self._num_helpers = (num_threads or min(MAX_COPY_THREADS, _num_usable_cores())) - 1
+        self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvtier-copy-helper")
+
+    def store(self, moves: Sequence[GroupMoves]) -> None:
+        """Copy device -> rows and zero the tails. Returns when the bytes are there."""
+        pieces = self._plan_pieces(moves, is_store=True)
+        pieces += [tail for move in moves if (tail := self._plan_tail(move)) is not None]
+        self._run(pieces)
+
+    def load(self, moves: Sequence[GroupMoves]) -> None:
+        """Copy rows -> device. Returns when the bytes are there."""
+        self._run(self._plan_pieces(moves, is_store=False))
+
+    def release(self) -> None:
+        """End the helpers and let go of tensors and rows; idempotent. There must be no copy any more."""
+        self._helpers.shutdown()
+        self._refs = []
+        self._rows = self._rows[:0].copy()
+
+    def _plan_pieces(self, moves: Sequence[GroupMoves], *, is_store: bool) -> list[Piece]:
+        return [piece for move in moves for piece in self._plan_group(move, is_store=is_store)]
+
+    def _plan_group(self, move: GroupMoves, *, is_store: bool) -> Iterator[Piece]:
+        factor = self._layout.block_size_factor
+        runs = plan_runs(move, factor)
+        for size_bytes, refs in groupby(self._refs[move.group_idx], lambda ref: ref.page_size_bytes):
+            if len(move.device_blocks) * size_bytes >= len(runs) * GATHER_BELOW_BYTES:
+                batches = list(_batch_rectangles(runs, factor, max(1, PIECE_BYTES // size_bytes)))
+                yield from (partial(ref.copy, batch, is_store=is_store) for ref in refs for batch in batches)
+            else:
+                parts = list(_split_scattered(move, factor, max(1, GATHER_PIECE_BYTES // size_bytes)))
+                yield from (partial(ref.gather, part, is_store=is_store) for ref in refs for part in parts)
+
+    def _plan_tail(self, move: GroupMoves) -> Piece | None:
+        group: GroupLayout = self._layout.groups[move.group_idx]
+        if group.used_bytes == self._layout.part_bytes:
+            return None
+
+        def zero_tail() -> None:
+            self._rows[move.slots, group.used_bytes :] = 0
+
+        return zero_tail
+
+    def _run(self, pieces: Sequence[Piece]) -> None:
+        """Carry out ``pieces``; when one fails, none is running any more by the time the error is raised."""
+        todo = deque(pieces)
+        num_helpers = min(self._num_helpers, len(todo) - 1)
+        helpers = [self._helpers.submit(_work_off, todo) for _ in range(num_helpers)]
+        try:
+            _work_off(todo)
+        finally:
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+
+
+class _PageCopier:
+    """The two ends of one ref, as arrays over all device blocks and all slots."""
+
+    def __init__(self, place: PagePlace, factor: int, device_pages: Bytes, rows: Bytes) -> None:
+        size_bytes = place.page_size_bytes
+        self.page_size_bytes = size_bytes
+        self._device = device_pages[:, :size_bytes]
+        part = rows[:, place.offset_bytes : place.offset_bytes + factor * size_bytes]
+        self._rows = part.reshape(len(rows), factor, size_bytes)
+        # One element a page: numpy then moves an index's page with one memcpy instead of byte by byte.
+        page = np.dtype((np.void, size_bytes))
+        self._device_by_page = self._device.view(page)[:, 0]
+        self._rows_by_page = self._rows.view(page)[:, :, 0]
+
+    def copy(self, batch: Sequence["_Rectangle"], *, is_store: bool) -> None:
+        """Copy rectangles."""
+        for device_index, rows_index, shape in batch:
+            device = self._device[device_index]
+            if shape is not None:
+                device = device.reshape(*shape, self.page_size_bytes)
+            if is_store:
+                self._rows[rows_index] = device
+            else:
+                device[...] = self._rows[rows_index]
+
+    def gather(self, part: "_Scattered", *, is_store: bool) -> None:
+        """Copy scattered pages."""
+        rows = self._rows_by_page[:, part.sub_block]
+        if is_store:
+            rows[part.slots] = self._device_by_page[part.device_blocks]
+        else:
+            self._device_by_page[part.device_blocks] = rows[part.slots]
+
+
+class _Rectangle(NamedTuple):
+    """A run as indices into a ref's arrays; ``shape`` is what the device's blocks must be folded into."""
+
+    device_index: int | slice
+    rows_index: tuple[int | slice, int | slice]
+    shape: tuple[int, int] | None
+
+
+class _Scattered(NamedTuple):
+    """Device blocks that are the same sub-block of their slots."""
+
+    device_blocks: BlockIds
+    slots: BlockIds
+    sub_block: int
+
+
+def _work_off(todo: deque[Piece]) -> None:
+    """Carry out pieces until none is left; an error takes the rest away from everybody."""
+    try:
+        while True:
+            try:
+                piece = todo.popleft()
+            except IndexError:
+                return
+            piece()
+    except BaseException:
+        todo.clear()
+        raise
+
+
+def _batch_rectangles(runs: Sequence[Run], factor: int, max_device_blocks: int) -> Iterator[list[_Rectangle]]:
+    """Split long runs and join short ones, so that each batch is one piece's worth."""
+    batch: list[_Rectangle] = []
+    num_batched = 0
+    for run in runs:
+        for short in _split_run(run, max_device_blocks):
+            if batch and num_batched + short.num_device_blocks > max_device_blocks:
+                yield batch
+                batch, num_batched = [], 0
+            batch.append(_make_rectangle(short, factor))
+            num_batched += short.num_device_blocks
+    if batch:
+        yield batch
+
+
+def _split_run(run: Run, max_device_blocks: int) -> Iterator[Run]:
+    step = max(1, max_device_blocks // run.num_sub_blocks)
+    if run.num_slots <= step:
+        yield run
+        return
+    for at in range(0, run.num_slots, step):
+        yield Run(
+            run.first_device_block + at * run.num_sub_blocks,
+            run.first_slot + at,
+            min(step, run.num_slots - at),
+            run.first_sub_block,
+            run.num_sub_blocks,
+        )
+
+
+def _make_rectangle(run: Run, factor: int) -> _Rectangle:
+    """Index with integers where one will do: numpy takes half as long to follow them as slices."""
+    device_block, slot, num_slots, sub_block, num_sub_blocks = run
+    if num_slots == num_sub_blocks == 1:
+        return _Rectangle(device_block, (slot, sub_block), None)
+    device = slice(device_block, device_block + num_slots * num_sub_blocks)
+    if factor == 1:
+        return _Rectangle(device, (slice(slot, slot + num_slots), 0), None)
+    if num_slots == 1:
+        return _Rectangle(device, (slot, slice(sub_block, sub_block + num_sub_blocks)), None)
+    return _Rectangle(device, (slice(slot, slot + num_slots), slice(None)), (num_slots, factor))
+
+
+def _split_scattered(move: GroupMoves, factor: int, max_device_blocks: int) -> Iterator[_Scattered]:
+    """Sort by sub-block: numpy follows one index array about twice as fast as two."""
+    slots, sub_blocks = locate(move, factor)
+    for sub_block in range(factor):
+        chosen = np.flatnonzero(sub_blocks == sub_block)
+        for at in range(0, len(chosen), max_device_blocks):
+            part = chosen[at : at + max_device_blocks]
+            yield _Scattered(move.device_blocks[part], slots[part], sub_block)
+
+
+def _num_usable_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,279 @@
+"""Where the bytes of a block are within a worker's part of a row, and what a pair of specs asks to move.
+
+It moves nothing and knows no tensor. A block of a group is its refs one after another, each as
+``block_size_factor`` sub-blocks, one per device block, unpadded and without gaps. What the largest group does not
+share with a smaller one is that one's tail: it belongs to no block and is zeroed when the block is stored.
+
+A store may enter the middle of an offloaded block. It then writes its own sub-blocks and the tail, nothing
+else; the other sub-blocks keep what they had, so whoever hands a slot on stores full blocks only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.base import BlockIds, CanonicalKVCaches, GPULoadStoreSpec
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.errors import KVCacheLayoutError
+
+
+class PagePlace(NamedTuple):
+    """One ref of a group: its tensor, and its bytes within a worker's part of a row.
+
+    Attributes:
+        tensor_idx: which canonical tensor.
+        page_size_bytes: bytes of one device block, unpadded.
+        offset_bytes: start of its first sub-block.
+    """
+
+    tensor_idx: int
+    page_size_bytes: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The refs of one group in the order of their bytes.
+
+    Attributes:
+        places: the refs.
+        used_bytes: bytes of a block of this group; the rest of the part is its tail.
+        page_size_bytes: bytes of one device block over all refs.
+        num_device_blocks: the least number of blocks among the group's tensors.
+    """
+
+    places: tuple[PagePlace, ...]
+    used_bytes: int
+    page_size_bytes: int
+    num_device_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """A worker's part of a row, for every group.
+
+    Attributes:
+        groups: the layout of each group.
+        block_size_factor: device blocks in an offloaded block.
+        part_bytes: bytes that the largest group needs.
+    """
+
+    groups: tuple[GroupLayout, ...]
+    block_size_factor: int
+    part_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMoves:
+    """The device blocks of one group in a transfer, and the slots they belong to.
+
+    Device block ``i`` is sub-block ``(first_sub_block + i) % factor`` of slot
+    ``slots[(first_sub_block + i) // factor]``.
+
+    Attributes:
+        group_idx: the group.
+        device_blocks: shape (num_blocks,), int64.
+        slots: shape (num_slots,), int64.
+        first_sub_block: where in the first slot the transfer enters.
+    """
+
+    group_idx: int
+    device_blocks: BlockIds
+    slots: BlockIds
+    first_sub_block: int
+
+
+class Run(NamedTuple):
+    """Device blocks that follow one another, in slots and sub-blocks that do too.
+
+    It is a rectangle: ``num_slots`` slots, of each the sub-blocks from ``first_sub_block`` on.
+    """
+
+    first_device_block: int
+    first_slot: int
+    num_slots: int
+    first_sub_block: int
+    num_sub_blocks: int
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Device blocks in the rectangle."""
+        return self.num_slots * self.num_sub_blocks
+
+
+class SlotRange(NamedTuple):
+    """Bytes of one slot, within the worker's part.
+
+    Attributes:
+        nth: which of the moves' slots.
+        slot: its number.
+        start: first byte.
+        end: the byte after the last.
+    """
+
+    nth: int
+    slot: int
+    start: int
+    end: int
+
+
+def plan_layout(kv_caches: CanonicalKVCaches, block_size_factor: int) -> RowLayout:
+    """Place every ref of every group. Pure.
+
+    Raises:
+        KVCacheLayoutError: nothing to place, or a ref that its tensor cannot hold.
+    """
+    if block_size_factor < 1:
+        raise KVCacheLayoutError(f"block_size_factor={block_size_factor}: must be at least 1")
+    groups = tuple(
+        _plan_group(kv_caches, group, block_size_factor) for group in range(_num_groups(kv_caches))
+    )
+    return RowLayout(groups, block_size_factor, max(group.used_bytes for group in groups))
+
+
+def plan_moves(
+    layout: RowLayout, device: GPULoadStoreSpec, rows: CPULoadStoreSpec, num_slots: int
+) -> list[GroupMoves]:
+    """Pair device blocks with slots, group by group; groups without blocks are left out. Pure.
+
+    Args:
+        layout: where bytes are.
+        device: the device's end of the transfer.
+        rows: the primary tier's end: for each group as many slots as its device blocks reach into.
+        num_slots: slots of the primary tier.
+
+    Raises:
+        KVCacheLayoutError: the ends disagree, or name a block that does not exist.
+    """
+    if len(device.group_sizes) != len(layout.groups):
+        raise KVCacheLayoutError(
+            f"the transfer has {len(device.group_sizes)} groups, the cache has {len(layout.groups)}: "
+            "give one size for each group, zero for those without blocks"
+        )
+    factor = layout.block_size_factor
+    moves: list[GroupMoves] = []
+    block_end = slot_end = 0
+    for group_idx, (size, index) in enumerate(zip(device.group_sizes, device.block_indices, strict=True)):
+        if size < 0 or index < 0:
+            raise KVCacheLayoutError(f"group {group_idx}: size {size} and index {index} must not be negative")
+        if size == 0:
+            continue
+        first_sub_block = index % factor
+        block_start, block_end = block_end, block_end + size
+        slot_start, slot_end = slot_end, slot_end - (-(first_sub_block + size) // factor)
+        # Copies: the transfer reads them later, when the caller may have put other numbers into its arrays.
+        blocks = device.block_ids[block_start:block_end].copy()
+        slots = rows.block_ids[slot_start:slot_end].copy()
+        _check_range(f"group {group_idx}: device block", blocks, layout.groups[group_idx].num_device_blocks)
+        moves.append(GroupMoves(group_idx, blocks, slots, first_sub_block))
+    if slot_end != len(rows.block_ids):
+        raise KVCacheLayoutError(
+            f"{len(device.block_ids)} device blocks at {device.block_indices} reach into {slot_end} slots "
+            f"(factor {factor}), but {len(rows.block_ids)} slots are given: give one for each block entered"
+        )
+    _check_range("slot", rows.block_ids, num_slots)
+    return moves
+
+
+def count_bytes(layout: RowLayout, moves: Sequence[GroupMoves]) -> int:
+    """Return the bytes that ``moves`` copy, padding not counted. Pure."""
+    return sum(len(move.device_blocks) * layout.groups[move.group_idx].page_size_bytes for move in moves)
+
+
+def locate(moves: GroupMoves, block_size_factor: int) -> tuple[BlockIds, BlockIds]:
+    """Return slot and sub-block of each device block, in order. Pure."""
+    positions = np.arange(len(moves.device_blocks)) + moves.first_sub_block
+    return moves.slots[positions // block_size_factor], positions % block_size_factor
+
+
+def split_moves(moves: GroupMoves, block_size_factor: int, max_slots: int) -> Iterator[GroupMoves]:
+    """Yield ``moves`` in portions of at most ``max_slots`` slots, in order. Pure."""
+    for first_slot in range(0, len(moves.slots), max_slots):
+        place = first_slot * block_size_factor - moves.first_sub_block
+        blocks = moves.device_blocks[max(0, place) : place + max_slots * block_size_factor]
+        slots = moves.slots[first_slot : first_slot + max_slots]
+        yield GroupMoves(moves.group_idx, blocks, slots, moves.first_sub_block if first_slot == 0 else 0)
+
+
+def plan_slot_ranges(layout: RowLayout, moves: GroupMoves, *, has_tail: bool) -> Iterator[SlotRange]:
+    """Yield the bytes that ``moves`` cover in each slot. Pure.
+
+    A slot that is covered from its first sub-block to its last is one range, with its tail if wanted.
+    """
+    factor, group = layout.block_size_factor, layout.groups[moves.group_idx]
+    last = moves.first_sub_block + len(moves.device_blocks)
+    for index, slot in enumerate(moves.slots.tolist()):
+        first = moves.first_sub_block if index == 0 else 0
+        end = min(factor, last - index * factor)
+        if end - first == factor:
+            yield SlotRange(index, slot, 0, layout.part_bytes if has_tail else group.used_bytes)
+            continue
+        for _, size_bytes, offset in group.places:
+            yield SlotRange(index, slot, offset + first * size_bytes, offset + end * size_bytes)
+        if has_tail and group.used_bytes < layout.part_bytes:
+            yield SlotRange(index, slot, group.used_bytes, layout.part_bytes)
+
+
+def plan_runs(moves: GroupMoves, block_size_factor: int) -> list[Run]:
+    """Merge what is adjacent on both sides into as few rectangles as that takes. Pure."""
+    slots, sub_blocks = locate(moves, block_size_factor)
+    places = slots * block_size_factor + sub_blocks
+    is_break = (np.diff(moves.device_blocks) != 1) | (np.diff(places) != 1)
+    starts = np.concatenate(([0], np.flatnonzero(is_break) + 1, [len(places)])).tolist()
+    blocks, flat = moves.device_blocks.tolist(), places.tolist()
+    return [
+        run
+        for start, end in pairwise(starts)
+        for run in _cut_rectangles(blocks[start], flat[start], end - start, block_size_factor)
+    ]
+
+
+def _cut_rectangles(device_block: int, place: int, length: int, factor: int) -> Iterator[Run]:
+    """Cut a line of sub-blocks into a partial first slot, whole slots and a partial last one."""
+    while length:
+        slot, sub_block = divmod(place, factor)
+        is_whole = sub_block == 0 and length >= factor
+        num_slots = length // factor if is_whole else 1
+        num_sub_blocks = factor if is_whole else min(length, factor - sub_block)
+        yield Run(device_block, slot, num_slots, sub_block, num_sub_blocks)
+        done = num_slots * num_sub_blocks
+        device_block, place, length = device_block + done, place + done, length - done
+
+
+def _num_groups(kv_caches: CanonicalKVCaches) -> int:
+    if not kv_caches.tensors or not kv_caches.group_data_refs:
+        raise KVCacheLayoutError("no KV cache tensors are registered: the model needs at least one KV group")
+    return len(kv_caches.group_data_refs)
+
+
+def _plan_group(kv_caches: CanonicalKVCaches, group_idx: int, factor: int) -> GroupLayout:
+    refs = kv_caches.group_data_refs[group_idx]
+    if not refs:
+        raise KVCacheLayoutError(f"group {group_idx} has no refs: a group has at least one layer")
+    places: list[PagePlace] = []
+    offset = 0
+    for ref in refs:
+        if not 0 <= ref.tensor_idx < len(kv_caches.tensors):
+            raise KVCacheLayoutError(
+                f"group {group_idx} names tensor {ref.tensor_idx}, there are {len(kv_caches.tensors)}"
+            )
+        padded_bytes = kv_caches.tensors[ref.tensor_idx].page_size_bytes
+        if not 1 <= ref.page_size_bytes <= padded_bytes:
+            raise KVCacheLayoutError(
+                f"group {group_idx}: a page of {ref.page_size_bytes} bytes does not fit tensor "
+                f"{ref.tensor_idx}, whose pages have {padded_bytes} bytes"
+            )
+        places.append(PagePlace(ref.tensor_idx, ref.page_size_bytes, offset))
+        offset += ref.page_size_bytes * factor
+    num_blocks = min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs)
+    return GroupLayout(tuple(places), offset, offset // factor, num_blocks)
+
+
+def _check_range(what: str, numbers: BlockIds, num_known: int) -> None:
+    """Refuse numbers out of range: numpy would count negative ones from the end and copy other blocks."""
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_known):
+        worst = int(numbers.min()) if numbers.min() < 0 else int(numbers.max())
+        raise KVCacheLayoutError(f"{what} {worst} does not exist: there are {num_known}, counted from 0")

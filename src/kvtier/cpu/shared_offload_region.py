@@ -1,0 +1,216 @@
+"""The primary tier's memory: one file in shared memory, mapped by an engine's workers and by its scheduler.
+
+It decides neither what is in a row nor who may write it. Row ``i`` is slot ``i``; worker ``r`` owns the part of each
+row that starts at ``r * cpu_page_size``.
+
+Lifetime: views are numpy's, which hold the mapping open; ``cleanup`` closes what nobody uses and leaves the rest to
+the last view, so that a transfer never writes into memory that was unmapped under it.
+
+Source: the contract follows vLLM's shared offload region, pull request 37874.
+"""
+
+import mmap
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvtier.cpu.prefault import prefault as prefault_pages
+from kvtier.cpu.region_file import (
+    DEFAULT_JOIN_TIMEOUT_S,
+    SHARED_MEMORY_DIRECTORY,
+    RegionFile,
+    RegionGeometry,
+    leave_region_file,
+    make_region_path,
+    open_region_file,
+    remove_name,
+)
+from kvtier.errors import RegionError, RegionGeometryError, WorkerAreaError
+
+
+class SharedOffloadRegion:
+    """Rows of the primary tier in shared memory.
+
+    Thread: one thread builds, seals and cleans up; views may be used by any.
+
+    Args:
+        instance_id: names the engine; its processes give the same, other engines of the user another.
+        total_size_bytes: bytes of all rows; must be ``row_stride * num_blocks``.
+        num_blocks: slots.
+        rank: this worker's number, from 0; None on the scheduler's side.
+        num_workers: workers side by side in a row.
+        cpu_page_size: bytes of one worker's part of a row.
+        row_alignment_bytes: ``row_stride`` is a multiple of it.
+        prefault: whether to map each page now instead of at its first use.
+        directory: the shared-memory mount.
+        join_timeout_s: seconds to wait for another process that creates the region.
+
+    Raises:
+        RegionGeometryError: the numbers do not fit together, or the region is in use with others.
+        RegionMemoryError: there is no room for it.
+        RegionOwnerError: the file is another user's.
+        RegionError: its creator did not finish in time.
+
+    Attributes:
+        mmap_path: the file's name, until it is sealed.
+        fd: the file's descriptor; -1 after cleanup.
+        mmap_obj: the mapping; None after cleanup.
+        total_size_bytes: bytes of all rows.
+        num_blocks: slots.
+        rank: as given.
+        row_stride: bytes from one row to the next.
+        num_workers: as given.
+        cpu_page_size: as given.
+        identity: (device, inode) of the file: equal in all processes that share the memory.
+        is_creator: whether this process created the file.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        total_size_bytes: int,
+        num_blocks: int,
+        rank: int | None,
+        num_workers: int,
+        cpu_page_size: int,
+        *,
+        row_alignment_bytes: int = 1,
+        prefault: bool = True,
+        directory: str | Path = SHARED_MEMORY_DIRECTORY,
+        join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S,
+    ) -> None:
+        geometry = plan_geometry(
+            total_size_bytes, num_blocks, rank, num_workers, cpu_page_size, row_alignment_bytes
+        )
+        self.total_size_bytes = total_size_bytes
+        self.num_blocks = num_blocks
+        self.rank = rank
+        self.row_stride = geometry.row_stride
+        self.num_workers = num_workers
+        self.cpu_page_size = cpu_page_size
+        self._next_view_offset = 0
+        path = make_region_path(instance_id, Path(directory))
+        self._file = open_region_file(path, geometry, join_timeout_s=join_timeout_s)
+        self.mmap_path = str(path)
+        self.fd = self._file.fd
+        self.identity = self._file.identity
+        self.is_creator = self._file.is_creator
+        self.mmap_obj: mmap.mmap | None = _map(self._file, total_size_bytes, is_prefaulted=prefault)
+
+    def create_next_view(self, tensor_page_size: int) -> torch.Tensor:
+        """Return the next bytes of this worker's part of every row.
+
+        Args:
+            tensor_page_size: bytes of each row.
+
+        Returns:
+            Shape (num_blocks, tensor_page_size), int8, CPU, strided over the rows, zero-copy.
+
+        Raises:
+            WorkerAreaError: this process has no part, or not so much of it left; nothing has moved.
+            RegionError: the region is cleaned up.
+        """
+        if self.rank is None:
+            raise WorkerAreaError(
+                f"region {self.mmap_path}: the scheduler's side (rank=None) has no part of a row: "
+                "use create_kv_memoryview for whole rows"
+            )
+        end = self._next_view_offset + tensor_page_size
+        if tensor_page_size < 1 or end > self.cpu_page_size:
+            raise WorkerAreaError(
+                f"a view of {tensor_page_size} bytes at {self._next_view_offset} exceeds worker area end: "
+                f"worker {self.rank} has {self.cpu_page_size} bytes of each row"
+            )
+        rows = np.frombuffer(self.mapping(), dtype=np.int8).reshape(self.num_blocks, self.row_stride)
+        part_start = self.rank * self.cpu_page_size
+        view = torch.from_numpy(rows[:, part_start + self._next_view_offset : part_start + end])
+        self._next_view_offset = end
+        return view
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Return the rows: writable, zero-copy, shape (num_blocks, row_stride), format 'b'.
+
+        Raises:
+            RegionError: the region is cleaned up.
+        """
+        return memoryview(self.mapping()).cast("b", shape=[self.num_blocks, self.row_stride])
+
+    def seal(self) -> None:
+        """Unlink the name, so that the kernel takes the memory back however the processes die; idempotent."""
+        remove_name(self._file.path, self.identity)
+
+    def cleanup(self) -> None:
+        """Give the mapping, the descriptor and, as the last process, the name back; idempotent.
+
+        Memory that a view still leads to is unmapped when the last of them is gone.
+        """
+        mapping, self.mmap_obj = self.mmap_obj, None
+        if mapping is None:
+            return
+        self.fd = -1
+        leave_region_file(self._file)
+        with suppress(BufferError):  # raised while views are alive; the mapping goes with the last of them
+            mapping.close()
+
+    def mapping(self) -> mmap.mmap:
+        """Return the mapping.
+
+        Raises:
+            RegionError: the region is cleaned up.
+        """
+        if self.mmap_obj is None:
+            raise RegionError(f"region {self.mmap_path} is cleaned up: build a new one")
+        return self.mmap_obj
+
+    def __repr__(self) -> str:
+        state = "cleaned up" if self.mmap_obj is None else f"rank={self.rank}, fd={self.fd}"
+        return f"SharedOffloadRegion({self.mmap_path}, {self.num_blocks} x {self.row_stride} bytes, {state})"
+
+
+def plan_geometry(
+    total_size_bytes: int,
+    num_blocks: int,
+    rank: int | None,
+    num_workers: int,
+    cpu_page_size: int,
+    row_alignment_bytes: int,
+) -> RegionGeometry:
+    """Derive the shape of a region and check that the numbers fit together. Pure.
+
+    Raises:
+        RegionGeometryError: they do not.
+    """
+    if min(num_blocks, num_workers, cpu_page_size, row_alignment_bytes) < 1:
+        raise RegionGeometryError(
+            f"num_blocks={num_blocks}, num_workers={num_workers}, cpu_page_size={cpu_page_size} and "
+            f"row_alignment_bytes={row_alignment_bytes} must each be at least 1"
+        )
+    if rank is not None and not 0 <= rank < num_workers:
+        raise RegionGeometryError(f"rank={rank}: must be None or one of the {num_workers} workers, from 0")
+    row_stride = plan_row_stride(cpu_page_size, num_workers, row_alignment_bytes)
+    if total_size_bytes != row_stride * num_blocks:
+        raise RegionGeometryError(
+            f"total_size_bytes={total_size_bytes}: {num_blocks} rows of {row_stride} bytes "
+            f"({num_workers} x {cpu_page_size}, rounded up to {row_alignment_bytes}) need "
+            f"{row_stride * num_blocks}"
+        )
+    return RegionGeometry(num_blocks, row_stride, num_workers, cpu_page_size)
+
+
+def plan_row_stride(cpu_page_size: int, num_workers: int, row_alignment_bytes: int) -> int:
+    """Return the bytes from one row to the next: all workers' parts, rounded up. Pure."""
+    return -(-cpu_page_size * num_workers // row_alignment_bytes) * row_alignment_bytes
+
+
+def _map(file: RegionFile, size_bytes: int, *, is_prefaulted: bool) -> mmap.mmap:
+    """Map the rows; the file is left again when that fails."""
+    try:
+        mapping = mmap.mmap(file.fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if is_prefaulted:
+            prefault_pages(mapping, size_bytes)
+    except BaseException:
+        leave_region_file(file)
+        raise
+    return mapping

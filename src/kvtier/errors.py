@@ -1,0 +1,171 @@
+"""Every exception class of kvtier.
+
+Nothing here decides when an error is raised. Each class keeps the data of its message in fields, so
+that a caller never parses text; the message says what happened, the value, what was expected and
+what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class KVTierError(Exception):
+    """Base of every error that kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A setting has a value that cannot work.
+
+    Attributes:
+        setting: name of the setting, as the user wrote it.
+        value: the refused value.
+        remedy: what was expected and what to do.
+    """
+
+    def __init__(self, setting: str, value: object, remedy: str) -> None:
+        self.setting = setting
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{setting}={value!r}: {remedy}")
+
+
+class UnknownNameError(KVTierError, ValueError):
+    """A name (of a setting, tier, policy, spec, codec) that nobody has registered.
+
+    Attributes:
+        kind: what the name was meant to be, for example "setting".
+        name: the unknown name.
+        known: every known name, sorted.
+        nearest: the known name that looks most like it, or None.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind = kind
+        self.name = name
+        self.known = tuple(sorted(known))
+        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
+        self.nearest = close[0] if close else None
+        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
+        super().__init__(f"unknown {kind} {name!r}: {hint}known are {', '.join(self.known) or 'none'}")
+
+
+class DuplicateNameError(KVTierError, ValueError):
+    """A name is registered a second time.
+
+    Attributes:
+        kind: what the name stands for.
+        name: the name that is taken.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind = kind
+        self.name = name
+        super().__init__(f"{kind} {name!r} is already registered: choose another name")
+
+
+class MissingExtraError(KVTierError, ImportError):
+    """A client library is not installed.
+
+    Attributes:
+        extra: the extra of the package that brings it.
+    """
+
+    def __init__(self, module: str, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f"module {module!r} is missing: pip install 'kvtier[{extra}]'", name=module)
+
+
+class BlockNotReadyError(KVTierError, KeyError):
+    """A load named a key that is absent or whose write is still in flight.
+
+    Attributes:
+        key: the offending key.
+    """
+
+    def __init__(self, key: bytes, state: str) -> None:
+        self.key = key
+        self.state = state
+        super().__init__(f"block {key.hex()} is {state}: look it up in the same step, before prepare_load")
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class InvariantError(KVTierError, AssertionError):
+    """An internal invariant does not hold: a bug in kvtier, not a mistake of its user."""
+
+
+class RegionError(KVTierError):
+    """The shared-memory region cannot be made or joined."""
+
+
+class RegionGeometryError(RegionError, ValueError):
+    """A region exists, is alive, and has another size or shape than asked for."""
+
+
+class RegionOwnerError(RegionError, PermissionError):
+    """The region's file belongs to another user."""
+
+
+class RegionMemoryError(RegionError, MemoryError):
+    """The shared-memory mount or the container's limit is too small for the region."""
+
+
+class WorkerAreaError(RegionError, AssertionError):
+    """A view would run over the end of a worker's part of the rows."""
+
+
+class KVCacheLayoutError(KVTierError, ValueError):
+    """The registered KV cache tensors cannot be placed in rows."""
+
+
+class TierError(KVTierError):
+    """A secondary tier cannot do what was asked of it.
+
+    Attributes:
+        tier: the tier's type name.
+    """
+
+    def __init__(self, tier: str, message: str) -> None:
+        self.tier = tier
+        super().__init__(f"tier {tier!r}: {message}")
+
+
+class ModelError(KVTierError, ValueError):
+    """A model that an engine cannot serve, for example one without a KV cache."""
+
+
+class DevicePoolError(KVTierError, MemoryError):
+    """A request needs more device blocks than the engine's pool can give.
+
+    Attributes:
+        num_device_blocks: blocks in the pool.
+        num_needed_blocks: blocks that were asked for.
+        num_free_blocks: blocks that nobody uses.
+    """
+
+    def __init__(self, num_device_blocks: int, num_needed_blocks: int, num_free_blocks: int) -> None:
+        self.num_device_blocks = num_device_blocks
+        self.num_needed_blocks = num_needed_blocks
+        self.num_free_blocks = num_free_blocks
+        super().__init__(
+            f"the request needs {num_needed_blocks} device blocks but only {num_free_blocks} of "
+            f"num_device_blocks={num_device_blocks} are free: raise num_device_blocks, or shorten the prompt "
+            "or max_new_tokens"
+        )
+
+
+class EngineStateError(KVTierError, RuntimeError):
+    """An engine was asked for something that it cannot do now: it is busy, shut down, or not yet done."""
+
+
+class RestartError(KVTierError, RuntimeError):
+    """The demo's second process ended without having answered.
+
+    Attributes:
+        status: its exit status; negative when a signal ended it.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(f"the restarted process ended with status {status}: {message or 'it said nothing'}")

@@ -1,0 +1,59 @@
+"""Names of offloading specs, and the construction of the one that a configuration asks for."""
+
+import importlib
+
+from kvtier.base import OffloadingSpec
+from kvtier.config import OffloadingConfig
+from kvtier.errors import ConfigError
+from kvtier.registry import Registry
+
+DEFAULT_SPEC = "CPUOffloadingSpec"
+TIERING_SPEC = "TieringOffloadingSpec"
+
+
+class OffloadingSpecFactory:
+    """Finds a spec class by name; built-in names are imported when first asked for."""
+
+    _registry: Registry[type[OffloadingSpec]] = Registry(
+        "offloading spec",
+        {
+            DEFAULT_SPEC: "kvtier.cpu.spec:CPUOffloadingSpec",
+            TIERING_SPEC: "kvtier.tiering.spec:TieringOffloadingSpec",
+        },
+    )
+
+    @classmethod
+    def register_spec(cls, name: str, module_path: str, class_name: str) -> None:
+        """Add a spec under ``name``.
+
+        Raises:
+            DuplicateNameError: the name is taken.
+        """
+        cls._registry.register(name, f"{module_path}:{class_name}")
+
+    @classmethod
+    def create_spec(cls, config: OffloadingConfig) -> OffloadingSpec:
+        """Build the spec that ``config`` names, or the one its settings imply.
+
+        Without ``spec_name``, a configuration with secondary tiers gets the tiering spec: a list of tiers
+        that silently did nothing would be a trap.
+
+        Raises:
+            UnknownNameError: ``spec_name`` is neither registered nor to be found in ``spec_module_path``.
+            ConfigError: the module given by ``spec_module_path`` does not define the spec.
+        """
+        settings = config.settings
+        implied = TIERING_SPEC if settings.secondary_tiers else DEFAULT_SPEC
+        name = settings.spec_name or implied
+        if name not in cls._registry and settings.spec_module_path is not None:
+            return _import_spec(settings.spec_module_path, name)(config)
+        return cls._registry.resolve(name)(config)
+
+
+def _import_spec(module_path: str, name: str) -> type[OffloadingSpec]:
+    try:
+        found: type[OffloadingSpec] = getattr(importlib.import_module(module_path), name)
+    except (ImportError, AttributeError) as error:
+        remedy = f"module {module_path!r} must define it: {error}"
+        raise ConfigError("spec_name", name, remedy) from error
+    return found

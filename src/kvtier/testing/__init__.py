@@ -1,0 +1,1 @@
+"""Shipped for implementers: contract suites to inherit, fault-injecting wrappers, a manual clock."""

@@ -1,0 +1,177 @@
+"""A tier around a tier that fails on purpose: slow, failing, lying about results, losing blocks.
+
+It adds no storage of its own. Which fault happens when is drawn from the random source it is given, or set by
+the test through its fields, so that every failure can be repeated.
+"""
+
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.errors import TierError
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+
+@dataclass(slots=True)
+class Faults:
+    """How often each fault happens, as probabilities from 0 to 1.
+
+    Attributes:
+        refuse_ratio: a submit raises and nothing is started.
+        fail_ratio: a job is not carried out and reported as failed.
+        delay_ratio: at a poll, a job that is due stays for a later one; its bytes move only then.
+        unknown_ratio: at a poll, a result for a job that nobody submitted is reported too.
+        repeat_ratio: a result is reported a second time.
+        lookup_none_ratio: a lookup is answered None.
+        lookup_raise_ratio: a lookup raises.
+        lose_ratio: at a load, one of its blocks is gone.
+        poll_raise_ratio: a poll raises.
+        claims_everything: every lookup is answered True, whatever the inner tier holds.
+    """
+
+    refuse_ratio: float = 0.0
+    fail_ratio: float = 0.0
+    delay_ratio: float = 0.0
+    unknown_ratio: float = 0.0
+    repeat_ratio: float = 0.0
+    lookup_none_ratio: float = 0.0
+    lookup_raise_ratio: float = 0.0
+    lose_ratio: float = 0.0
+    poll_raise_ratio: float = 0.0
+    claims_everything: bool = False
+
+
+class FaultyTier(SecondaryTierManager):
+    """Passes everything on to another tier, but for its faults.
+
+    A delayed job reaches the inner tier late, so its slots are really read or written late: a manager that
+    gives a slot away before the report gets foreign bytes in it.
+
+    Args:
+        inner: the tier that does the work; it must end a job in its submit (not simulate_async).
+        faults: how often what happens; may be changed at any time.
+        rng: where chance comes from.
+    """
+
+    def __init__(self, inner: SecondaryTierManager, faults: Faults, rng: random.Random) -> None:
+        super().__init__(inner.config, inner.primary_kv_view)
+        self.settings = inner.settings
+        self.inner = inner
+        self.faults = faults
+        self.num_submitted = 0
+        self._rng = rng
+        self._due: list[JobMetadata] = []
+        self._before_reset: set[JobId] = set()
+        self._results: list[JobResult] = []
+
+    @staticmethod
+    def get_tier_type() -> str:
+        """Return "faulty"."""
+        return "faulty"
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Ask the inner tier, unless a fault answers."""
+        if self._happens(self.faults.lookup_raise_ratio):
+            raise TierError("faulty", "lookup failed on purpose")
+        if self._happens(self.faults.lookup_none_ratio):
+            return None
+        return self.faults.claims_everything or self.inner.lookup(key, req_context)
+
+    def submit_store(self, job: JobMetadata) -> None:
+        """Take a store, unless a fault refuses it."""
+        self._submit(job)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        """Take a load, unless a fault refuses it."""
+        self._submit(job)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        """Carry out what is not delayed and report it, with whatever lies the faults add."""
+        if self._happens(self.faults.poll_raise_ratio):
+            raise TierError("faulty", "get_finished failed on purpose")
+        due, self._due = self._due, []
+        for job in due:
+            if self._happens(self.faults.delay_ratio):
+                self._due.append(job)
+            else:
+                self._carry_out(job)
+        results, self._results = self._results, []
+        lies = [result for result in results if self._happens(self.faults.repeat_ratio)]
+        if self._happens(self.faults.unknown_ratio):
+            lies.append(JobResult(JobId(10**9 + self._rng.randrange(10**6)), success=True))
+        return [*results, *lies]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Pass on."""
+        self.inner.touch(keys, req_context)
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Pass on."""
+        self.inner.request_finished(req_context)
+
+    def reset(self, epoch: bytes) -> None:
+        """Pass on; jobs that are due stay due, but reach no block of the new epoch."""
+        self._before_reset.update(job.job_id for job in self._due)
+        self.inner.reset(epoch)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Carry out everything that is due, without further delay."""
+        due, self._due = self._due, []
+        for job in due:
+            self._carry_out(job)
+        return self.inner.drain(timeout_s)
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """Report what is due as failed and end the inner tier."""
+        self._results += [JobResult(job.job_id, success=False) for job in self._due]
+        self._due.clear()
+        return self.inner.shutdown(timeout_s)
+
+    def stats(self) -> dict[str, float]:
+        """Return the inner tier's numbers."""
+        return self.inner.stats()
+
+    def _submit(self, job: JobMetadata) -> None:
+        if self._happens(self.faults.refuse_ratio):
+            raise TierError("faulty", "submit refused on purpose")
+        self.num_submitted += 1
+        self._due.append(job)
+
+    def _carry_out(self, job: JobMetadata) -> None:
+        if self._happens(self.faults.fail_ratio):
+            self._results.append(JobResult(job.job_id, success=False))
+            return
+        if job.job_id in self._before_reset:
+            self._results.append(self._finish_before_reset(job))
+        elif job.is_promotion:
+            self._results.append(self._load(job))
+        else:
+            self.inner.submit_store(job)
+            self._results.extend(self.inner.get_finished())
+
+    def _finish_before_reset(self, job: JobMetadata) -> JobResult:
+        """End a job of an older epoch: a load still writes its slots and claims success."""
+        if job.is_promotion:
+            for slot in job.block_ids.tolist():
+                self._spoil(slot)
+        return JobResult(job.job_id, success=job.is_promotion)
+
+    def _load(self, job: JobMetadata) -> JobResult:
+        """Load through the inner tier; a lost block's slot gets rubbish and is reported as failed."""
+        self.inner.submit_load(job)
+        (result,) = self.inner.get_finished()
+        if not self._happens(self.faults.lose_ratio):
+            return result
+        lost = self._rng.choice(job.keys)
+        self._spoil(int(job.block_ids[job.keys.index(lost)]))
+        came = frozenset(job.keys) if result.success else (result.successful_keys or frozenset())
+        return JobResult(job.job_id, success=False, successful_keys=came - {lost})
+
+    def _spoil(self, slot: int) -> None:
+        whole = self.primary_kv_view.cast("B")
+        row_bytes = whole.nbytes // len(self.primary_kv_view)
+        whole[slot * row_bytes : (slot + 1) * row_bytes] = b"\xdb" * row_bytes
+
+    def _happens(self, ratio: float) -> bool:
+        return ratio > 0 and self._rng.random() < ratio

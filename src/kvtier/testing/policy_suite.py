@@ -1,0 +1,233 @@
+"""The contract of an eviction policy as tests to inherit, and a fixed trace to count hits on.
+
+It tests no manager. A new policy's test is a class that inherits PolicySuite and says how to make the policy::
+
+    class TestMine(PolicySuite):
+        golden_hits: ClassVar[dict[int, int]] = {64: 1234}
+
+        def make_policy(self, cache_capacity: int) -> CachePolicy:
+            return MyPolicy(cache_capacity)
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from kvtier.base import OffloadKey, make_offload_key
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy
+
+TRACE_LENGTH = 20_000
+"""Accesses of the fixed trace. Fewer would not fill the larger capacities, more only take time."""
+
+
+def key_of(number: int) -> OffloadKey:
+    """Return a short, readable key. Pure."""
+    return make_offload_key(number.to_bytes(8, "big"), 0)
+
+
+def make_trace(seed: int, length: int = TRACE_LENGTH) -> list[OffloadKey]:
+    """Return accesses in which a few keys are hot, the hot ones drift, and long scans pass through. Pure.
+
+    Args:
+        seed: same seed, same trace; it uses ``random()`` alone, which Python keeps stable.
+        length: accesses.
+    """
+    draw = random.Random(seed).random  # noqa: S311 - a workload, not a secret
+    trace: list[OffloadKey] = []
+    num_scanned = 0
+    while len(trace) < length:
+        if draw() < 0.01:
+            first = 1_000_000 + num_scanned
+            trace += [key_of(first + offset) for offset in range(100)]
+            num_scanned += 100
+        else:
+            drift = len(trace) // 4_000 * 50
+            trace.append(key_of(drift + int(600 * draw() ** 4)))
+    return trace[:length]
+
+
+def replay(policy: CachePolicy, trace: Iterable[OffloadKey]) -> int:
+    """Run ``trace`` through ``policy`` one access at a time and return the number of hits.
+
+    Effects: a miss touches the key, evicts one block when the policy is full, and inserts a ready block.
+    """
+    num_hits = num_held = 0
+    for key in trace:
+        policy.touch([key])
+        if policy.get(key) is not None:
+            num_hits += 1
+            continue
+        if num_held == policy.cache_capacity:
+            assert policy.evict(1, frozenset()) is not None
+        else:
+            num_held += 1
+        insert_ready(policy, [key])
+    return num_hits
+
+
+def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey], first_slot: int = 0) -> list[BlockStatus]:
+    """Insert idle blocks in ascending slots and return them."""
+    blocks = [BlockStatus(first_slot + offset) for offset in range(len(keys))]
+    policy.insert_many(keys, blocks)
+    for block in blocks:
+        block.ref_cnt = 0
+    return blocks
+
+
+class PolicySuite:
+    """What every policy must do. Inherit it, implement make_policy, give golden hit counts."""
+
+    golden_hits: ClassVar[dict[int, int]] = {}
+    """Hits on ``make_trace(seed=1)`` for some capacities; a change of them is a change of the algorithm."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        """Return an empty policy for ``cache_capacity`` blocks."""
+        raise NotImplementedError
+
+    def test_holds_what_was_inserted(self) -> None:
+        """An inserted block is found under its key and nothing else is."""
+        policy = self.make_policy(4)
+        block = BlockStatus(7)
+        policy.insert(key_of(1), block)
+        assert policy.get(key_of(1)) is block
+        assert policy.get(key_of(2)) is None
+
+    def test_insert_many_is_insert_in_order(self) -> None:
+        """A batch evicts in the same order as the same blocks inserted singly."""
+        single, batched = self.make_policy(4), self.make_policy(4)
+        keys = [key_of(number) for number in range(4)]
+        insert_ready(batched, keys)
+        for key in keys:
+            insert_ready(single, [key])
+        assert evicted_keys(single, 4) == evicted_keys(batched, 4)
+
+    def test_getter_answers_like_get_for_the_policys_life(self) -> None:
+        """The callable from getter() sees inserts, evictions and clear()."""
+        policy = self.make_policy(2)
+        getter = policy.getter()
+        (block,) = insert_ready(policy, [key_of(1)])
+        assert getter(key_of(1)) is block
+        policy.clear()
+        assert getter(key_of(1)) is None
+        (block,) = insert_ready(policy, [key_of(1)])
+        assert getter(key_of(1)) is block
+
+    def test_remove_forgets_a_key_and_ignores_unknown_ones(self) -> None:
+        """A removed key is not held; removing it again is no error."""
+        policy = self.make_policy(4)
+        insert_ready(policy, [key_of(1)])
+        policy.remove(key_of(1))
+        policy.remove(key_of(1))
+        assert policy.get(key_of(1)) is None
+        policy.check({})
+
+    def test_evicts_exactly_n(self) -> None:
+        """What evict returns has left, all else stays."""
+        policy = self.make_policy(4)
+        keys = [key_of(number) for number in range(4)]
+        blocks = dict(zip(keys, insert_ready(policy, keys), strict=True))
+        victims = policy.evict(3, frozenset())
+        assert victims is not None
+        assert len({key for key, _ in victims}) == 3
+        assert all(blocks[key] is block for key, block in victims)
+        left = dict(victims)
+        policy.check({key: block for key, block in blocks.items() if key not in left})
+
+    def test_evicting_none_changes_nothing(self) -> None:
+        """evict(0) is an empty list, also when nothing could leave."""
+        policy = self.make_policy(2)
+        insert_ready(policy, [key_of(1)])
+        assert policy.evict(0, frozenset()) == []
+        assert policy.evict(0, {key_of(1)}) == []
+
+    def test_too_few_to_evict_is_none_and_changes_nothing(self) -> None:
+        """One block short of n: nobody leaves, and the order is as before."""
+        asked, reference = self.make_policy(4), self.make_policy(4)
+        keys = [key_of(number) for number in range(4)]
+        for policy in (asked, reference):
+            insert_ready(policy, keys)
+            policy.touch(keys[1:3])
+        assert asked.evict(4, {keys[2]}) is None
+        assert evicted_keys(asked, 4) == evicted_keys(reference, 4)
+
+    def test_pinned_and_in_flight_blocks_stay(self) -> None:
+        """Only idle blocks leave, wherever the others stand in the order."""
+        policy = self.make_policy(4)
+        keys = [key_of(number) for number in range(4)]
+        blocks = insert_ready(policy, keys)
+        blocks[0].ref_cnt, blocks[2].ref_cnt = 1, IN_FLIGHT
+        assert policy.evict(3, frozenset()) is None
+        assert set(evicted_keys(policy, 2)) == {keys[1], keys[3]}
+
+    def test_evicts_whenever_an_idle_block_exists(self) -> None:
+        """Each single block can be forced out by protecting the others, touched or not."""
+        for idle in range(4):
+            policy = self.make_policy(4)
+            keys = [key_of(number) for number in range(4)]
+            insert_ready(policy, keys)
+            policy.touch(keys[:2])
+            assert evicted_keys(policy, 1, {key for key in keys if key != keys[idle]}) == [keys[idle]]
+
+    def test_the_tail_of_a_touched_prefix_leaves_first(self) -> None:
+        """A touch makes the first key most recent, so that a prefix loses its end first."""
+        policy = self.make_policy(4)
+        keys = [key_of(number) for number in range(4)]
+        insert_ready(policy, keys)
+        policy.touch(keys)
+        assert evicted_keys(policy, 4) == keys[::-1]
+
+    def test_touching_unknown_keys_holds_nothing(self) -> None:
+        """A touch of keys that are not held is no error and stores nothing."""
+        policy = self.make_policy(2)
+        policy.touch([key_of(1), key_of(2)])
+        policy.check({})
+        assert policy.evict(1, frozenset()) is None
+
+    def test_clear_leaves_nothing_behind(self) -> None:
+        """After clear() the policy decides like a new one."""
+        trace = make_trace(seed=2, length=2_000)
+        used = self.make_policy(32)
+        replay(used, trace)
+        used.clear()
+        used.check({})
+        assert replay(used, trace) == replay(self.make_policy(32), trace)
+
+    def test_random_use_keeps_the_books(self) -> None:
+        """Seeded random calls never make the policy differ from a plain dictionary."""
+        draw = random.Random(3).random  # noqa: S311 - a workload, not a secret
+        policy = self.make_policy(16)
+        held: dict[OffloadKey, BlockStatus] = {}
+        for step in range(2_000):
+            key = key_of(int(48 * draw()))
+            block = held.get(key)
+            if block is None and len(held) < 16:
+                held[key] = BlockStatus(step)
+                policy.insert(key, held[key])
+            elif block is not None and draw() < 0.5:
+                block.ref_cnt = int(3 * draw()) - 1
+            elif draw() < 0.7:
+                policy.touch([key, key_of(int(48 * draw()))])
+            else:
+                idle = {key for key, block in held.items() if block.ref_cnt == 0} - {key}
+                num = 1 + int(4 * draw())
+                victims = policy.evict(num, {key})
+                assert (victims is None) == (len(idle) < num)
+                for victim, _ in victims or ():
+                    assert victim in idle
+                    del held[victim]
+            policy.check(held)
+
+    def test_golden_hit_counts(self) -> None:
+        """The policy hits exactly as often on the fixed trace as when it was written."""
+        trace = make_trace(seed=1)
+        found = {capacity: replay(self.make_policy(capacity), trace) for capacity in self.golden_hits}
+        assert found == self.golden_hits
+
+
+def evicted_keys(
+    policy: CachePolicy, n: int, protected: Iterable[OffloadKey] = frozenset()
+) -> list[OffloadKey]:
+    """Evict ``n`` blocks, which must be possible, and return their keys in order."""
+    victims = policy.evict(n, set(protected))
+    assert victims is not None, f"evict({n}) found too few idle blocks"
+    return [key for key, _ in victims]

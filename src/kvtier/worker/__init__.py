@@ -1,0 +1,1 @@
+"""The worker side of offloading: handlers that move bytes, and the worker that routes to them."""

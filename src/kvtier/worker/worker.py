@@ -1,0 +1,82 @@
+"""Routes transfers to handlers by the media they copy between.
+
+It moves no byte itself. A handler that raises or declines costs its own job: the caller gets False and
+treats the job as failed.
+
+Source: vLLM's ``kv_offload/worker``, pull request 37874.
+"""
+
+import logging
+
+from kvtier.base import (
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferJobId,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
+from kvtier.errors import DuplicateNameError
+
+__all__ = [
+    "OffloadingHandler",
+    "OffloadingWorker",
+    "TransferJobId",
+    "TransferResult",
+    "TransferSpec",
+    "TransferType",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingWorker:
+    """The handlers of one worker, one for each pair of media. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[TransferType, OffloadingHandler] = {}
+
+    def register_handler(
+        self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler
+    ) -> None:
+        """Use ``handler`` for transfers from ``src_cls``'s medium to ``dst_cls``'s.
+
+        Raises:
+            DuplicateNameError: that pair of media has a handler.
+        """
+        transfer_type = TransferType(src_cls.medium(), dst_cls.medium())
+        if transfer_type in self._handlers:
+            raise DuplicateNameError("transfer handler", "_to_".join(transfer_type))
+        self._handlers[transfer_type] = handler
+
+    def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        """Start a transfer.
+
+        Returns:
+            False when no handler took it, and then the job is never reported by get_finished.
+        """
+        source, destination = spec
+        transfer_type = TransferType(source.medium(), destination.medium())
+        handler = self._handlers.get(transfer_type)
+        if handler is None:
+            logger.error("job %d: no handler copies %s to %s", job_id, *transfer_type)
+            return False
+        try:
+            return handler.transfer_async(job_id, TransferSpec(source, destination))
+        except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
+            logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *transfer_type)
+            return False
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return what every handler has finished since the last call."""
+        return [result for handler in self._handlers.values() for result in handler.get_finished()]
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Block until each of ``job_ids`` has ended; a handler ignores ids that are not its own."""
+        for handler in self._handlers.values():
+            handler.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """End every handler; idempotent."""
+        for handler in self._handlers.values():
+            handler.shutdown()

@@ -1,0 +1,296 @@
+"""The primary tier's manager: the contract on both policies, and what is its own."""
+
+import tracemalloc
+
+import pytest
+
+from kvtier.base import OffloadingEvent, ReqContext
+from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ConfigError, InvariantError, UnknownNameError
+from kvtier.testing.manager_suite import REQUEST, ManagerSuite, keys_of, prepared, slots_of, store
+from kvtier.testing.policy_suite import key_of
+
+
+class TestCPUOffloadingManager(ManagerSuite):
+    """The manager's contract, with LRU."""
+
+    def make_manager(self, num_blocks: int, *, enable_events: bool = False) -> CPUOffloadingManager:
+        return CPUOffloadingManager(num_blocks, enable_events=enable_events)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1])
+def test_a_tier_without_a_block_is_refused(num_blocks: int) -> None:
+    with pytest.raises(ConfigError, match="at least one block") as caught:
+        CPUOffloadingManager(num_blocks)
+    assert (caught.value.setting, caught.value.value) == ("num_blocks", num_blocks)
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'arc'"):
+        CPUOffloadingManager(4, cache_policy="arcs")
+
+
+def test_specs_are_of_the_primary_tiers_medium() -> None:
+    manager = CPUOffloadingManager(4)
+    assert isinstance(prepared(manager, keys_of(1)).store_spec, CPULoadStoreSpec)
+    assert isinstance(prepared(manager, keys_of(1)).store_spec, CPULoadStoreSpec)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_held_key_of_the_call_stays_with_every_policy(policy: str) -> None:
+    manager = CPUOffloadingManager(4, cache_policy=policy)
+    store(manager, keys_of(1, 2))
+    manager.touch(keys_of(1), REQUEST)
+    output = store(manager, keys_of(2, 3, 4, 5))
+    assert output.evicted_keys == keys_of(1)
+    assert slots_of(output.store_spec) == [2, 3, 0]
+    assert manager.lookup(key_of(2), REQUEST) is True
+    manager.check()
+
+
+def test_arc_evicts_from_the_front_of_its_lists() -> None:
+    manager = CPUOffloadingManager(4, cache_policy="arc")
+    store(manager, keys_of(1, 2, 3, 4))
+    manager.touch(keys_of(1, 2), REQUEST)
+    assert store(manager, keys_of(5)).evicted_keys == keys_of(3)
+    manager.check()
+
+
+def test_free_and_evictable_follow_every_transition() -> None:
+    manager = CPUOffloadingManager(4)
+    found = [(manager.num_free, manager.num_evictable)]
+    prepared(manager, keys_of(1, 2, 3))
+    found.append((manager.num_free, manager.num_evictable))
+    manager.complete_store(keys_of(1, 2), REQUEST)
+    found.append((manager.num_free, manager.num_evictable))
+    manager.complete_store(keys_of(3), REQUEST, success=False)
+    manager.prepare_load(keys_of(1), REQUEST)
+    found.append((manager.num_free, manager.num_evictable))
+    manager.complete_load(keys_of(1), REQUEST)
+    found.append((manager.num_free, manager.num_evictable))
+    assert found == [(4, 0), (1, 0), (1, 2), (2, 1), (2, 2)]
+
+
+def test_pin_and_unpin_answer_whether_they_did() -> None:
+    manager = CPUOffloadingManager(2)
+    prepared(manager, keys_of(1, 2))
+    manager.complete_store(keys_of(1), REQUEST)
+    assert [manager._pin(key) for key in keys_of(1, 2, 3)] == [True, False, False]
+    assert manager.num_evictable == 0
+    assert [manager._unpin(key) for key in keys_of(1, 1, 2, 3)] == [True, False, False, False]
+    assert manager.num_evictable == 1
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_reservation_spares_protected_keys_or_is_refused(policy: str) -> None:
+    manager = CPUOffloadingManager(3, cache_policy=policy)
+    store(manager, keys_of(1, 2, 3))
+    output = manager._reserve(keys_of(4), protected=set(keys_of(1, 3, 9)))
+    assert output is not None
+    assert output.evicted_keys == keys_of(2)
+    manager.complete_store(keys_of(4), REQUEST)
+    assert manager._reserve(keys_of(5, 6), protected=set(keys_of(1, 3))) is None
+    assert manager._reserve(keys_of(3, 5), protected=set(keys_of(1, 4))) is None
+    assert [manager.lookup(key, REQUEST) for key in keys_of(1, 3, 4)] == [True] * 3
+    manager.check()
+
+
+def test_a_policy_that_fails_leaves_no_pin() -> None:
+    manager = CPUOffloadingManager(2)
+    store(manager, keys_of(1, 2))
+
+    def explode(n: int, protected: object) -> None:
+        raise RuntimeError("policy")
+
+    manager._policy.evict = explode  # type: ignore[method-assign] # a policy with a bug
+    with pytest.raises(RuntimeError, match="policy"):
+        manager.prepare_store(keys_of(1, 3), REQUEST)
+    assert manager.num_evictable == 2
+    manager.check()
+
+
+def test_the_filter_admits_a_key_at_its_second_access() -> None:
+    manager = CPUOffloadingManager(4, store_threshold=2, max_tracker_size=3)
+    for key in keys_of(1, 2):
+        manager.lookup(key, REQUEST)
+    assert prepared(manager, keys_of(1, 2)).keys_to_store == []
+    manager.lookup(key_of(1), REQUEST)
+    assert prepared(manager, keys_of(1, 2)).keys_to_store == keys_of(1)
+    assert manager.counts == dict(zip(keys_of(2, 1), [1, 2], strict=True))
+
+
+def test_the_filter_counts_a_waiting_request_once() -> None:
+    manager = CPUOffloadingManager(4, store_threshold=2)
+    other = ReqContext("other")
+    for _ in range(5):
+        manager.lookup(key_of(1), REQUEST)
+    assert prepared(manager, keys_of(1)).keys_to_store == []
+    manager.lookup(key_of(1), other)
+    assert prepared(manager, keys_of(1)).keys_to_store == keys_of(1)
+
+
+def test_a_finished_request_counts_anew() -> None:
+    manager = CPUOffloadingManager(4, store_threshold=2)
+    for _ in range(2):
+        manager.lookup(key_of(1), REQUEST)
+        manager.request_finished(REQUEST)
+    assert manager.counts == {key_of(1): 2}
+
+
+def test_a_key_that_the_filter_drops_is_still_not_evicted_by_its_call() -> None:
+    manager = CPUOffloadingManager(2, store_threshold=2)
+    for request in (REQUEST, ReqContext("other")):
+        for key in keys_of(1, 2, 3):
+            manager.lookup(key, request)
+    store(manager, keys_of(1, 2))
+    assert manager.counts is not None
+    del manager.counts[key_of(1)]
+    assert prepared(manager, keys_of(1, 3)).evicted_keys == keys_of(2)
+
+
+def test_a_refused_store_ends_no_observation() -> None:
+    manager = CPUOffloadingManager(1, store_threshold=2)
+    for request in (REQUEST, ReqContext("other")):
+        for key in keys_of(1, 2):
+            manager.lookup(key, request)
+    prepared(manager, keys_of(1))
+    assert manager.prepare_store(keys_of(2), REQUEST) is None
+    manager.lookup(key_of(2), REQUEST)
+    assert manager.counts is not None
+    assert manager.counts[key_of(2)] == 2
+
+
+def test_counts_are_none_without_a_filter_and_bounded_with_one() -> None:
+    assert CPUOffloadingManager(1).counts is None
+    assert CPUOffloadingManager(1, store_threshold=0).counts is None
+    manager = CPUOffloadingManager(1, store_threshold=2)
+    for number in range(DEFAULT_MAX_TRACKER_SIZE + 10):
+        manager.lookup(key_of(number), REQUEST)
+    assert len(manager.counts or ()) == DEFAULT_MAX_TRACKER_SIZE
+
+
+def test_a_reset_announces_what_is_gone_and_forgets_accesses() -> None:
+    manager = CPUOffloadingManager(4, enable_events=True, store_threshold=2)
+    for request in (REQUEST, ReqContext("other")):
+        for key in keys_of(1, 2):
+            manager.lookup(key, request)
+    store(manager, keys_of(1))
+    prepared(manager, keys_of(2))
+    manager.take_events()
+    manager.reset()
+    assert manager.take_events() == [OffloadingEvent(keys_of(1), "CPU", removed=True)]
+    assert manager.counts == {}
+    manager.check()
+
+
+def test_a_reset_forgets_ghosts_and_what_arc_learned() -> None:
+    manager = CPUOffloadingManager(2, cache_policy="arc")
+    store(manager, keys_of(1, 2))
+    store(manager, keys_of(3))
+    manager.touch(keys_of(1), REQUEST)
+    manager.reset()
+    store(manager, keys_of(1, 2))
+    assert store(manager, keys_of(3)).evicted_keys == keys_of(1)
+
+
+def test_an_orphan_read_twice_waits_for_both_reports() -> None:
+    manager = CPUOffloadingManager(1)
+    store(manager, keys_of(1))
+    for _ in range(2):
+        manager.prepare_load(keys_of(1), REQUEST)
+    manager.reset()
+    for _ in range(2):
+        assert manager.prepare_store(keys_of(2), REQUEST) is None
+        manager.complete_load(keys_of(1), REQUEST)
+        manager.check()
+    assert store(manager, keys_of(2)).keys_to_store == keys_of(2)
+
+
+def test_orphans_settled_by_slot_in_any_order_are_freed() -> None:
+    manager = CPUOffloadingManager(3)
+    prepared(manager, keys_of(1, 2, 3))
+    manager.reset()
+    manager.settle_orphans([2, 0], is_write=True)
+    manager.settle_orphans([2, 7], is_write=True)
+    manager.settle_orphans([1], is_write=False)
+    manager.check()
+    assert slots_of(prepared(manager, keys_of(4, 5)).store_spec) == [0, 2]
+    assert manager.prepare_store(keys_of(6), REQUEST) is None
+
+
+def test_a_claimed_slot_is_not_freed_by_a_newer_load_of_its_key() -> None:
+    manager = CPUOffloadingManager(2)
+    store(manager, keys_of(1))
+    manager.prepare_load(keys_of(1), REQUEST)
+    manager.reset()
+    manager.claim_orphans([0], is_write=False)
+    store(manager, keys_of(1))
+    manager.prepare_load(keys_of(1), REQUEST)
+    manager.complete_load(keys_of(1), REQUEST)
+    assert (manager.num_evictable, manager.num_free) == (1, 0)
+    manager.settle_orphans([0], is_write=False)
+    assert (manager.num_evictable, manager.num_free) == (1, 1)
+    manager.check()
+
+
+def test_stats_add_up() -> None:
+    manager = CPUOffloadingManager(3, store_threshold=2)
+    for request in (REQUEST, ReqContext("other")):
+        for key in keys_of(1, 2, 3, 4):
+            manager.lookup(key, request)
+    store(manager, keys_of(1, 2))
+    prepared(manager, keys_of(3))
+    manager.prepare_load(keys_of(1), REQUEST)
+    store(manager, keys_of(4))
+    manager.prepare_store(keys_of(2), REQUEST)
+    manager.reset()
+    assert manager.stats() == {
+        "primary.capacity_blocks": 3.0,
+        "primary.held_blocks": 0.0,
+        "primary.free_blocks": 0.0,
+        "primary.evictable_blocks": 0.0,
+        "primary.in_flight_blocks": 0.0,
+        "primary.orphaned_blocks": 3.0,
+        "primary.tracked_keys": 0.0,
+        "primary.loaded": 1.0,
+        "primary.stored": 3.0,
+        "primary.failed": 0.0,
+        "primary.evicted": 2.0,
+        "primary.refused": 0.0,
+        "primary.dropped_events": 0.0,
+    }
+
+
+def test_check_finds_a_leaked_slot_a_shared_slot_and_a_wrong_counter() -> None:
+    leaked = CPUOffloadingManager(2)
+    leaked._slots.take(keys_of(1))
+    with pytest.raises(InvariantError, match="expected 1 from 0"):
+        leaked.check()
+
+    shared = CPUOffloadingManager(2)
+    store(shared, keys_of(1))
+    shared._slots.give_back([0])
+    with pytest.raises(InvariantError, match="slots held, freed, orphaned"):
+        shared.check()
+
+    miscounted = CPUOffloadingManager(2)
+    store(miscounted, keys_of(1))
+    miscounted._num_evictable = 2
+    with pytest.raises(InvariantError, match="counted were"):
+        miscounted.check()
+
+
+def test_a_held_block_costs_at_most_250_bytes_beyond_its_key() -> None:
+    num_blocks = 16_384
+    batches = [keys_of(*range(start, start + 64)) for start in range(0, 3 * num_blocks, 64)]
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    manager = CPUOffloadingManager(num_blocks)
+    for keys in batches:
+        store(manager, keys)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (after - before) / num_blocks <= 250

@@ -1,0 +1,125 @@
+"""A queue lane reports launched copies in order, on a queue that the test drives by hand."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.base import TransferJobId, TransferType
+from kvtier.cpu.queue_lane import QueueLane
+
+CPU_TO_GPU = TransferType("CPU", "GPU")
+
+
+class FakeTicket:
+    """A copy that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.is_published = False
+        self.is_broken = False
+
+    def is_done(self) -> bool:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device lost")
+        return self.has_ended
+
+    def block(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device lost")
+        self.has_ended = True
+
+    def publish(self) -> None:
+        assert self.has_ended
+        self.is_published = True
+
+    def elapsed_s(self) -> float:
+        return 0.5
+
+
+class FakeQueue:
+    """Launches by calling, and keeps the tickets."""
+
+    def __init__(self) -> None:
+        self.tickets: list[FakeTicket] = []
+
+    def launch(self, copy: Callable[[], None]) -> FakeTicket:
+        copy()
+        self.tickets.append(FakeTicket())
+        return self.tickets[-1]
+
+
+@pytest.fixture
+def queue() -> FakeQueue:
+    """Return the queue behind the lane."""
+    return FakeQueue()
+
+
+@pytest.fixture
+def lane(queue: FakeQueue) -> QueueLane:
+    """Return a lane with three launched copies, ids 0, 1 and 2."""
+    lane = QueueLane(CPU_TO_GPU, queue)
+    for number in range(3):
+        assert lane.submit(TransferJobId(number), 10 * number, lambda: None)
+    return lane
+
+
+def ids(lane: QueueLane) -> list[tuple[int, bool]]:
+    """Return id and success of what has finished."""
+    return [(result.job_id, result.success) for result in lane.take_finished()]
+
+
+def test_copies_are_reported_in_order_once_and_published(lane: QueueLane, queue: FakeQueue) -> None:
+    queue.tickets[1].has_ended = True
+    before_the_first = ids(lane)
+    queue.tickets[0].has_ended = True
+
+    results = lane.take_finished()
+
+    assert before_the_first == []
+    assert [(result.job_id, result.transfer_size, result.transfer_time) for result in results] == [
+        (0, 0, 0.5),
+        (1, 10, 0.5),
+    ]
+    assert [ticket.is_published for ticket in queue.tickets] == [True, True, False]
+    assert ids(lane) == []
+
+
+def test_waiting_blocks_for_the_named_copies_and_those_before_them_only(
+    lane: QueueLane, queue: FakeQueue
+) -> None:
+    lane.wait({TransferJobId(1), TransferJobId(77)})
+
+    assert [ticket.has_ended for ticket in queue.tickets] == [True, True, False]
+    assert ids(lane) == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize("poll", ["take_finished", "wait"])
+def test_a_device_that_failed_fails_every_open_copy_and_accepts_no_more(
+    lane: QueueLane, queue: FakeQueue, poll: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.tickets[0].has_ended = True
+    queue.tickets[1].is_broken = True
+
+    if poll == "wait":
+        lane.wait({TransferJobId(2)})
+
+    assert ids(lane) == [(0, True), (1, False), (2, False)]
+    assert "device lost" in caplog.text
+    assert not lane.submit(TransferJobId(5), 1, lambda: None)
+
+
+def test_a_copy_that_cannot_be_launched_is_declined_and_the_lane_goes_on(lane: QueueLane) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    assert not lane.submit(TransferJobId(7), 1, fail)
+    assert not lane.submit(TransferJobId(1), 1, lambda: None)
+    assert lane.submit(TransferJobId(8), 1, lambda: None)
+
+
+def test_shutdown_waits_for_launched_copies_and_accepts_no_more(lane: QueueLane) -> None:
+    lane.shutdown()
+    lane.shutdown()
+
+    assert ids(lane) == [(0, True), (1, True), (2, True)]
+    assert not lane.submit(TransferJobId(9), 1, lambda: None)

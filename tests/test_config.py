@@ -1,0 +1,194 @@
+"""What an engine tells us, and the settings: typed at construction, refused with a remedy."""
+
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+
+from kvtier.config import (
+    GroupKind,
+    KVGroup,
+    LoadIf,
+    ModelIdentity,
+    OffloadingConfig,
+    Settings,
+    SettingsReader,
+    parse_bytes,
+    parse_settings,
+)
+from kvtier.errors import ConfigError, UnknownNameError
+
+GROUP = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=1024)
+
+
+def make_config(groups: tuple[KVGroup, ...] = (GROUP,), **extra_config: object) -> OffloadingConfig:
+    return OffloadingConfig(
+        engine_id="engine",
+        model=ModelIdentity("model"),
+        groups=groups,
+        hash_block_size=16,
+        extra_config=extra_config,
+    )
+
+
+def test_no_settings_are_the_defaults() -> None:
+    assert parse_settings({}) == Settings()
+
+
+def test_every_setting_is_read() -> None:
+    given: Mapping[str, Any] = {
+        "cpu_bytes_to_use": "2 GiB",
+        "eviction_policy": "arc",
+        "store_threshold": 2,
+        "max_tracker_size": 10,
+        "block_size": 64,
+        "spec_name": "Mine",
+        "spec_module_path": "my.module",
+        "lookup_deadline_s": 1,
+        "load_if": "faster",
+        "instance_id": "one",
+        "tenant_salt": "salt",
+        "secondary_tiers": [{"type": "fs"}],
+    }
+    assert set(given) == set(Settings.__dataclass_fields__)
+    assert parse_settings(given) == Settings(
+        2 * 2**30, "arc", 2, 10, 64, "Mine", "my.module", 1.0, LoadIf.FASTER, "one", "salt", ({"type": "fs"},)
+    )
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'cpu_bytes_to_use'"):
+        parse_settings({"cpu_byte_to_use": 1})
+
+
+def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
+    assert parse_settings({"spec_module_path": "my.module", "my_setting": 1}).spec_module_path == "my.module"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cpu_bytes_to_use", 0),
+        ("cpu_bytes_to_use", -5),
+        ("cpu_bytes_to_use", "8 gallons"),
+        ("cpu_bytes_to_use", True),
+        ("cpu_bytes_to_use", "0.1"),
+        ("eviction_policy", 3),
+        ("store_threshold", -1),
+        ("store_threshold", True),
+        ("store_threshold", 1.5),
+        ("max_tracker_size", 0),
+        ("block_size", "16"),
+        ("lookup_deadline_s", -1),
+        ("lookup_deadline_s", float("inf")),
+        ("lookup_deadline_s", float("nan")),
+        ("lookup_deadline_s", False),
+        ("load_if", "sometimes"),
+        ("secondary_tiers", {"type": "fs"}),
+        ("secondary_tiers", "fs"),
+        ("secondary_tiers", ["fs"]),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings({name: value})
+    assert (caught.value.setting, caught.value.value) == (name, pytest.approx(value, nan_ok=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (1, 1),
+        ("1", 1),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("2 GB", 2 * 10**9),
+        ("1.5KiB", 1536),
+        (" 64MiB ", 64 * 2**20),
+        ("1TB", 10**12),
+        ("9007199254740993", 9_007_199_254_740_993),
+    ],
+)
+def test_sizes_are_understood_with_their_units(text: object, expected: int) -> None:
+    assert parse_bytes("size", text) == expected
+
+
+def test_the_reader_leaves_out_what_is_not_given() -> None:
+    read = SettingsReader({"on": True})
+    assert read.flag("on", default=False)
+    assert not read.flag("off", default=False)
+    assert read.size_bytes("size", 7) == 7
+    with pytest.raises(ConfigError, match="true or false"):
+        SettingsReader({"on": 1}).flag("on", default=False)
+
+
+def test_tiers_are_copied_from_the_callers_dictionary() -> None:
+    tier = {"type": "fs"}
+    parsed = parse_settings({"secondary_tiers": [tier]})
+    tier["type"] = "obj"
+    assert parsed.secondary_tiers == ({"type": "fs"},)
+
+
+def test_the_configuration_parses_its_settings_once_and_is_frozen() -> None:
+    config = make_config(eviction_policy="arc")
+    assert config.settings.eviction_policy == "arc"
+    with pytest.raises(FrozenInstanceError):
+        config.engine_id = "other"  # type: ignore[misc] # that is what is proven
+
+
+def test_block_size_makes_the_factor() -> None:
+    assert make_config().block_size_factor == 1
+    assert make_config(block_size=64).block_size_factor == 4
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 40])
+def test_a_block_size_that_cuts_device_blocks_is_refused(block_size: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of the device block size, 16 tokens"):
+        make_config(block_size=block_size)
+
+
+def test_a_block_size_over_unequal_groups_is_refused() -> None:
+    groups = (GROUP, replace(GROUP, block_size_tokens=32))
+    assert make_config(groups).block_size_factor == 1
+    with pytest.raises(ConfigError, match="different device block sizes"):
+        make_config(groups, block_size=32)
+
+
+def test_device_blocks_must_hold_whole_hash_blocks() -> None:
+    with pytest.raises(ConfigError, match="multiple of the hash block size, 16 tokens"):
+        make_config((replace(GROUP, block_size_tokens=24),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"groups": ()}, "groups"),
+        ({"hash_block_size": 0}, "hash_block_size"),
+        ({"num_hosts": 2}, "num_hosts"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_refused(changes: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace_config(changes)
+    assert caught.value.setting == setting
+
+
+def replace_config(changes: dict[str, Any]) -> OffloadingConfig:
+    values: dict[str, Any] = {"groups": (GROUP,), "hash_block_size": 16} | changes
+    return OffloadingConfig(engine_id="engine", model=ModelIdentity("model"), **values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"block_size_tokens": 0}, "block_size_tokens"),
+        ({"page_size_bytes": 0}, "page_size_bytes"),
+        ({"window_tokens": 128}, "window_tokens"),
+        ({"kind": GroupKind.WINDOW}, "window_tokens"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(changes: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replace(GROUP, **changes)
+    assert caught.value.setting == setting
