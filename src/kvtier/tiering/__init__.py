@@ -1,0 +1,1 @@
+"""Secondary tiers behind the primary one, and the manager that moves blocks between them."""

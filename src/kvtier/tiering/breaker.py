@@ -1,0 +1,168 @@
+"""Keeps a failing or overloaded tier from costing anything but its own hits.
+
+It knows nothing of tiers or jobs: callers say what succeeded, what failed and how long work waits, and ask
+whether to go on. Three small parts: a circuit breaker (closed, open, half-open with one probe), a budget of
+bytes in flight, and a memory of keys whose load failed, each left alone for a while.
+
+Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+
+from kvtier.base import OffloadKey
+
+FAILURES_TO_OPEN = 5
+"""Consecutive failed jobs after which a tier is left out. One would open on a single evicted block; many
+more would let every waiting request pay for a dead tier."""
+
+OPEN_S = 5.0
+"""Seconds a tier is left out before one probe. Shorter probes a dead server more often; longer misses its
+hits after it came back."""
+
+MAX_WAITING_S = 10.0
+"""Seconds that the oldest job may wait unattended before the tier counts as overloaded. A disk behind by more
+than this no longer beats computing; much less would open on one large batch."""
+
+BACKOFF_S = 1.0
+"""Seconds a key is left alone after its first failed load; doubles with each further failure."""
+
+MAX_BACKOFF_S = 60.0
+"""Upper end of the doubling: a block that came back is found again after a minute at the latest."""
+
+MAX_BACKOFF_KEYS = 4096
+"""Keys remembered per tier; the oldest is forgotten first and is then tried once more."""
+
+
+class BreakerState(Enum):
+    """What a circuit breaker lets through."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class CircuitBreaker:
+    """Opens after consecutive failures, lets one probe through after a pause, closes when it succeeds.
+
+    Args:
+        clock: seconds, monotonic.
+        failures_to_open: consecutive failures that open it.
+        open_s: pause before the probe.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], failures_to_open: int = FAILURES_TO_OPEN, open_s: float = OPEN_S
+    ) -> None:
+        self._clock = clock
+        self._failures_to_open = failures_to_open
+        self._open_s = open_s
+        self._num_failures = 0
+        self._opened_at: float | None = None
+        self._has_probe = False
+        self.num_openings = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """What it lets through now."""
+        if self._opened_at is None:
+            return BreakerState.CLOSED
+        is_paused = self._clock() - self._opened_at < self._open_s
+        return BreakerState.OPEN if is_paused else BreakerState.HALF_OPEN
+
+    def allows(self) -> bool:
+        """Return whether work may start; changes nothing."""
+        state = self.state
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_probe)
+
+    def begin(self) -> bool:
+        """Take leave to start one piece of work; in the half-open state the first becomes the probe."""
+        if not self.allows():
+            return False
+        self._has_probe = self._opened_at is not None
+        return True
+
+    def record_success(self) -> None:
+        """Close: the tier works. While open, late successes of older work do not count."""
+        if self.state is not BreakerState.OPEN:
+            self._num_failures = 0
+            self._opened_at = None
+            self._has_probe = False
+
+    def record_failure(self) -> None:
+        """Count a failure; enough of them in a row, or a failed probe, open it."""
+        self._num_failures += 1
+        if self._num_failures >= self._failures_to_open or self.state is BreakerState.HALF_OPEN:
+            self.trip()
+
+    def trip(self) -> None:
+        """Open now, or go on being open for another pause."""
+        if self.state is not BreakerState.OPEN:
+            self.num_openings += 1
+        self._opened_at = self._clock()
+        self._has_probe = False
+
+    def __repr__(self) -> str:
+        return f"CircuitBreaker({self.state.value}, failures={self._num_failures})"
+
+
+class InFlightBudget:
+    """Bytes of primary slots that a tier's unfinished stores may hold.
+
+    Args:
+        limit_bytes: the most that may be in flight at once.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def room_for(self, size_bytes: int) -> int:
+        """Return how many pieces of ``size_bytes`` still fit. Pure."""
+        return max(0, self.limit_bytes - self.used_bytes) // size_bytes
+
+    def take(self, size_bytes: int) -> None:
+        """Count ``size_bytes`` as in flight."""
+        self.used_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """Count ``size_bytes`` as done."""
+        self.used_bytes -= size_bytes
+
+
+class LoadBackoff:
+    """Keys whose load failed, each left alone for a doubling while.
+
+    Without it a block that a tier claims to have and cannot deliver would be loaded again in every step.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._pauses: OrderedDict[OffloadKey, tuple[float, float]] = OrderedDict()
+
+    def record_failure(self, key: OffloadKey) -> None:
+        """Leave ``key`` alone for twice as long as last time."""
+        pause_s = min(2 * self._pauses.pop(key, (0.0, BACKOFF_S / 2))[1], MAX_BACKOFF_S)
+        self._pauses[key] = (self._clock() + pause_s, pause_s)
+        if len(self._pauses) > MAX_BACKOFF_KEYS:
+            self._pauses.popitem(last=False)
+
+    def record_success(self, key: OffloadKey) -> None:
+        """Forget the failures of ``key``."""
+        self._pauses.pop(key, None)
+
+    def is_paused(self, key: OffloadKey) -> bool:
+        """Return whether ``key`` is still to be left alone."""
+        pause = self._pauses.get(key)
+        return pause is not None and self._clock() < pause[0]
+
+    def clear(self) -> None:
+        """Forget every failure."""
+        self._pauses.clear()
+
+    def __len__(self) -> int:
+        return len(self._pauses)

@@ -1,0 +1,175 @@
+"""Header and checksum around a block that leaves the machine's memory.
+
+It reads and writes no file. An envelope is 128 bytes, little endian: magic 4, version 2, codec 2, namespace 16,
+key length 2, key 40, stored length 8, raw length 8, XXH3-128 of the stored bytes 16, key id 4, nonce 12,
+generation 6, XXH3-64 of the 120 bytes before it 8. Whoever reads a block checks its envelope before anyone sees
+the payload. Nothing here raises on bad bytes: a verdict says what is wrong with them.
+
+Source: XXH3 is described at https://github.com/Cyan4973/xxHash; it finds accidents, not forgeries.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from kvtier.base import OffloadKey
+from kvtier.errors import MissingExtraError
+
+try:
+    import xxhash
+except ImportError as error:
+    raise MissingExtraError("xxhash", "fs") from error
+
+MAGIC = b"KVTB"
+VERSION = 1
+ENVELOPE_BYTES = 128
+HEADER_PAGE_BYTES = 4096
+"""Where a file keeps envelopes, one page in front of each payload: with direct I/O both stay aligned."""
+
+MAX_KEY_BYTES = 40
+NAMESPACE_BYTES = 16
+NONCE_BYTES = 12
+GENERATION_BYTES = 6
+
+_FIELDS = struct.Struct("<4sHH16sH40sQQ16sI12s6s")
+_SEAL = struct.Struct("<Q")
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Verdict(Enum):
+    """What a check found."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other_version"
+    OTHER_CODEC = "other_codec"
+    OTHER_NAMESPACE = "other_namespace"
+    OTHER_KEY = "other_key"
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What is known about a stored block without its payload.
+
+    Attributes:
+        namespace: first 16 bytes of the namespace digest.
+        key: the block.
+        codec: number of the encoding of the stored bytes.
+        stored_bytes: length of the payload as stored.
+        raw_bytes: length of the row that it decodes to.
+        checksum: XXH3-128 of the stored bytes, 16 bytes.
+        key_id: number of the encryption key, 0 without one.
+        nonce: of the encryption, 12 bytes.
+        generation: how often a re-used place was written, below 2**48.
+    """
+
+    namespace: bytes
+    key: OffloadKey
+    codec: int
+    stored_bytes: int
+    raw_bytes: int
+    checksum: bytes
+    key_id: int = 0
+    nonce: bytes = bytes(NONCE_BYTES)
+    generation: int = 0
+
+
+def seal(
+    key: OffloadKey, namespace_digest: bytes, payload: Buffer, *, codec: int = 0, raw_bytes: int | None = None
+) -> Envelope:
+    """Describe ``payload``, the bytes that will be stored under ``key``. Pure.
+
+    Args:
+        key: at most 40 bytes.
+        namespace_digest: the namespace's; its first 16 bytes are used.
+        payload: what will be stored, contiguous.
+        codec: number of the encoding that made it.
+        raw_bytes: length of the row; None when it is that of the payload.
+    """
+    num_bytes = len(payload)
+    return Envelope(
+        namespace=namespace_digest[:NAMESPACE_BYTES],
+        key=key,
+        codec=codec,
+        stored_bytes=num_bytes,
+        raw_bytes=num_bytes if raw_bytes is None else raw_bytes,
+        checksum=xxhash.xxh3_128_digest(payload),
+    )
+
+
+def pack(envelope: Envelope) -> bytes:
+    """Return the 128 bytes of ``envelope``. Pure; its key has at most 40 bytes."""
+    assert len(envelope.key) <= MAX_KEY_BYTES, "keys are checked when a tier is built and when a job comes"
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        envelope.codec,
+        envelope.namespace,
+        len(envelope.key),
+        envelope.key,
+        envelope.stored_bytes,
+        envelope.raw_bytes,
+        envelope.checksum,
+        envelope.key_id,
+        envelope.nonce,
+        envelope.generation.to_bytes(GENERATION_BYTES, "little"),
+    )
+    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack(header: Buffer) -> Envelope | Verdict:
+    """Return the envelope in the first 128 bytes of ``header``, or what is wrong with them. Pure.
+
+    A header of another version is not ours to judge: its own checksum may stand elsewhere.
+    """
+    head = bytes(header[:ENVELOPE_BYTES])
+    if len(head) < ENVELOPE_BYTES or head[: len(MAGIC)] != MAGIC:
+        return Verdict.DAMAGED
+    fields = head[: _FIELDS.size]
+    _, version, codec, namespace, key_bytes, key, stored, raw, checksum, key_id, nonce, generation = (
+        _FIELDS.unpack(fields)
+    )
+    if version != VERSION:
+        return Verdict.OTHER_VERSION
+    is_intact = _SEAL.unpack(head[_FIELDS.size :])[0] == xxhash.xxh3_64_intdigest(fields)
+    if not is_intact or key_bytes > MAX_KEY_BYTES:
+        return Verdict.DAMAGED
+    return Envelope(
+        namespace=namespace,
+        key=OffloadKey(key[:key_bytes]),
+        codec=codec,
+        stored_bytes=stored,
+        raw_bytes=raw,
+        checksum=checksum,
+        key_id=key_id,
+        nonce=nonce,
+        generation=int.from_bytes(generation, "little"),
+    )
+
+
+def check(
+    header: Buffer, payload: Buffer, key: OffloadKey, namespace_digest: bytes, *, codec: int = 0
+) -> Verdict:
+    """Say whether ``payload`` is what was stored under ``key`` in this namespace. Pure.
+
+    Args:
+        header: what stood in front of the payload.
+        payload: the stored bytes, no more and no fewer, contiguous.
+        key: the block that was asked for.
+        namespace_digest: the reader's namespace.
+        codec: number of the encoding that the reader understands.
+    """
+    envelope = unpack(header)
+    if isinstance(envelope, Verdict):
+        return envelope
+    if envelope.namespace != namespace_digest[:NAMESPACE_BYTES]:
+        return Verdict.OTHER_NAMESPACE
+    if envelope.key != key:
+        return Verdict.OTHER_KEY
+    if envelope.codec != codec:
+        return Verdict.OTHER_CODEC
+    if envelope.stored_bytes != len(payload) or envelope.checksum != xxhash.xxh3_128_digest(payload):
+        return Verdict.DAMAGED
+    return Verdict.OK

@@ -1,0 +1,67 @@
+"""Names of secondary tiers, and the construction of the one that a configuration entry asks for."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from kvtier.config import OffloadingConfig
+from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.registry import Registry
+from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
+
+TIERS: Registry[type[SecondaryTierManager]] = Registry(
+    "secondary tier",
+    {
+        "example": "kvtier.tiering.example:ExampleSecondaryTier",
+        "fs": "kvtier.tiering.fs:FSTier",
+    },
+)
+
+UNAVAILABLE_SETTINGS = frozenset({"cascade", "store_threshold", "fill", "policy", "admission", "emit_events"})
+"""Settings that have a name but only their default so far: refused rather than silently without effect."""
+
+
+def create_secondary_tier(
+    tier_config: Mapping[str, Any],  # Any: JSON of the user; each constructor checks its own
+    primary_kv_view: memoryview,
+    config: OffloadingConfig,
+) -> SecondaryTierManager:
+    """Build the tier that ``tier_config`` describes.
+
+    Args:
+        tier_config: ``type``, the settings that every tier has, and the constructor's arguments; not changed.
+        primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
+        config: what the engine said of itself.
+
+    Raises:
+        UnknownNameError: no such tier, or no such setting of this tier; names the known ones.
+        ConfigError: ``type`` is missing, or a value cannot work.
+        MissingExtraError: the tier's client library is not installed.
+    """
+    name = tier_config.get("type")
+    if not isinstance(name, str):
+        raise ConfigError("type", name, f"every secondary tier needs one of {', '.join(TIERS.names())}")
+    tier_class = TIERS.resolve(name)
+    settings = parse_tier_settings(tier_config)
+    _refuse_unavailable(settings)
+    own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
+    known = set(inspect.signature(tier_class).parameters) - {"config", "primary_kv_view"}
+    unknown = sorted(set(own) - known)
+    if unknown:
+        raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known | COMMON_SETTINGS)
+    try:
+        inspect.signature(tier_class).bind(config, primary_kv_view, **own)
+    except TypeError as error:
+        raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
+    tier = tier_class(config, primary_kv_view, **own)
+    tier.settings = settings
+    return tier
+
+
+def _refuse_unavailable(settings: TierSettings) -> None:
+    for field in fields(TierSettings):
+        value = getattr(settings, field.name)
+        if field.name in UNAVAILABLE_SETTINGS and value != field.default:
+            remedy = f"this version has only the default, {field.default!r}: leave the setting out"
+            raise ConfigError(field.name, value, remedy)

@@ -1,0 +1,207 @@
+"""Publishing and reading one file of a block.
+
+It knows neither keys nor envelopes: a file is a list of buffers. A file is written without a name and linked when
+it is whole, so whoever finds the name finds all bytes, and a crash leaves nothing. Where the file system cannot do
+that, it is written under a name that tells its writer, in the folder for such names.
+
+Nothing is synced to the device: after a crash of the process the page cache still has every byte, after a loss of
+power a torn file fails its checksum.
+"""
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.tiering.fs.direct_io import FileSupport
+from kvtier.tiering.fs.owner import Owner
+from kvtier.tiering.fs.system import Buffers, SystemCalls
+
+RENEW_AFTER_S = 60.0
+"""Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
+longer blurs the order in which blocks are evicted."""
+
+PRIVATE_MODE = 0o600
+
+UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
+"""What file systems without hard links answer."""
+
+
+class BlockFiles:
+    """The files of a directory; immutable, so any thread may use it.
+
+    Args:
+        support: what the file system can do.
+        temporary_path: folder for files that are being written under a name.
+        owner: this process.
+        file_mode: permissions of files; folders get search permission where files may be read.
+        calls: the system.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        support: FileSupport,
+        temporary_path: Path,
+        owner: Owner,
+        file_mode: int,
+        calls: SystemCalls,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._support = support
+        self._temporary_path = temporary_path
+        self._owner = owner
+        self._file_mode = file_mode
+        self._calls = calls
+        self._wall_clock = wall_clock
+
+    def publish(self, path: str, buffers: Buffers) -> bool:
+        """Make a file of ``buffers`` appear under ``path``, whole.
+
+        Args:
+            path: its name; the folder must exist.
+            buffers: format 'B', contiguous.
+
+        Returns:
+            False when the name was taken; nothing has changed then.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+            OSError: the system refused, for want of room for example; nothing is left behind.
+        """
+        if self._support.has_unnamed_files:
+            return self._publish_unnamed(path, buffers)
+        return self._publish_named(path, buffers)
+
+    def read(self, path: str, buffers: Buffers) -> os.stat_result:
+        """Fill ``buffers`` from the beginning of the file.
+
+        Returns:
+            What the file is; it is too short for ``buffers`` when its length says so, and then nothing is read.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: the system could not read it.
+        """
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
+        try:
+            status = os.fstat(fd)
+            if status.st_size >= sum(len(buffer) for buffer in buffers):
+                if not _transfer(self._calls.preadv, fd, buffers):
+                    raise OSError(errno.EIO, "the file ended before its length", path)
+                self._renew(fd, status)
+            return status
+        finally:
+            os.close(fd)
+
+    def renew(self, path: str) -> bool:
+        """Note a use of the file, once a minute at most; False when there is no such file."""
+        try:
+            self._renew(path, Path(path).lstat())
+        except OSError:
+            return False
+        return True
+
+    def remove(self, path: str, status: os.stat_result | None = None) -> int:
+        """Remove a file and return its length, 0 when somebody else did.
+
+        Args:
+            path: the file.
+            status: remove it only when it is still this one; None removes whatever is there.
+
+        Raises:
+            OSError: the system refused.
+        """
+        try:
+            found = Path(path).lstat()
+            if status is not None and (found.st_dev, found.st_ino) != (status.st_dev, status.st_ino):
+                return 0
+            Path(path).unlink()
+        except FileNotFoundError:
+            return 0
+        return found.st_size
+
+    def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
+        folder = path.rpartition("/")[0]
+        fd = self._open_new(folder, os.O_TMPFILE)
+        try:
+            self._fill(fd, buffers)
+            self._calls.link(fd, path)
+        except FileExistsError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def _publish_named(self, path: str, buffers: Buffers) -> bool:
+        if Path(path).exists():
+            return False
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "no folder for the block", path)
+        temporary = self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
+        fd = self._open_new(str(temporary), os.O_CREAT | os.O_EXCL)
+        try:
+            self._fill(fd, buffers)
+            return _name_file(temporary, Path(path))
+        finally:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+
+    def _open_new(self, path: str, flags: int) -> int:
+        fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
+        if self._file_mode != PRIVATE_MODE:
+            os.fchmod(fd, self._file_mode)  # a umask takes away what sharing needs
+        return fd
+
+    def _fill(self, fd: int, buffers: Buffers) -> None:
+        if not _transfer(self._calls.pwritev, fd, buffers):
+            raise OSError(errno.ENOSPC, "the file system took only a part of the block")
+
+    def _renew(self, file: int | str, status: os.stat_result) -> None:
+        if self._wall_clock() - status.st_mtime <= RENEW_AFTER_S:
+            return
+        try:
+            os.utime(file)
+        except PermissionError:
+            return  # another user's file that we may read and not write: its owner's uses decide its age
+
+
+def folder_mode(file_mode: int) -> int:
+    """Return the permissions of folders: search wherever files may be read. Pure."""
+    return file_mode | (file_mode & 0o444) >> 2
+
+
+def _name_file(temporary: Path, path: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        # Without hard links the name is taken over, at worst from an equal file that came meanwhile.
+        temporary.rename(path)
+    return True
+
+
+def _transfer(call: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers) -> bool:
+    """Read or write all of ``buffers``, in one call unless the system stops early; False at its end."""
+    total = sum(len(buffer) for buffer in buffers)
+    done = call(fd, buffers, 0)
+    while 0 < done < total:
+        more = call(fd, _behind(buffers, done), done)
+        if more == 0:
+            return False
+        done += more
+    return done == total
+
+
+def _behind(buffers: Sequence[memoryview], offset: int) -> list[memoryview]:
+    """Return what of ``buffers`` lies behind the first ``offset`` bytes. Pure."""
+    rest = []
+    for buffer in buffers:
+        if offset < len(buffer):
+            rest.append(buffer[offset:])
+        offset = max(0, offset - len(buffer))
+    return rest

@@ -1,0 +1,95 @@
+"""What a file system can do for us: direct I/O, and files without a name; and memory that direct I/O accepts.
+
+It decides nothing about policy. Some file systems refuse ``O_DIRECT`` or ``O_TMPFILE`` and say so only when
+asked, so they are asked once, when the tier is built.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.fs.system import SystemCalls
+
+ALIGNMENT_BYTES = 4096
+"""What memory, offsets and lengths of direct I/O are multiples of: the largest logical block in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSupport:
+    """What the tier uses of a file system.
+
+    Attributes:
+        has_direct_io: blocks bypass the page cache.
+        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
+    """
+
+    has_direct_io: bool
+    has_unnamed_files: bool
+
+    @property
+    def flags(self) -> int:
+        """Flags for ``open``."""
+        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
+
+
+def allocate_page() -> memoryview:
+    """Return one zeroed, aligned page, format 'B'."""
+    return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
+
+
+def is_aligned(rows: memoryview) -> bool:
+    """Return whether direct I/O accepts each of ``rows``, shape (num_rows, row_bytes). Pure."""
+    address = int(np.asarray(rows).ctypes.data)
+    return address % ALIGNMENT_BYTES == 0 and rows.shape is not None and rows.shape[1] % ALIGNMENT_BYTES == 0
+
+
+def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
+    """Ask the file system of ``directory`` what it can do; leaves nothing behind.
+
+    Args:
+        directory: an existing, writable directory.
+        scratch_path: a free name on the same file system.
+        file_mode: permissions of files made for the question.
+        calls: the system.
+
+    Raises:
+        OSError: not even an ordinary file can be made.
+    """
+
+    def works(attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except OSError:
+            return False
+        finally:
+            scratch_path.unlink(missing_ok=True)
+        return True
+
+    def make_named(flags: int) -> int:
+        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
+
+    def write_direct() -> None:
+        fd = make_named(os.O_DIRECT)
+        try:
+            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
+            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
+        finally:
+            os.close(fd)
+
+    def link_unnamed() -> None:
+        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
+        try:
+            calls.link(fd, str(scratch_path))
+        finally:
+            os.close(fd)
+
+    try:
+        os.close(make_named(0))
+    finally:
+        scratch_path.unlink(missing_ok=True)
+    return FileSupport(works(write_direct), works(link_unnamed))

@@ -1,0 +1,125 @@
+"""The tier's directory, made ready: folders, permissions, what its file system can do.
+
+It stores and evicts nothing; it is what those who do have in common. Whether the directory can be written is found
+out here, once, by writing, because permissions alone do not say it.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.fs.block_file import BlockFiles, folder_mode
+from kvtier.tiering.fs.counters import Counters
+from kvtier.tiering.fs.direct_io import ALIGNMENT_BYTES, FileSupport, is_aligned, probe
+from kvtier.tiering.fs.folders import make_folder
+from kvtier.tiering.fs.layout import TEMPORARY_NAME, USAGE_NAME
+from kvtier.tiering.fs.ledger import Ledger
+from kvtier.tiering.fs.owner import Owner, current_owner
+from kvtier.tiering.fs.settings import FSSettings
+from kvtier.tiering.fs.system import SystemCalls
+
+logger = logging.getLogger(__name__)
+
+COUNTER_NAMES = (
+    "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error",
+    "stored_blocks", "stored_bytes", "declined", "store_errors", "evicted_blocks", "evicted_bytes",
+)  # fmt: skip
+"""Counts that are there from the beginning; the first row is about loads, with the reasons of misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What the parts of a tier share.
+
+    Attributes:
+        root: the directory.
+        file_mode: permissions of files in it.
+        block_bytes: length of a block's file.
+        files: reads, publishes and removes them.
+        ledger: the shared count of bytes.
+        owner: this process.
+        counters: what happened.
+        clock: seconds, monotonic.
+        wall_clock: seconds since 1970, comparable with the file system's times.
+    """
+
+    root: Path
+    file_mode: int
+    block_bytes: int
+    files: BlockFiles
+    ledger: Ledger
+    owner: Owner
+    counters: Counters
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+
+def open_directory(
+    settings: FSSettings,
+    rows: memoryview,
+    calls: SystemCalls,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Directory:
+    """Make the directory ready for rows such as these.
+
+    Args:
+        settings: where it is and who may read it.
+        rows: shape (num_blocks, row_stride).
+        calls: the system.
+        clock: seconds, monotonic.
+        wall_clock: seconds since 1970.
+
+    Raises:
+        ConfigError: it cannot be written, or direct I/O is insisted on and impossible.
+    """
+    owner = current_owner()
+    temporary_path = settings.root_dir / TEMPORARY_NAME
+    try:
+        settings.root_dir.mkdir(folder_mode(settings.file_mode), parents=True, exist_ok=True)
+        make_folder(temporary_path, settings.file_mode)
+        scratch_path = temporary_path / f"{owner}-{secrets.token_hex(8)}"
+        support = probe(settings.root_dir, scratch_path, settings.file_mode, calls)
+    except OSError as error:
+        remedy = f"cannot be written ({error}): give a directory that this user may write"
+        raise ConfigError("root_dir", str(settings.root_dir), remedy) from error
+    support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
+    files = BlockFiles(support, temporary_path, owner, settings.file_mode, calls, wall_clock)
+    usage_path = settings.root_dir / USAGE_NAME
+    return Directory(
+        root=settings.root_dir,
+        file_mode=settings.file_mode,
+        block_bytes=settings.block_bytes,
+        files=files,
+        ledger=Ledger(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
+        owner=owner,
+        counters=Counters(*COUNTER_NAMES),
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+
+
+def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:
+    """Decide how blocks are written, given what the file system can do; says once what is missed.
+
+    Raises:
+        ConfigError: direct I/O is insisted on and impossible.
+    """
+    reason = None
+    if not found.has_direct_io:
+        reason = f"the file system of {settings.root_dir} refuses it"
+    elif not are_rows_aligned:
+        reason = (
+            f"rows of the primary tier are not multiples of {ALIGNMENT_BYTES} bytes in address and length"
+        )
+    if reason is not None and settings.direct_io:
+        raise ConfigError("direct_io", value=True, remedy=f'{reason}: say "auto" to go without')
+    if reason is not None and settings.direct_io is None:
+        logger.info("tier fs: no direct I/O, %s; blocks go through the page cache", reason)
+    if not found.has_unnamed_files:
+        logger.info("tier fs: %s has no unnamed files; a crash leaves temporary ones", settings.root_dir)
+    has_direct_io = reason is None and settings.direct_io is not False
+    return FileSupport(has_direct_io, found.has_unnamed_files)

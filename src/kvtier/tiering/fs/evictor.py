@@ -1,0 +1,293 @@
+"""Keeps a directory within its capacity, and finds out at the start what is in it.
+
+It writes no block. One thread per tier does it; among the processes that share a directory the holder of a
+``flock`` evicts, and since the kernel releases the lock of a dead process, another takes over. The file that was
+used longest ago goes first, whichever namespace it belongs to. A walk over the directory remembers the oldest
+files, which serves for thousands of evictions: files written later are younger, and one that was used since is
+seen to be when its turn comes.
+"""
+
+import fcntl
+import heapq
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.tiering.fs.book import Book
+from kvtier.tiering.fs.directory import Directory
+from kvtier.tiering.fs.folders import FoundBlock, remove_empty_folders, sweep_temporaries, walk_blocks
+from kvtier.tiering.fs.layout import LOCK_NAME, TEMPORARY_NAME, namespace_of
+from kvtier.tiering.fs.space import Space
+
+logger = logging.getLogger(__name__)
+
+MAX_CANDIDATES = 32_768
+"""Files remembered from a walk as the next to go, about 300 bytes each. Fewer walk more often."""
+
+WALK_TTL_S = 600.0
+"""Seconds after which a walk is repeated before more is evicted. Longer trusts a count that crashed writers
+and people with ``rm`` have made wrong; shorter walks a large directory all the time."""
+
+SLACK_SHARE = 32
+"""One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
+eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
+
+BARREN_FACTOR = 10
+"""After a walk that led to no eviction, the next has to wait this many times as long as it took: a directory full
+of what cannot be removed must not be walked all the time. For a small directory that is no time at all."""
+
+ROOM_WAIT_S = 0.25
+"""Seconds that a writer waits for room before its block is declined. A thread that waits moves nothing else,
+so it must be short; an eviction of a few files takes milliseconds."""
+
+LEADER_RETRY_S = 0.01
+"""Pause between attempts to become the one who evicts while a writer waits, in seconds."""
+
+REFRESH_S = 300.0
+"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten."""
+
+BATCH_BLOCKS = 64
+"""Files removed between two changes of the shared count; waiting writers get their room in such portions."""
+
+
+class Evictor:
+    """A daemon thread that walks, counts and evicts; started by ``start``.
+
+    Mutable for several threads are the wishes of waiting writers, the count of rounds and the end; ``_changed``
+    guards them. The candidates belong to the evictor's thread.
+
+    Args:
+        directory: what it works on.
+        current_space: the namespace whose index learns what is there and what went.
+    """
+
+    def __init__(self, directory: Directory, current_space: Callable[[], Space]) -> None:
+        self._directory = directory
+        self._current_space = current_space
+        self._changed = threading.Condition()
+        self._wanted_bytes = 0
+        self._disk_full_bytes = 0
+        self._has_work = False
+        self._is_running = False
+        self._is_closed = False
+        self._num_rounds = 0
+        self._candidates: list[FoundBlock] = []
+        self._walked_s: float | None = None
+        self._walk_took_s = 0.0
+        self._freed_since_walk_bytes = 0
+        self._num_found_blocks = 0
+        self._thread = threading.Thread(target=self._work, name="kvtier-fs-evictor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; its first work is to see what is there."""
+        self._thread.start()
+
+    def wake(self, disk_full_bytes: int = 0) -> None:
+        """Ask for an eviction without waiting for it.
+
+        Args:
+            disk_full_bytes: what the disk refused although the capacity would allow it; at least so much
+                is evicted, so that a disk filled by others shrinks the tier instead of stopping it.
+        """
+        with self._changed:
+            self._disk_full_bytes = max(self._disk_full_bytes, disk_full_bytes)
+            self._has_work = True
+            self._changed.notify_all()
+
+    def note(self, book: Book | None) -> None:
+        """Ask for an eviction when ``book`` says that the slack is being used up."""
+        if book is not None and plan_excess(book, self._directory.block_bytes) > 0:
+            self.wake()
+
+    def make_room(self, num_bytes: int) -> None:
+        """Wait, a quarter of a second at most, until an eviction for ``num_bytes`` has been tried."""
+        with self._changed:
+            enough_rounds = self._num_rounds + (2 if self._is_running else 1)
+            self._wanted_bytes += num_bytes
+            self._has_work = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_closed or self._num_rounds >= enough_rounds, ROOM_WAIT_S)
+            self._wanted_bytes -= num_bytes
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """End the thread; False when it had not ended after ``timeout_s``; idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        self._guard(self._begin)
+        while self._wait_for_work():
+            self._guard(self._run_round)
+        self._guard(self._directory.ledger.leave)
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # thread top
+            logger.exception("tier fs: tidying %s failed", self._directory.root)
+        with self._changed:
+            self._is_running = False
+            self._num_rounds += 1
+            self._changed.notify_all()
+
+    def _wait_for_work(self) -> bool:
+        """Return True with work to do, False at the end; gives signs of life in between."""
+        while True:
+            with self._changed:
+                has_work = self._changed.wait_for(lambda: self._is_closed or self._has_work, REFRESH_S)
+                if self._is_closed:
+                    return False
+                if has_work:
+                    self._has_work = False
+                    self._is_running = True
+                    return True
+            self._directory.ledger.refresh()
+
+    def _begin(self) -> None:
+        directory = self._directory
+        space = self._current_space()
+        try:
+            sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
+            with self._leadership() as is_leader:
+                self._walk(space, is_recount=is_leader)
+        finally:
+            # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.
+            space.index.set_complete()
+
+    def _run_round(self) -> None:
+        while True:
+            with self._leadership() as is_leader:
+                if is_leader:
+                    self._evict()
+                    return
+            with self._changed:
+                if self._is_closed or self._wanted_bytes == 0:
+                    return
+                self._changed.wait(LEADER_RETRY_S)
+
+    @contextmanager
+    def _leadership(self) -> Iterator[bool]:
+        """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._directory.root / LOCK_NAME, flags, self._directory.file_mode)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_leader = True
+            except BlockingIOError:
+                is_leader = False
+            yield is_leader
+        finally:
+            os.close(fd)
+
+    def _evict(self) -> None:
+        wanted_bytes, disk_full_bytes = self._take_wishes()
+        book = self._directory.ledger.refresh()
+        if book is None:
+            return
+        if not (book.is_counted and self._is_walk_fresh()):
+            book = self._walk(None, is_recount=True) or book
+        excess_bytes = max(disk_full_bytes, plan_excess(book, self._directory.block_bytes) + wanted_bytes)
+        has_just_walked = False
+        while excess_bytes > 0 and not self._is_closed:
+            if not self._candidates:
+                if has_just_walked or self._is_barren():
+                    return
+                self._walk(None, is_recount=True)
+                has_just_walked = True
+            freed_bytes = self._remove_batch(excess_bytes)
+            excess_bytes -= freed_bytes
+            self._freed_since_walk_bytes += freed_bytes
+            has_just_walked = has_just_walked and freed_bytes == 0
+
+    def _take_wishes(self) -> tuple[int, int]:
+        with self._changed:
+            disk_full_bytes, self._disk_full_bytes = self._disk_full_bytes, 0
+            return self._wanted_bytes, disk_full_bytes
+
+    def _is_walk_fresh(self) -> bool:
+        return self._walked_s is not None and self._directory.clock() - self._walked_s < WALK_TTL_S
+
+    def _is_barren(self) -> bool:
+        """Return whether the last walk found what cannot be removed, and that not long ago for what it cost."""
+        if self._walked_s is None or self._freed_since_walk_bytes or not self._num_found_blocks:
+            return False
+        return self._directory.clock() - self._walked_s < BARREN_FACTOR * self._walk_took_s
+
+    def _walk(self, space: Space | None, *, is_recount: bool) -> Book | None:
+        """See every block: who is oldest, how much there is, and what of it ``space`` should know.
+
+        Returns:
+            The corrected count, None when this was no recount.
+        """
+        directory = self._directory
+        begun_s = directory.clock()
+        begun = directory.ledger.begin_recount() if is_recount else None
+        found_bytes = sweep_temporaries(
+            directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock()
+        )
+
+        def observe() -> Iterator[FoundBlock]:
+            nonlocal found_bytes
+            for block in walk_blocks(directory.root):
+                if self._is_closed:
+                    return
+                found_bytes += block.num_bytes
+                if space is not None and namespace_of(block.path) == space.namespace.name:
+                    space.index.add((block.key,))
+                yield block
+
+        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (block.mtime_ns, block.path))
+        if self._is_closed:
+            return None
+        self._candidates = oldest[::-1]
+        self._num_found_blocks = len(oldest)
+        self._walked_s = directory.clock()
+        self._walk_took_s = self._walked_s - begun_s
+        self._freed_since_walk_bytes = 0
+        if begun is None:
+            return None
+        remove_empty_folders(directory.root, directory.wall_clock())
+        return directory.ledger.end_recount(found_bytes, begun)
+
+    def _remove_batch(self, excess_bytes: int) -> int:
+        """Remove the next candidates, as many as are needed or a batch, and return the bytes they gave."""
+        own = self._current_space()
+        freed_bytes, num_blocks, keys = 0, 0, []
+        for _ in range(min(BATCH_BLOCKS, len(self._candidates))):
+            if freed_bytes >= excess_bytes:
+                break
+            block = self._candidates.pop()
+            num_bytes = self._remove_if_still_old(block)
+            freed_bytes += num_bytes
+            num_blocks += num_bytes > 0
+            if namespace_of(block.path) == own.namespace.name and num_bytes > 0:
+                keys.append(block.key)
+        own.index.discard(keys)
+        self._directory.ledger.remove(freed_bytes)
+        self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=freed_bytes)
+        return freed_bytes
+
+    def _remove_if_still_old(self, block: FoundBlock) -> int:
+        try:
+            if Path(block.path).lstat().st_mtime_ns != block.mtime_ns:
+                return 0  # used since the walk: the next walk gives it its new place
+            return self._directory.files.remove(block.path)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            logger.warning("tier fs: %s cannot be evicted: %s", block.path, error)
+            return 0
+
+
+def plan_excess(book: Book, block_bytes: int) -> int:
+    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure."""
+    slack_bytes = book.limit_bytes // SLACK_SHARE // block_bytes * block_bytes
+    return book.used_bytes - (book.limit_bytes - slack_bytes)

@@ -1,0 +1,160 @@
+"""The tier's folders on the disk: made when a block needs them, walked, and given back when empty.
+
+It reads and writes no block. Folders are private as the files are; a walk sees what looks like ours and steps
+over everything else, also over what disappears meanwhile.
+"""
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.base import OffloadKey
+from kvtier.namespace import Namespace
+from kvtier.tiering.fs.block_file import folder_mode
+from kvtier.tiering.fs.layout import (
+    FOLDER_PATTERNS,
+    NAMESPACE_DOCUMENT_NAME,
+    TEMPORARY_NAME,
+    namespace_path,
+    parse_block_name,
+)
+from kvtier.tiering.fs.owner import Owner, parse_owner
+
+EMPTY_FOLDER_IDLE_S = 3600.0
+"""Seconds a folder must have been empty to be removed. Shorter makes writers create again what was just
+removed; longer keeps a few MiB of folders of models that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """A block's file, as a walk saw it.
+
+    Attributes:
+        mtime_ns: when it was last used, nanoseconds since 1970; first, so that blocks sort by age.
+        path: the file.
+        num_bytes: its length.
+        key: the block.
+    """
+
+    mtime_ns: int
+    path: str
+    num_bytes: int
+    key: OffloadKey
+
+
+def make_folder(path: Path, file_mode: int) -> None:
+    """Make a folder with the permissions that go with ``file_mode``, unless it exists; parents must exist.
+
+    Raises:
+        OSError: the system refused.
+    """
+    mode = folder_mode(file_mode)
+    try:
+        path.mkdir(mode)
+    except FileExistsError:
+        return
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
+def make_block_folder(root: Path, namespace: Namespace, block_path: str, file_mode: int) -> None:
+    """Make the folders above a block, and the readable description of its namespace.
+
+    Raises:
+        OSError: the system refused.
+    """
+    top = Path(namespace_path(root, namespace.name))
+    make_folder(top, file_mode)
+    document = top / NAMESPACE_DOCUMENT_NAME
+    if not document.exists():
+        _write_document(document, root / TEMPORARY_NAME, namespace.document, file_mode)
+    leaf = Path(block_path).parent
+    make_folder(leaf.parent, file_mode)
+    make_folder(leaf, file_mode)
+
+
+def walk_blocks(root: Path) -> Iterator[FoundBlock]:
+    """Yield the blocks of every namespace, in no order."""
+    for folder in _walk_folders(root, depth=len(FOLDER_PATTERNS)):
+        for entry in _entries(folder):
+            key = parse_block_name(entry.name)
+            status = _status(entry) if key is not None else None
+            if key is not None and status is not None and stat.S_ISREG(status.st_mode):
+                yield FoundBlock(status.st_mtime_ns, entry.path, status.st_size, key)
+
+
+def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:
+    """Remove files that dead processes were writing; return the bytes of those that stay.
+
+    Args:
+        temporary_path: the folder of such files.
+        here: this process.
+        now_s: wall clock.
+    """
+    kept_bytes = 0
+    for entry in _entries(str(temporary_path)):
+        owner, status = parse_owner(entry.name), _status(entry)
+        if owner is None or status is None:
+            continue
+        if owner.is_dead(here, now_s - status.st_mtime):
+            Path(entry.path).unlink(missing_ok=True)
+        else:
+            kept_bytes += status.st_size
+    return kept_bytes
+
+
+def remove_empty_folders(root: Path, now_s: float) -> None:
+    """Give back folders that have long been empty, and namespaces of which nothing else is left."""
+    for depth in range(len(FOLDER_PATTERNS), 0, -1):
+        for folder in list(_walk_folders(root, depth)):
+            _remove_if_idle(Path(folder), now_s)
+
+
+def _walk_folders(folder: Path | str, depth: int, level: int = 0) -> Iterator[str]:
+    if level == depth:
+        yield str(folder)
+        return
+    for entry in _entries(str(folder)):
+        if FOLDER_PATTERNS[level].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            yield from _walk_folders(entry.path, depth, level + 1)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def _remove_if_idle(folder: Path, now_s: float) -> None:
+    try:
+        if now_s - folder.stat().st_mtime < EMPTY_FOLDER_IDLE_S:
+            return
+        if {entry.name for entry in _entries(str(folder))} == {NAMESPACE_DOCUMENT_NAME}:
+            (folder / NAMESPACE_DOCUMENT_NAME).unlink()
+        folder.rmdir()
+    except OSError:
+        return  # not empty, or gone, or made again meanwhile: each is somebody's work
+
+
+def _write_document(path: Path, temporary_folder: Path, text: str, file_mode: int) -> None:
+    temporary = temporary_folder / f"{path.name}-{secrets.token_hex(8)}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
+    try:
+        os.fchmod(fd, file_mode)
+        os.write(fd, text.encode())
+        temporary.rename(path)
+    finally:
+        os.close(fd)
+        temporary.unlink(missing_ok=True)

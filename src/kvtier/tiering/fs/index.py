@@ -1,0 +1,66 @@
+"""Which blocks of one namespace are on the disk, as far as this process knows.
+
+It asks no disk. A key in it was seen or written by this process and may have been evicted by another one since;
+a key missing from it may have been written by another one. Both errors cost a hit, neither gives wrong bytes.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from kvtier.base import OffloadKey
+
+
+class KeyIndex:
+    """A bounded set of keys.
+
+    Mutable are the keys and whether the first scan has ended. ``_lock`` guards both; it is held for
+    thousands of set operations at most.
+
+    Args:
+        max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
+            so what is beyond it are keys whose files are gone.
+        is_complete: whether there was nothing to scan in the first place.
+    """
+
+    def __init__(self, max_keys: int, *, is_complete: bool) -> None:
+        self._max_keys = max_keys
+        self._lock = threading.Lock()
+        self._keys: dict[OffloadKey, None] = {}
+        self._complete = threading.Event()
+        if is_complete:
+            self._complete.set()
+
+    def add(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the blocks of ``keys`` are on the disk."""
+        with self._lock:
+            for key in keys:
+                self._keys[key] = None
+            while len(self._keys) > self._max_keys:
+                del self._keys[next(iter(self._keys))]
+
+    def discard(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the blocks of ``keys`` are gone."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was on the disk at the start has been seen."""
+        return self._complete.is_set()
+
+    def set_complete(self) -> None:
+        """Note that the first scan has ended."""
+        self._complete.set()
+
+    def wait_complete(self, timeout_s: float) -> bool:
+        """Block until the first scan has ended; False when ``timeout_s`` passed first."""
+        return self._complete.wait(timeout_s)
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._keys)

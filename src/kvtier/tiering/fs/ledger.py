@@ -1,0 +1,155 @@
+"""The shared count of bytes in a directory, changed under a file lock by everyone who writes there.
+
+It walks no directory and removes no block. Room is reserved before a block is written, so that all processes
+together never go beyond the capacity. The lock is held for one read and one write of a page; a process that is
+stopped in just that moment costs the others their stores and not their threads, since they wait a second at most.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.tiering.fs.book import MAX_BOOK_BYTES, MAX_MEMBERS, Book, Change, MemberId, unpack_book
+from kvtier.tiering.fs.owner import Owner
+
+logger = logging.getLogger(__name__)
+
+LOCK_ATTEMPTS = 110
+FIRST_LOCK_PAUSE_S = 0.00005
+MAX_LOCK_PAUSE_S = 0.01
+"""A busy lock is tried again with growing pauses, for a second in all. It is held for microseconds, so a holder
+that keeps it longer is stopped or its disk hangs; waiting longer would only hold slots of the primary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a reservation got.
+
+    Attributes:
+        num_blocks: blocks that may be written.
+        book: the count after it, None when it could not be had.
+    """
+
+    num_blocks: int
+    book: Book | None
+
+
+class Ledger:
+    """One tier's access to the book of its directory.
+
+    Mutable is the deque of changes that could not be written because the lock was busy; appending to it and
+    taking from it are atomic. The book itself is guarded by the file's ``flock``.
+
+    Args:
+        path: the book.
+        owner: this process.
+        capacity_bytes: the most that this tier allows in the directory.
+        file_mode: permissions of the book when it is made.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, path: Path, owner: Owner, capacity_bytes: int, file_mode: int, wall_clock: Callable[[], float]
+    ) -> None:
+        self._path = path
+        self._id = MemberId(owner, secrets.randbits(64))
+        self._capacity_bytes = capacity_bytes
+        self._file_mode = file_mode
+        self._wall_clock = wall_clock
+        self._unwritten: deque[Change] = deque()
+
+    def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
+        """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards."""
+        granted = 0
+
+        def take(book: Book) -> Book:
+            nonlocal granted
+            granted = min(num_blocks, book.room_bytes // block_bytes)
+            size = granted * block_bytes
+            return book.changed(self._id, Change(used_bytes=size, in_flight_bytes=size))
+
+        after = self._update(take)
+        return Grant(0 if after is None else granted, after)
+
+    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+        """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back."""
+        if reserved_bytes:
+            unused_bytes = reserved_bytes - written_bytes
+            self._change(Change(-unused_bytes, -reserved_bytes, written_bytes))
+
+    def remove(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` as gone from the disk."""
+        if num_bytes:
+            self._change(Change(used_bytes=-num_bytes))
+
+    def begin_recount(self) -> Book | None:
+        """Forget members that died and return the book, None when it cannot be had."""
+        here = self._id.owner
+        return self._update(lambda book: book.without_dead(here, self._wall_clock()))
+
+    def end_recount(self, found_bytes: int, begun: Book) -> Book | None:
+        """Correct the count after a walk that began with the book ``begun``, and return it."""
+        return self._update(lambda book: book.recounted(found_bytes, begun.finished_bytes))
+
+    def refresh(self) -> Book | None:
+        """Give a sign of life and return the book, None when it cannot be had."""
+        return self._update(lambda book: book)
+
+    def leave(self) -> None:
+        """Let the others go by their own capacities; the next change joins again."""
+        self._update(lambda book: book.left(self._id))
+
+    def _change(self, change: Change) -> None:
+        self._update(lambda book: book.changed(self._id, change), if_busy=change)
+
+    def _update(self, edit: Callable[[Book], Book], if_busy: Change | None = None) -> Book | None:
+        """Apply ``edit`` and what was left over; None, and ``if_busy`` kept for later, when there is no lock."""
+        leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+
+        def edit_all(book: Book) -> Book:
+            book = book.joined(self._id, self._capacity_bytes, self._wall_clock())
+            for change in leftover:
+                book = book.changed(self._id, change)
+            return edit(book)
+
+        try:
+            after = self._rewrite(edit_all)
+        except OSError as error:
+            logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
+            after = None
+        if after is None:
+            self._unwritten.extend(leftover if if_busy is None else [*leftover, if_busy])
+        return after
+
+    def _rewrite(self, edit: Callable[[Book], Book]) -> Book | None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self._file_mode)
+        try:
+            if not _lock(fd):
+                return None
+            before = unpack_book(os.pread(fd, MAX_BOOK_BYTES, 0))
+            after = edit(before)
+            if len(after.members) > MAX_MEMBERS:
+                after = after.without_dead(self._id.owner, self._wall_clock())
+            os.pwrite(fd, after.pack(), 0)
+            return after
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    pause_s = FIRST_LOCK_PAUSE_S
+    for _ in range(LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_LOCK_PAUSE_S)
+        else:
+            return True
+    return False

@@ -1,0 +1,147 @@
+"""The tier's own settings, checked and typed.
+
+It opens no file; whether the directory can be written is seen when the tier is built.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.base import GROUP_INDEX_BYTES
+from kvtier.config import OffloadingConfig, SettingsReader, parse_bytes
+from kvtier.errors import ConfigError
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
+
+DEFAULT_NEGATIVE_TTL_S = 2.0
+"""Seconds for which a block that is not on the disk is not asked for again. Shorter asks a shared disk more
+often for the same missing tails; longer finds later what other engines write."""
+
+DEFAULT_NUM_THREADS = 4
+"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
+for the same cores and, with small blocks, for the interpreter."""
+
+DEFAULT_FILE_MODE = 0o600
+MAX_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FSSettings:
+    """What the user asked of the tier.
+
+    Attributes:
+        root_dir: the directory, absolute.
+        capacity_bytes: the most that may be in it, over all namespaces and instances.
+        shared: whether blocks of other processes are looked for on the disk.
+        negative_ttl_s: seconds for which "not there" is believed.
+        file_mode: permissions of files.
+        direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
+        num_threads: threads that move blocks.
+        block_bytes: length of a block's file, which is given and not asked for.
+    """
+
+    root_dir: Path
+    capacity_bytes: int
+    shared: bool
+    negative_ttl_s: float
+    file_mode: int
+    direct_io: bool | None
+    num_threads: int
+    block_bytes: int
+
+
+def parse_settings(
+    *,
+    root_dir: object,
+    capacity_bytes: object,
+    shared: object,
+    negative_ttl_s: object,
+    file_mode: object,
+    direct_io: object,
+    num_threads: object,
+    row_bytes: int,
+) -> FSSettings:
+    """Check the tier's arguments. Pure.
+
+    Args:
+        root_dir: text or a path; ``~`` is the home directory.
+        capacity_bytes: a number or text such as ``"8GiB"``.
+        shared: a flag.
+        negative_ttl_s: seconds.
+        file_mode: a number, or octal text such as ``"0660"``.
+        direct_io: a flag, or ``"auto"``.
+        num_threads: from 1 to 128.
+        row_bytes: length of a block in the primary tier.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    values = {"shared": shared, "negative_ttl_s": negative_ttl_s, "num_threads": num_threads}
+    read = SettingsReader(values)
+    threads = read.whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
+    if threads > MAX_THREADS:
+        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
+    block_bytes = HEADER_PAGE_BYTES + row_bytes
+    return FSSettings(
+        root_dir=_parse_root(root_dir),
+        capacity_bytes=_parse_capacity(capacity_bytes, block_bytes),
+        shared=read.flag("shared", default=True),
+        negative_ttl_s=read.seconds("negative_ttl_s", DEFAULT_NEGATIVE_TTL_S),
+        file_mode=_parse_file_mode(file_mode),
+        direct_io=_parse_direct_io(direct_io),
+        num_threads=threads,
+        block_bytes=block_bytes,
+    )
+
+
+def require_short_keys(config: OffloadingConfig) -> None:
+    """Refuse a hash whose keys do not fit into an envelope.
+
+    Raises:
+        ConfigError: the engine's hash is too long; an algorithm that hashlib does not know is let through,
+            and its keys are checked as they come.
+    """
+    algorithm = config.hash_algorithm
+    if algorithm not in hashlib.algorithms_available:
+        return
+    key_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size + GROUP_INDEX_BYTES
+    if key_bytes > MAX_KEY_BYTES:
+        remedy = f"gives keys of {key_bytes} bytes, at most {MAX_KEY_BYTES} can be stored: use sha256"
+        raise ConfigError("hash_algorithm", algorithm, remedy)
+
+
+def _parse_root(value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ConfigError("root_dir", value, "must be the path of a directory")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigError("root_dir", value, f"{error}; give an absolute path") from error
+    if not path.is_absolute():
+        raise ConfigError("root_dir", str(value), "must be an absolute path, since engines start anywhere")
+    return path
+
+
+def _parse_capacity(value: object, block_bytes: int) -> int:
+    capacity_bytes = parse_bytes("capacity_bytes", value)
+    if capacity_bytes < block_bytes:
+        remedy = f"one block takes {block_bytes} bytes with its header; give many times that"
+        raise ConfigError("capacity_bytes", value, remedy)
+    return capacity_bytes
+
+
+def _parse_file_mode(value: object) -> int:
+    is_octal_text = isinstance(value, str) and re.fullmatch(r"(0o|0)?[0-7]{3}", value)
+    mode = int(value.removeprefix("0o"), 8) if is_octal_text and isinstance(value, str) else value
+    if isinstance(mode, bool) or not isinstance(mode, int) or mode & ~0o666 or mode & 0o600 != 0o600:
+        remedy = 'must let the owner read and write and nobody execute, for example "0600" or "0660"'
+        raise ConfigError("file_mode", value, remedy)
+    return mode
+
+
+def _parse_direct_io(value: object) -> bool | None:
+    if value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError("direct_io", value, 'must be true, false or "auto"')
+    return value

@@ -1,0 +1,208 @@
+"""Moves blocks between rows of the primary tier and files: envelope, room, and what becomes of failures.
+
+It decides nothing about when; threads of the tier call it with some blocks of a job. A block that cannot be
+stored or loaded costs itself only, and is counted with its reason.
+"""
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.base import TierFailure
+from kvtier.tiering.codecs.raw import RAW_NUMBER
+from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal
+from kvtier.tiering.fs.direct_io import allocate_page
+from kvtier.tiering.fs.directory import Directory
+from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.folders import make_block_folder
+from kvtier.tiering.fs.space import Space
+
+logger = logging.getLogger(__name__)
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+FAILURE_OF_VERDICT = {
+    Verdict.DAMAGED: TierFailure.DAMAGED,
+    Verdict.OTHER_KEY: TierFailure.DAMAGED,
+    Verdict.OTHER_VERSION: TierFailure.FOREIGN,
+    Verdict.OTHER_CODEC: TierFailure.FOREIGN,
+    Verdict.OTHER_NAMESPACE: TierFailure.FOREIGN,
+}
+"""Damaged files are removed, foreign ones left alone. A file of this namespace that says it is another block
+than its name does can only have been renamed."""
+
+
+class StoreOutcome(Enum):
+    """What became of one block that was to be stored."""
+
+    WRITTEN = "written"
+    EXISTED = "existed"
+    NO_ROOM = "no_room"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The primary's rows as the tier sees them.
+
+    Attributes:
+        flat: every row's bytes one after another, format 'B'.
+        row_bytes: length of one.
+    """
+
+    flat: memoryview
+    row_bytes: int
+
+    def row(self, slot: int) -> memoryview:
+        """Return the bytes of ``slot``."""
+        return self.flat[slot * self.row_bytes : (slot + 1) * self.row_bytes]
+
+
+class BlockStore:
+    """Stores and loads some blocks at a time; keeps no state but a header page per thread.
+
+    Args:
+        directory: where to.
+        rows: the primary's.
+        evictor: makes room.
+        forget: told when a block that was thought to be there is not.
+    """
+
+    def __init__(
+        self, directory: Directory, rows: Rows, evictor: Evictor, forget: Callable[[Space, OffloadKey], None]
+    ) -> None:
+        self._directory = directory
+        self._rows = rows
+        self._files = directory.files
+        self._ledger = directory.ledger
+        self._counters = directory.counters
+        self._evictor = evictor
+        self._forget = forget
+        self._of_thread = threading.local()
+
+    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[OffloadKey]:
+        """Write blocks and return the keys that are on the disk now, held before or not.
+
+        Thread: any of the pool's; blocks.
+        """
+        arrived = [key for key in keys if key in space.index and self._files.renew(space.block_path(key))]
+        held = set(arrived)
+        todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
+        if todo:
+            arrived += self._write(space, todo)
+        return arrived
+
+    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[OffloadKey]:
+        """Read blocks into slots and return the keys whose bytes arrived and are right.
+
+        Thread: any of the pool's; blocks.
+        """
+        arrived = []
+        for key, slot in zip(keys, slots, strict=True):
+            failure = self._read(space, key, self._rows.row(slot))
+            if failure is None:
+                arrived.append(key)
+                continue
+            self._counters.add(**{failure.value: 1})
+            if failure is not TierFailure.IO_ERROR:
+                space.index.discard((key,))
+                self._forget(space, key)
+        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
+        return arrived
+
+    def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return which of ``keys`` the disk has, and remember them. Thread: the lookup's; blocks."""
+        found = [key for key in keys if Path(space.block_path(key)).exists()]
+        space.index.add(found)
+        return found
+
+    def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> list[OffloadKey]:
+        block_bytes = self._directory.block_bytes
+        num_granted = self._reserve(len(todo))
+        arrived: list[OffloadKey] = []
+        num_written = 0
+        outcome = StoreOutcome.NO_ROOM
+        try:
+            for key, slot in todo[:num_granted]:
+                outcome = self._write_block(space, key, self._rows.row(slot))
+                num_written += outcome is StoreOutcome.WRITTEN
+                if outcome in {StoreOutcome.WRITTEN, StoreOutcome.EXISTED}:
+                    arrived.append(key)
+                elif outcome is StoreOutcome.NO_ROOM:
+                    self._evictor.wake(disk_full_bytes=len(todo) * block_bytes)
+                    break
+        finally:
+            self._ledger.settle(num_granted * block_bytes, num_written * block_bytes)
+        space.index.add(arrived)
+        declined = len(todo) - len(arrived) if outcome is StoreOutcome.NO_ROOM else len(todo) - num_granted
+        self._counters.add(
+            stored_blocks=num_written, stored_bytes=num_written * self._rows.row_bytes, declined=declined
+        )
+        return arrived
+
+    def _reserve(self, num_blocks: int) -> int:
+        block_bytes = self._directory.block_bytes
+        grant = self._ledger.reserve(num_blocks, block_bytes)
+        num_missing = num_blocks - grant.num_blocks
+        if num_missing == 0:
+            self._evictor.note(grant.book)
+            return num_blocks
+        self._evictor.make_room(num_missing * block_bytes)
+        return grant.num_blocks + self._ledger.reserve(num_missing, block_bytes).num_blocks
+
+    def _write_block(self, space: Space, key: OffloadKey, row: memoryview) -> StoreOutcome:
+        path = space.block_path(key)
+        page = self._header_page()
+        page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
+        try:
+            if self._publish(space, path, [page, row]):
+                return StoreOutcome.WRITTEN
+            self._files.renew(path)
+            return StoreOutcome.EXISTED
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return StoreOutcome.NO_ROOM
+            logger.warning("tier fs: block %s was not stored: %s", path, error)
+            self._counters.add(store_errors=1)
+            return StoreOutcome.FAILED
+
+    def _publish(self, space: Space, path: str, buffers: list[memoryview]) -> bool:
+        try:
+            return self._files.publish(path, buffers)
+        except FileNotFoundError:
+            directory = self._directory
+            make_block_folder(directory.root, space.namespace, path, directory.file_mode)
+            return self._files.publish(path, buffers)
+
+    def _read(self, space: Space, key: OffloadKey, row: memoryview) -> TierFailure | None:
+        path = space.block_path(key)
+        page = self._header_page()
+        try:
+            status = self._files.read(path, [page, row])
+        except FileNotFoundError:
+            return TierFailure.ABSENT
+        except OSError as error:
+            logger.warning("tier fs: block %s was not loaded: %s", path, error)
+            return TierFailure.IO_ERROR
+        if status.st_size < self._directory.block_bytes:
+            verdict = Verdict.DAMAGED
+        else:
+            verdict = check(page, row, key, space.namespace.digest, codec=RAW_NUMBER)
+        if verdict is Verdict.OK:
+            return None
+        failure = FAILURE_OF_VERDICT[verdict]
+        logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
+        if failure is TierFailure.DAMAGED:
+            self._ledger.remove(self._files.remove(path, status))
+        return failure
+
+    def _header_page(self) -> memoryview:
+        page: memoryview | None = getattr(self._of_thread, "page", None)
+        if page is None:
+            page = self._of_thread.page = allocate_page()
+        return page

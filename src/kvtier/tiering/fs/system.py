@@ -1,0 +1,41 @@
+"""The system calls that publish and read a block, as values that a test can replace by failing ones.
+
+It adds nothing to them. Other calls of the tier are not here: no fault of theirs needs to be planted.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Buffers = Sequence[memoryview]
+
+
+def link_open_file(fd: int, path: str) -> None:
+    """Give the open file ``fd`` the name ``path``.
+
+    Raises:
+        FileExistsError: the name is taken.
+    """
+    # An absolute path makes src_dir_fd meaningless to the kernel, but without it Python 3.11 calls link(2),
+    # which links the symbolic link in /proc itself and fails, instead of linkat(2), which follows it.
+    os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCalls:
+    """What the kernel is asked to do with a block.
+
+    Attributes:
+        open: path, flags, mode -> file descriptor.
+        pwritev: file descriptor, buffers, offset -> bytes written.
+        preadv: file descriptor, buffers, offset -> bytes read.
+        link: name an open file that has no name.
+    """
+
+    open: Callable[[str, int, int], int] = os.open
+    pwritev: Callable[[int, Buffers, int], int] = os.pwritev
+    preadv: Callable[[int, Buffers, int], int] = os.preadv
+    link: Callable[[int, str], None] = link_open_file
+
+
+REAL_CALLS = SystemCalls()

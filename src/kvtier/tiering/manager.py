@@ -1,0 +1,271 @@
+"""The public face of tiering: one OffloadingManager over the primary tier and any number of secondary ones.
+
+It holds no bytes and knows no kind of tier. What it decides lives beside it: which loads are wanted
+(promotion), which tiers get a store (cascade), who waits for what (waiting), what is in flight and how it
+ends (transfers), whether a tier may be used (guard). A step reads: tiers are polled once, lookups find blocks
+and reserve slots for those in lower tiers, end_step submits the promotions; a lookup that found one answers
+None until it has arrived.
+
+Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pull requests 40538 and 40020).
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from kvtier.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.cascade import plan_cascades
+from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.promotion import WantedPromotions
+from kvtier.tiering.transfers import TierTransfers
+from kvtier.tiering.waiting import WaitingRequests
+
+__all__ = ["CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHUTDOWN_S = 5.0
+"""Seconds that shutdown gives tiers to finish what they have accepted. Zero drops it; more delays the end of
+the process behind a hung disk."""
+
+EPOCH_BYTES = 16
+
+
+class TieringOffloadingManager(OffloadingManager):
+    """Finds blocks in the primary tier and behind it, and moves them between.
+
+    Args:
+        primary_tier: host memory.
+        secondary_tiers: the others, in the order in which they are asked.
+        enable_events: whether take_events returns what the primary has recorded.
+        lookup_deadline_s: seconds a request may wait for promotions.
+        shutdown_timeout_s: seconds that shutdown gives the tiers.
+        clock: seconds, monotonic.
+        make_epoch: gives the 16 random bytes of a new epoch.
+    """
+
+    def __init__(
+        self,
+        primary_tier: CPUPrimaryTierOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager] | None = None,
+        enable_events: bool = False,
+        *,
+        lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
+        shutdown_timeout_s: float = DEFAULT_SHUTDOWN_S,
+        clock: Callable[[], float] = time.monotonic,
+        make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
+    ) -> None:
+        self.primary = primary_tier
+        view = primary_tier.get_kv_memoryview()
+        row_bytes = view.nbytes // len(view)
+        self._guards = [TierGuard(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
+        self._enable_events = enable_events
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._clock = clock
+        self._make_epoch = make_epoch
+        self._now_s = clock()
+        self._step = 0
+        self._is_polled = False
+        self._is_stepped = False
+        self._is_shut_down = False
+        self._waiting = WaitingRequests(primary_tier, lookup_deadline_s)
+        self._wanted = WantedPromotions()
+        self._transfers = TierTransfers(primary_tier)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
+        self._poll()
+        waiter = self._waiting.get(req_context)
+        if (
+            waiter is not None
+            and not waiter.is_expired
+            and not self._waiting.begins_search(waiter, self._step)
+        ):
+            return None
+        answer = self.primary.lookup(key, req_context)
+        if waiter is not None and waiter.is_expired:
+            return answer is True
+        if answer:
+            self._waiting.note_found(key, req_context)
+        elif answer is None:
+            self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+        else:
+            answer = self._lookup_below(key, req_context)
+        return answer
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """Pin ready ``keys``; the request's wait ends, whether they were ready or not."""
+        self._poll()
+        try:
+            return self.primary.prepare_load(keys, req_context)
+        finally:
+            self._waiting.end_wait(req_context)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """Reserve room in the primary; what waiting requests hold is not evicted for it."""
+        self._poll()
+        return self.primary.prepare_store(keys, req_context)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark ``keys`` as recently used in the primary and in every tier."""
+        self.primary.touch(keys, req_context)
+        for guard in self._guards:
+            guard.touch(keys, req_context)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin ``keys`` after a load."""
+        self.primary.complete_load(keys, req_context)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Complete the store in the primary, then hand what became ready to the tiers that admit it."""
+        # A promotion of the same key is the tier's to complete: its slot is still being written.
+        own = [key for key in dict.fromkeys(keys) if key not in self._transfers.promoting]
+        in_flight = [key for key in own if self.primary.is_in_flight(key)]
+        self.primary.complete_store(own, req_context, success)
+        self._waiting.notify(in_flight)
+        ready = [key for key in in_flight if self.primary.is_ready(key)]
+        if ready:
+            for planned in plan_cascades(ready, self._guards):
+                self._transfers.cascade(planned, req_context)
+
+    def is_waiting(self, req_context: ReqContext) -> bool:
+        """Return whether asking again for this request could not change anything yet."""
+        if not self._is_polled:
+            self._poll()
+        waiter = self._waiting.get(req_context)
+        return waiter is not None and waiter.is_idle()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the primary's events; for a caller that never uses end_step this ends the step first."""
+        if not self._is_stepped:
+            self._end_step()
+        events = self.primary.take_events()
+        return events if self._enable_events else ()
+
+    def end_step(self) -> None:
+        """Submit the promotions that this step's lookups wished for, and open the next step."""
+        self._is_stepped = True
+        self._end_step()
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Release what the request holds; promotions on their way go on, others may wait for them."""
+        self._waiting.end_wait(req_context)
+        self.primary.request_finished(req_context)
+        for guard in self._guards:
+            guard.request_finished(req_context)
+
+    def has_pending_work(self) -> bool:
+        """Return True while promotions wait for end_step to submit them."""
+        return len(self._wanted) > 0
+
+    def reset(self) -> None:
+        """Forget every block and move every tier to a new epoch; jobs in flight only settle their slots."""
+        for planned in self._wanted.take():
+            self._transfers.cancel(planned)
+        self._waiting.clear()
+        self.primary.reset()
+        self._transfers.orphan()
+        epoch = self._make_epoch()
+        for guard in self._guards:
+            guard.reset(epoch)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Block until the tiers have ended every job they accepted; False when ``timeout_s`` passed first."""
+        end_s = self._clock() + timeout_s
+        is_drained = True
+        for guard in self._guards:
+            is_drained &= guard.drain(max(0.0, end_s - self._clock()))
+        self._is_polled = False
+        self._poll()
+        return is_drained
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges; those of a tier stand under ``tier.<position>.<type>``."""
+        stats = self.primary.stats() | {
+            "waiting_requests": float(len(self._waiting)),
+            "expired_lookups": float(self._waiting.num_expired),
+            "failed_promotions": float(self._transfers.num_failed_promotions),
+            "open_jobs": float(len(self._transfers.jobs)),
+            "unknown_results": float(self._transfers.jobs.num_unknown_results),
+        }
+        for position, guard in enumerate(self._guards):
+            stats |= {f"tier.{position}.{guard.name}.{name}": v for name, v in guard.stats().items()}
+        return stats
+
+    def shutdown(self) -> None:
+        """End the tiers, then release the rows and the region; idempotent."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        self.drain(self._shutdown_timeout_s)
+        are_gone = [guard.shutdown(self._shutdown_timeout_s) for guard in self._guards]
+        if all(are_gone):
+            self.primary.shutdown()
+        else:
+            logger.warning("a tier did not end in %.1f s: its rows stay mapped", self._shutdown_timeout_s)
+            self.primary.abandon()
+
+    def check(self) -> None:
+        """Assert the laws that the books can show.
+
+        Raises:
+            InvariantError: a slot leaked, a hold is nobody's, or a job's blocks are not pinned.
+        """
+        self.primary.check()
+        self.primary.check_holds(self._waiting.holds())
+        self._transfers.check()
+
+    def _poll(self) -> None:
+        """Take the tiers' reports, once a step, and tell who waits."""
+        if self._is_polled:
+            return
+        self._is_polled = True
+        self._now_s = self._clock()
+        for guard in self._guards:
+            self._waiting.notify(self._transfers.poll(guard))
+            self._waiting.notify(guard.take_answered())
+        self._waiting.expire(self._now_s)
+
+    def _end_step(self) -> None:
+        self._poll()
+        for planned in self._wanted.take():
+            self._waiting.notify(self._transfers.promote(planned))
+        for guard in self._guards:
+            guard.end_step()
+        self._waiting.end_step()
+        self._step += 1
+        self._is_polled = False
+
+    def _lookup_below(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Ask the tiers in order; the first that has the block reserves a slot for its promotion."""
+        is_pending = False
+        for guard in self._guards:
+            answer = guard.lookup(key, req_context)
+            if answer is None:
+                is_pending = True
+            elif answer:
+                slot = self._transfers.reserve(key, req_context, self._waiting.found(req_context))
+                if slot is None:
+                    return False
+                self._wanted.add(guard, req_context, key, slot)
+                self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+                return None
+        if is_pending:
+            self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=False)
+            return None
+        return False

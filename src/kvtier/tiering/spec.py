@@ -1,0 +1,135 @@
+"""Builds both halves of tiered offloading: the shared region, the tiers and their manager, the handlers.
+
+It starts no transfer. The scheduler's side maps the region without a rank and gives it to the secondary tiers;
+a worker's side maps the same region with its rank and copies between it and the device. The scheduler may
+start nothing before every worker has shown that it mapped the same memory; then the region's name is removed,
+so that the kernel takes the memory back however the processes die.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+from kvtier.base import CanonicalKVCaches, OffloadingManager
+from kvtier.config import OffloadingConfig
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.factory import create_secondary_tier
+from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ROW_ALIGNMENT_BYTES = 4096
+"""Rows begin on a page as soon as there is a secondary tier: direct I/O needs it, and every process of an
+engine derives it from the configuration alone. Costs less than a page a row."""
+
+
+class TieringOffloadingSpec(CPUOffloadingSpec):
+    """Offloading to host memory and on to secondary tiers. One half of it is built in each process, or object.
+
+    Args:
+        config: what the engine said of itself; its ``secondary_tiers`` is a list of tiers.
+
+    Raises:
+        ConfigError: ``secondary_tiers`` is not a list, or a size cannot work.
+    """
+
+    row_alignment_bytes: ClassVar[int] = ROW_ALIGNMENT_BYTES
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        if "secondary_tiers" not in config.extra_config:
+            raise ConfigError("secondary_tiers", None, 'must be a list such as [{"type": "fs", ...}]')
+        super().__init__(config)
+        self._region: SharedOffloadRegion | None = None
+
+    def make_manager(self) -> OffloadingManager:
+        """Build the scheduler side over a region mapped without a rank.
+
+        Raises:
+            RegionError: the region cannot be made; nothing is left behind.
+            KVTierError: a tier's settings cannot work, or one that is required cannot start; likewise.
+        """
+        region = self.make_region(rank=None)
+        return self._keep(region, lambda: self._make_tiering_manager(region))
+
+    def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
+        """Build the worker side on this rank's part of the region.
+
+        Raises:
+            ConfigError: the configuration has no rank.
+            RegionError: the region cannot be made or joined.
+        """
+        rank = self.config.rank
+        if rank is None:
+            raise ConfigError("rank", rank, "a worker needs its number, from 0 to world_size - 1")
+        region = self.make_region(rank)
+        return self._keep(
+            region,
+            lambda: CpuGpuOffloadingHandlers(
+                kv_caches, self.block_size_factor, self.num_blocks, mmap_region=region
+            ),
+        )
+
+    def region_identity(self) -> tuple[int, int] | None:
+        """Return (device, inode) of the memory that this half has mapped, None before it has."""
+        return None if self._region is None else self._region.identity
+
+    def seal_region(self) -> None:
+        """Remove the region's name: every process of the engine has mapped it."""
+        if self._region is not None:
+            self._region.seal()
+
+    def shutdown(self) -> None:
+        """End what was built and give the memory back; idempotent."""
+        super().shutdown()
+        if self._region is not None:
+            self._region.cleanup()
+
+    def _keep(self, region: SharedOffloadRegion, build: Callable[[], T]) -> T:
+        """Keep the region and return what ``build`` makes over it; when it fails, nothing is left of either."""
+        try:
+            built = build()
+        except BaseException:
+            region.cleanup()
+            raise
+        self._region = region
+        return built
+
+    def _make_tiering_manager(self, region: SharedOffloadRegion) -> TieringOffloadingManager:
+        primary = CPUPrimaryTierOffloadingManager(
+            self.num_blocks,
+            region,
+            self.eviction_policy,
+            self.config.enable_events,
+            self.store_threshold,
+            self.max_tracker_size,
+        )
+        return TieringOffloadingManager(
+            primary,
+            self._make_tiers(primary.get_kv_memoryview()),
+            self.config.enable_events,
+            lookup_deadline_s=self.config.settings.lookup_deadline_s,
+        )
+
+    def _make_tiers(self, primary_kv_view: memoryview) -> list[SecondaryTierManager]:
+        """Build every tier that can start; one that cannot and is not required is left out."""
+        tiers: list[SecondaryTierManager] = []
+        try:
+            for entry in self.config.settings.secondary_tiers:
+                try:
+                    tiers.append(create_secondary_tier(entry, primary_kv_view, self.config))
+                except TierError as error:
+                    if entry.get("required"):
+                        raise
+                    logger.warning("secondary tier left out, the engine starts without it: %s", error)
+        except BaseException:
+            for tier in tiers:
+                tier.shutdown(0.0)
+            raise
+        return tiers

@@ -1,0 +1,147 @@
+"""Carries out promotions and cascades: opens their jobs, submits them, and settles each exactly once.
+
+It decides neither what is promoted nor what is cascaded. A job pins (cascade) or reserves (promotion) its slots
+from here until its tier reports it; whatever the tier does, the slots come back once and only then.
+"""
+
+from collections.abc import Iterable
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import InvariantError
+from kvtier.tiering.base import JobResult
+from kvtier.tiering.cascade import PlannedCascade
+from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.jobs import JobTable, OpenJob
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.promotion import PlannedPromotion
+
+
+class TierTransfers:
+    """The jobs between the primary tier and the secondary ones.
+
+    Args:
+        primary: the primary tier.
+
+    Attributes:
+        jobs: what is in flight.
+        promoting: keys with a slot reserved for a promotion, submitted or not.
+        num_failed_promotions: blocks that a tier was to load and did not.
+    """
+
+    def __init__(self, primary: CPUPrimaryTierOffloadingManager) -> None:
+        self._primary = primary
+        self.jobs = JobTable()
+        self.promoting: set[OffloadKey] = set()
+        self.num_failed_promotions = 0
+
+    def reserve(
+        self, key: OffloadKey, req_context: ReqContext, protected: Iterable[OffloadKey]
+    ) -> int | None:
+        """Reserve a slot for a promotion of ``key`` and return it; None when nothing can make room."""
+        output = self._primary.prepare_write([key], req_context, frozenset(protected))
+        if output is None:
+            return None
+        self.promoting.add(key)
+        return self._primary.slots_of(output.store_spec)[0]
+
+    def promote(self, planned: PlannedPromotion) -> list[OffloadKey]:
+        """Submit a promotion; return the keys that have failed at once."""
+        job = self.jobs.open(
+            planned.guard, planned.keys, planned.block_ids, planned.req_context, is_promotion=True
+        )
+        return self._submit(job)
+
+    def cancel(self, planned: PlannedPromotion) -> None:
+        """Give back what was reserved for a promotion that has not been submitted."""
+        self.promoting.difference_update(planned.keys)
+        self._primary.complete_write(planned.keys, planned.req_context, success=False)
+
+    def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
+        """Pin the blocks, take their bytes from the tier's budget and submit the store."""
+        planned.guard.num_declined_cascades += planned.num_declined
+        if planned.keys:
+            slots = self._primary.slots_of(self._primary.prepare_read(planned.keys, req_context))
+            planned.guard.budget.take(len(planned.keys) * planned.guard.row_bytes)
+            job = self.jobs.open(planned.guard, planned.keys, slots, req_context, is_promotion=False)
+            self._submit(job)
+
+    def poll(self, guard: TierGuard) -> list[OffloadKey]:
+        """Take a tier's reports; return the keys whose promotion has ended, well or badly."""
+        ended: list[OffloadKey] = []
+        for result in guard.get_finished():
+            job = self.jobs.close(result.job_id, guard)
+            if job is not None:
+                ended += self._finish(job, result)
+        if guard.is_out_of_service:
+            ended += self._bury(guard)
+        return ended
+
+    def orphan(self) -> None:
+        """Right after the primary was reset: from now on the open jobs only settle their slots."""
+        for job in self.jobs:
+            if not job.is_stale:
+                is_write = job.metadata.is_promotion
+                self._primary.claim_orphans(job.metadata.block_ids.tolist(), is_write=is_write)
+        self.promoting.clear()
+        self.jobs.mark_stale()
+
+    def check(self) -> None:
+        """Raise InvariantError when a key is being promoted without a write in flight."""
+        for key in self.promoting:
+            if not self._primary.is_in_flight(key):
+                raise InvariantError(f"{key.hex()} is being promoted but no write of it is in flight")
+
+    def _submit(self, job: OpenJob) -> list[OffloadKey]:
+        if job.guard.submit(job.metadata):
+            return []
+        self.jobs.close(job.metadata.job_id, job.guard)
+        return self._settle(job, frozenset())
+
+    def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
+        keys = job.metadata.keys
+        arrived = frozenset(keys) if result.success else (result.successful_keys or frozenset())
+        if result.is_fault and not result.success and arrived.isdisjoint(keys):
+            job.guard.breaker.record_failure()
+        else:
+            job.guard.breaker.record_success()
+        return self._settle(job, arrived)
+
+    def _settle(self, job: OpenJob, arrived: frozenset[OffloadKey]) -> list[OffloadKey]:
+        """Give back what a job pinned or reserved; return the keys of a promotion."""
+        metadata = job.metadata
+        if not metadata.is_promotion:
+            job.guard.budget.give_back(len(metadata.keys) * job.guard.row_bytes)
+        if job.is_stale:
+            self._primary.settle_orphans(metadata.block_ids.tolist(), is_write=metadata.is_promotion)
+        elif metadata.is_promotion:
+            return self._settle_promotion(job, arrived)
+        else:
+            self._primary.complete_read(metadata.keys, metadata.req_context)
+        return []
+
+    def _settle_promotion(self, job: OpenJob, arrived: frozenset[OffloadKey]) -> list[OffloadKey]:
+        """Make ready what arrived and give back the slots of the rest, which is left alone for a while."""
+        metadata = job.metadata
+        came = [key for key in metadata.keys if key in arrived]
+        failed = [key for key in metadata.keys if key not in arrived]
+        self.promoting.difference_update(metadata.keys)
+        self._primary.complete_write(came, metadata.req_context, success=True)
+        self._primary.complete_write(failed, metadata.req_context, success=False)
+        self.num_failed_promotions += len(failed)
+        job.guard.num_promoted_blocks += len(came)
+        for key in came:
+            job.guard.backoff.record_success(key)
+        for key in failed:
+            job.guard.backoff.record_failure(key)
+        return list(metadata.keys)
+
+    def _bury(self, guard: TierGuard) -> list[OffloadKey]:
+        """Give back the slots of a tier that is out of service, once it is gone for good."""
+        jobs = self.jobs.of_tier(guard)
+        if not jobs or not guard.shutdown(0.0):
+            return []
+        ended: list[OffloadKey] = []
+        for job in jobs:
+            self.jobs.close(job.metadata.job_id, guard)
+            ended += self._settle(job, frozenset())
+        return ended

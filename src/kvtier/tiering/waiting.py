@@ -1,0 +1,193 @@
+"""Which requests wait for blocks on their way up, what they hold meanwhile, and until when.
+
+It moves no block and asks no tier. A request waits from its first None to its prepare_load, its
+request_finished or its deadline. While it waits, what it has found is held against eviction, one count per
+key and request, and it is searched again only when something it waits for has changed.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvtier.base import OffloadKey, ReqContext
+
+
+class Holder(Protocol):
+    """What keeps blocks from being evicted while a request waits: the primary tier."""
+
+    def hold(self, key: OffloadKey) -> None:
+        """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
+
+    def release(self, key: OffloadKey) -> None:
+        """Take back one hold of ``key``."""
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A request that was answered None.
+
+    Attributes:
+        req_context: the request.
+        deadline_s: the clock's reading after which it waits no longer.
+        search_step: the step in which its present search began.
+        has_news: True when searching again may give another answer.
+        is_expired: True once the deadline has passed: what is not ready is then absent for it.
+        held: keys it holds.
+        awaited: keys whose change is news for it.
+    """
+
+    req_context: ReqContext
+    deadline_s: float
+    search_step: int
+    has_news: bool = False
+    is_expired: bool = False
+    held: set[OffloadKey] = field(default_factory=set)
+    awaited: set[OffloadKey] = field(default_factory=set)
+
+    def is_idle(self) -> bool:
+        """Return whether searching again could not change anything yet."""
+        return bool(self.awaited) and not self.has_news and not self.is_expired
+
+
+class WaitingRequests:
+    """The waiting requests of a manager.
+
+    Args:
+        holder: where holds are counted.
+        lookup_deadline_s: seconds from a request's first None to its deadline.
+    """
+
+    def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
+        self._holder = holder
+        self._lookup_deadline_s = lookup_deadline_s
+        # INVARIANT: in order of their deadlines, because every request is allowed the same time.
+        self._waiting: dict[ReqContext, Waiter] = {}
+        self._expired: dict[ReqContext, Waiter] = {}
+        self._by_key: dict[OffloadKey, dict[ReqContext, Waiter]] = {}
+        self._found_this_step: dict[ReqContext, list[OffloadKey]] = {}
+        self.num_expired = 0
+
+    def get(self, req_context: ReqContext) -> Waiter | None:
+        """Return the request's state, None when it neither waits nor has passed its deadline."""
+        return self._waiting.get(req_context) or self._expired.get(req_context)
+
+    def begins_search(self, waiter: Waiter, step: int) -> bool:
+        """Return whether the request may search in this step.
+
+        News allow it, and so does a last search that left nothing to wait for. What the new search does not
+        wait for again is no longer awaited.
+        """
+        if waiter.search_step != step and not waiter.is_idle():
+            waiter.has_news = False
+            waiter.search_step = step
+            self._forget_awaited(waiter)
+        return waiter.search_step == step
+
+    def note_found(self, key: OffloadKey, req_context: ReqContext) -> None:
+        """Note a ready key: held at once for a waiting request, remembered for one that may start to wait."""
+        waiter = self._waiting.get(req_context)
+        if waiter is None:
+            self._found_this_step.setdefault(req_context, []).append(key)
+        else:
+            self._hold(waiter, key)
+
+    def found(self, req_context: ReqContext) -> list[OffloadKey]:
+        """Return what a request that does not wait has found in this step."""
+        return self._found_this_step.get(req_context, [])
+
+    def wait_for(
+        self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, is_held: bool
+    ) -> None:
+        """Make the request wait for ``key``; its first wait holds what it has found so far.
+
+        Args:
+            key: what it waits for.
+            req_context: the request.
+            now_s: the clock's reading.
+            step: the manager's present step.
+            is_held: whether the primary has a slot for the key, so that it can be held there.
+        """
+        waiter = self._waiting.get(req_context)
+        if waiter is None:
+            waiter = Waiter(req_context, now_s + self._lookup_deadline_s, step)
+            self._waiting[req_context] = waiter
+            for found in self._found_this_step.pop(req_context, ()):
+                self._hold(waiter, found)
+        if is_held:
+            self._hold(waiter, key)
+        waiter.awaited.add(key)
+        self._by_key.setdefault(key, {})[req_context] = waiter
+
+    def notify(self, keys: Iterable[OffloadKey]) -> None:
+        """Tell whoever waits for one of ``keys`` that it has changed."""
+        for key in keys:
+            for waiter in self._by_key.pop(key, {}).values():
+                waiter.has_news = True
+                waiter.awaited.discard(key)
+
+    def awaited_keys(self) -> list[OffloadKey]:
+        """Return every key that somebody waits for."""
+        return list(self._by_key)
+
+    def expire(self, now_s: float) -> None:
+        """End the waits whose deadline has passed; the requests keep that verdict until they end."""
+        while self._waiting:
+            waiter = next(iter(self._waiting.values()))
+            if now_s < waiter.deadline_s:
+                return
+            self._stop(waiter)
+            waiter.is_expired = True
+            waiter.has_news = True
+            self._expired[waiter.req_context] = waiter
+            self.num_expired += 1
+
+    def end_wait(self, req_context: ReqContext) -> None:
+        """Forget the request and release what it holds."""
+        waiter = self._waiting.get(req_context)
+        if waiter is not None:
+            self._stop(waiter)
+        self._expired.pop(req_context, None)
+        self._found_this_step.pop(req_context, None)
+
+    def end_step(self) -> None:
+        """Forget what requests that do not wait have found."""
+        self._found_this_step.clear()
+
+    def clear(self) -> None:
+        """Forget every request and release every hold."""
+        for waiter in list(self._waiting.values()):
+            self._stop(waiter)
+        self._expired.clear()
+        self._found_this_step.clear()
+
+    def holds(self) -> dict[OffloadKey, int]:
+        """Return how many waiting requests hold each key."""
+        counts: dict[OffloadKey, int] = {}
+        for waiter in self._waiting.values():
+            for key in waiter.held:
+                counts[key] = counts.get(key, 0) + 1
+        return counts
+
+    def _hold(self, waiter: Waiter, key: OffloadKey) -> None:
+        if key not in waiter.held:
+            waiter.held.add(key)
+            self._holder.hold(key)
+
+    def _stop(self, waiter: Waiter) -> None:
+        del self._waiting[waiter.req_context]
+        for key in waiter.held:
+            self._holder.release(key)
+        waiter.held.clear()
+        self._forget_awaited(waiter)
+
+    def _forget_awaited(self, waiter: Waiter) -> None:
+        for key in waiter.awaited:
+            others = self._by_key.get(key)
+            if others is not None:
+                others.pop(waiter.req_context, None)
+                if not others:
+                    del self._by_key[key]
+        waiter.awaited.clear()
+
+    def __len__(self) -> int:
+        return len(self._waiting)

@@ -1,0 +1,300 @@
+"""Random operations on the tiering manager, with real bytes and failing tiers, never break its laws.
+
+Blocks have the bytes that their key and the number of resets stand for. After every operation the books are
+checked; every load compares bytes, and again when it ends; at the end every request must have an answer, every
+job its report, and every slot must be free to take.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.base import ReqContext
+from kvtier.errors import BlockNotReadyError
+from kvtier.testing.faults import Faults, FaultyTier
+from kvtier.testing.tier_suite import key_of, make_config
+from kvtier.testing.tiering_driver import ROW_BYTES, DeviceStore, TieringDriver
+from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.breaker import OPEN_S
+from kvtier.tiering.example import ExampleSecondaryTier
+
+NUM_SLOTS = 4
+DEADLINE_S = 5.0
+NUMBERS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
+PREFIXES = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
+PICKS = st.integers(0, 20)
+FAULT_NAMES = [name for name in Faults.__slots__ if name.endswith("_ratio") and name != "poll_raise_ratio"]
+"""Every fault but a poll that raises, which puts a tier out of service for the rest of the run."""
+FAULTS = st.sampled_from(FAULT_NAMES)
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of the model: what it wants, and what it has found.
+
+    Attributes:
+        numbers: its prefix.
+        context: what managers know it as.
+        found: leading blocks found by its last search, good until the step ends.
+    """
+
+    numbers: list[int]
+    context: ReqContext
+    found: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class OpenLoad:
+    """A load that has been prepared: its blocks are pinned, so their bytes may not change."""
+
+    numbers: list[int]
+    slots: list[int]
+    generation: int
+    context: ReqContext
+
+
+class TieringModel(RuleBasedStateMachine):
+    """An engine that does anything, over tiers that fail in any way."""
+
+    @initialize(
+        policy=st.sampled_from(["lru", "arc"]),
+        num_tiers=st.integers(1, 2),
+        budget_rows=st.sampled_from([1, 3, 100]),
+        seed=st.integers(0, 99),
+    )
+    def start(self, policy: str, num_tiers: int, budget_rows: int, seed: int) -> None:
+        """Build a manager over one or two faulty tiers."""
+        self.faulty: list[FaultyTier] = []
+
+        def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+            for position in range(num_tiers):
+                inner = ExampleSecondaryTier(make_config(), view, max_blocks=6 + position)
+                inner.settings = TierSettings(max_in_flight_store_bytes=budget_rows * ROW_BYTES)
+                self.faulty.append(FaultyTier(inner, Faults(), random.Random(seed + position)))
+            return [*self.faulty]
+
+        self.driver = TieringDriver(NUM_SLOTS, make_tiers, cache_policy=policy, lookup_deadline_s=DEADLINE_S)
+        self.requests: list[Request] = []
+        self.stores: list[tuple[DeviceStore, int]] = []
+        self.loads: list[OpenLoad] = []
+        for number in range(8):
+            self.driver.store([number])
+            self.driver.step()
+
+    @rule(tier=st.integers(0, 1), fault=FAULTS, ratio=st.sampled_from([0.0, 0.3, 1.0]))
+    def set_fault(self, tier: int, fault: str, ratio: float) -> None:
+        """Change how often one fault of one tier happens."""
+        if tier < len(self.faulty):
+            setattr(self.faulty[tier].faults, fault, ratio)
+
+    @rule(tier=st.integers(0, 1))
+    def repair(self, tier: int) -> None:
+        """A tier works again."""
+        if tier < len(self.faulty):
+            self.faulty[tier].faults = Faults()
+
+    @rule(numbers=NUMBERS)
+    def store(self, numbers: list[int]) -> None:
+        """Store blocks from the device, from beginning to end."""
+        store = self.driver.begin_store(numbers, ReqContext("store"))
+        if store is not None and not self.stores:
+            self.driver.end_store(store)
+        elif store is not None:
+            self.stores.append((store, self.driver.generation))
+
+    @rule(numbers=PREFIXES)
+    def serve(self, numbers: list[int]) -> None:
+        """Serve a request as an engine does: search once a step, load what there is."""
+        request = ReqContext("serve")
+        num_hits = None
+        for _ in range(6):
+            num_hits = self.driver.search(numbers, request)
+            if num_hits is not None:
+                break
+            self.step()
+        if num_hits and not self.loads:
+            self.driver.load(numbers[:num_hits], request)
+        self.driver.manager.request_finished(request)
+
+    @rule(numbers=NUMBERS)
+    def begin_store(self, numbers: list[int]) -> None:
+        """Start storing blocks from the device, some perhaps twice."""
+        store = self.driver.begin_store(numbers, ReqContext("store"))
+        if store is not None:
+            assert len(set(store.numbers)) == len(store.numbers) == len(set(store.slots))
+            self.stores.append((store, self.driver.generation))
+
+    @precondition(lambda self: self.stores)
+    @rule(success=st.booleans())
+    def end_store(self, success: bool) -> None:
+        """End the oldest store of a key: device transfers finish in submission order."""
+        store, generation = self.stores.pop(0)
+        for number, slot in zip(store.numbers, store.slots, strict=True):
+            expected = self.content(number, generation)
+            assert np.array_equal(self.driver.rows[slot], expected), (
+                "a slot being stored was written by others"
+            )
+        self.driver.end_store(store, success=success)
+
+    @rule(numbers=PREFIXES)
+    def arrive(self, numbers: list[int]) -> None:
+        """A request comes."""
+        self.requests.append(Request(numbers, ReqContext(str(len(self.requests)))))
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=PICKS)
+    def search(self, pick: int) -> None:
+        """A request looks for its prefix."""
+        request = self.requests[pick % len(self.requests)]
+        num_hits = self.driver.search(request.numbers, request.context)
+        request.found = request.numbers[: num_hits or 0]
+
+    @precondition(lambda self: any(request.found for request in self.requests))
+    @rule(pick=PICKS)
+    def begin_load(self, pick: int) -> None:
+        """A request loads what it has just found; an eviction in between is an error, not wrong bytes."""
+        ready = [request for request in self.requests if request.found]
+        request = ready[pick % len(ready)]
+        try:
+            slots = self.driver.begin_load(request.found, request.context)
+        except BlockNotReadyError:
+            self.driver.manager.check()
+        else:
+            load = OpenLoad(request.found, slots, self.driver.generation, request.context)
+            self.loads.append(load)
+        request.found = []
+
+    @precondition(lambda self: self.loads)
+    @rule()
+    def end_load(self) -> None:
+        """The oldest load ends."""
+        load = self.loads.pop(0)
+        for number, slot in zip(load.numbers, load.slots, strict=True):
+            expected = self.content(number, load.generation)
+            assert np.array_equal(self.driver.rows[slot], expected), "a pinned block has changed"
+        self.driver.end_load(load.numbers, load.context)
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=PICKS)
+    def finish(self, pick: int) -> None:
+        """A request ends or is aborted."""
+        request = self.requests.pop(pick % len(self.requests))
+        self.driver.manager.request_finished(request.context)
+
+    @rule()
+    def step(self) -> None:
+        """A step ends; what was found in it is no longer sure."""
+        self.driver.step()
+        for request in self.requests:
+            request.found = []
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 6.0, 30.0]))
+    def pass_time(self, seconds: float) -> None:
+        """Time goes by."""
+        self.driver.clock.advance(seconds)
+
+    @rule(numbers=NUMBERS)
+    def touch(self, numbers: list[int]) -> None:
+        """Somebody uses blocks."""
+        self.driver.manager.touch([key_of(number) for number in numbers], ReqContext("touch"))
+
+    @rule(is_due=st.integers(0, 5).map(lambda chance: chance == 0))
+    def reset(self, is_due: bool) -> None:
+        """Now and then the weights change: the same keys stand for other bytes."""
+        if not is_due:
+            return
+        self.driver.reset()
+        for request in self.requests:
+            request.found = []
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        """The manager's own check, after every rule."""
+        if hasattr(self, "driver"):
+            self.driver.manager.check()
+
+    def teardown(self) -> None:
+        """Everything ends well: each request is answered, each job reported, each slot can be taken."""
+        if not hasattr(self, "driver"):
+            return
+        while self.stores:
+            self.driver.end_store(self.stores.pop(0)[0], success=False)
+        while self.loads:
+            self.end_load()
+        for tier in self.faulty:
+            tier.faults = Faults(delay_ratio=1.0)
+        for request in self.requests:
+            if self.driver.search(request.numbers, request.context) is None:
+                self.driver.step()
+                self.driver.clock.advance(DEADLINE_S)
+                answer = self.driver.search(request.numbers, request.context)
+                assert answer is not None, "waits past its deadline"
+            self.driver.manager.request_finished(request.context)
+        for tier in self.faulty:
+            tier.faults = Faults()
+        for _ in range(3):
+            self.driver.step()
+        assert self.driver.manager.stats()["open_jobs"] == 0, "a job was never settled"
+        self.driver.clock.advance(OPEN_S)
+        self.driver.evict_everything()
+        assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
+
+    def content(self, number: int, generation: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
+        """The bytes of a block before or after a reset."""
+        present, self.driver.generation = self.driver.generation, generation
+        content = self.driver.content(number)
+        self.driver.generation = present
+        return content
+
+
+TestTieringModel = TieringModel.TestCase
+TestTieringModel.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_long_random_walk_breaks_no_law(seed: int) -> None:
+    """The same rules, weighted towards what an engine does all the time, for runs that shrinking would cut."""
+    rng = random.Random(seed)
+    model = TieringModel()
+    model.start(rng.choice(["lru", "arc"]), rng.randint(1, 2), rng.choice([1, 3, 100]), seed)
+    for _ in range(250):
+        act_at_random(model, rng)
+        model.driver.manager.check()
+    model.teardown()
+
+
+def act_at_random(model: TieringModel, rng: random.Random) -> None:
+    """Let one thing happen."""
+    numbers = rng.sample(range(8), rng.randint(1, 6))
+    pick = rng.randrange(100)
+    acts: list[tuple[int, Callable[[], None]]] = [
+        (8, lambda: model.serve(numbers)),
+        (6, lambda: model.store(numbers[:4])),
+        (3, lambda: model.begin_store(numbers[:4] + numbers[:1])),
+        (4, lambda: model.end_store(pick % 3 > 0) if model.stores else None),
+        (4, lambda: model.arrive(numbers)),
+        (8, lambda: model.search(pick) if model.requests else None),
+        (6, lambda: model.begin_load(pick) if any(r.found for r in model.requests) else None),
+        (4, lambda: model.end_load() if model.loads else None),
+        (2, lambda: model.finish(pick) if model.requests else None),
+        (10, model.step),
+        (3, lambda: model.pass_time(rng.choice([0.1, 1.0, 6.0]))),
+        (1, lambda: model.touch(numbers)),
+        (1, lambda: model.reset(is_due=pick % 4 == 0)),
+        (2, lambda: model.set_fault(pick % 2, rng.choice(FAULT_NAMES), rng.choice([0.3, 1.0]))),
+        (3, lambda: model.repair(pick % 2)),
+    ]
+    weights, choices = zip(*acts, strict=True)
+    rng.choices(choices, weights)[0]()

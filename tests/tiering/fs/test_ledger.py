@@ -1,0 +1,120 @@
+"""Room is never given twice, not even to two processes, and a busy or broken count costs stores only."""
+
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.clock import ManualClock
+from kvtier.tiering.fs.book import Book, unpack_book
+from kvtier.tiering.fs.ledger import Ledger
+from kvtier.tiering.fs.owner import current_owner
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the book is."""
+    return tmp_path / ".usage"
+
+
+def open_ledger(path: Path, capacity_bytes: int = 1000, found_bytes: int | None = 0) -> Ledger:
+    """Return a ledger of this process, counted unless told otherwise."""
+    ledger = Ledger(path, current_owner(), capacity_bytes, 0o600, ManualClock())
+    if found_bytes is not None:
+        begun = ledger.begin_recount()
+        assert begun is not None
+        ledger.end_recount(found_bytes, begun)
+    return ledger
+
+
+def read(path: Path) -> Book:
+    """Return the book on disk."""
+    return unpack_book(path.read_bytes())
+
+
+def test_room_is_given_until_the_capacity_is_reached(path: Path) -> None:
+    ledger = open_ledger(path)
+    assert ledger.reserve(4, 300).num_blocks == 3
+    assert ledger.reserve(1, 300).num_blocks == 0
+    assert ledger.reserve(1, 100).num_blocks == 1
+    assert read(path).used_bytes == 1000
+
+
+def test_what_was_not_written_and_what_was_removed_is_room_again(path: Path) -> None:
+    ledger = open_ledger(path)
+    ledger.reserve(3, 300)
+    ledger.settle(900, 300)
+    ledger.remove(300)
+    assert read(path).used_bytes == 0
+    assert read(path).in_flight_bytes == 0
+
+
+def test_nothing_is_given_before_somebody_has_counted(path: Path) -> None:
+    ledger = open_ledger(path, found_bytes=None)
+    assert ledger.reserve(1, 10).num_blocks == 0
+
+
+def test_two_tiers_share_one_count_and_the_smaller_capacity(path: Path) -> None:
+    large, small = open_ledger(path, 1000), open_ledger(path, 500)
+    assert large.reserve(9, 100).num_blocks == 5
+    assert small.reserve(1, 100).num_blocks == 0
+    small.leave()
+    assert large.reserve(9, 100).num_blocks == 5
+
+
+def test_threads_together_get_what_is_there_and_no_more(path: Path) -> None:
+    ledgers = [open_ledger(path, 100_000, found_bytes=None) for _ in range(2)] + [open_ledger(path, 100_000)]
+    granted: list[int] = []
+
+    def take(ledger: Ledger) -> None:
+        for _ in range(60):
+            granted.append(ledger.reserve(3, 300).num_blocks)
+
+    threads = [threading.Thread(target=take, args=(ledger,)) for ledger in ledgers for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(granted) == 333
+    assert read(path).used_bytes == 333 * 300
+
+
+def test_a_lost_or_broken_book_gives_no_room_until_the_next_count(path: Path) -> None:
+    ledger = open_ledger(path)
+    for damage in (path.unlink, lambda: path.write_bytes(b"garbage" * 1000)):
+        damage()
+        assert ledger.reserve(1, 10).num_blocks == 0
+        begun = ledger.begin_recount()
+        assert begun is not None
+        ledger.end_recount(0, begun)
+        assert ledger.reserve(1, 10).num_blocks == 1
+
+
+def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(path: Path) -> None:
+    ledger = open_ledger(path)
+    assert ledger.reserve(3, 100).num_blocks == 3
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert ledger.reserve(1, 100).num_blocks == 0
+    ledger.settle(300, 100)
+    os.close(fd)
+    assert ledger.reserve(1, 100).num_blocks == 1
+    assert read(path).used_bytes == 200
+    assert read(path).finished_bytes == 100
+
+
+def test_a_book_that_cannot_be_opened_costs_a_store(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ledger = open_ledger(path / "missing-folder" / "x", found_bytes=None)
+    assert ledger.reserve(1, 100).num_blocks == 0
+    assert ledger.refresh() is None
+    assert "cannot be changed" in caplog.text
+
+
+def test_a_member_that_left_joins_again_with_its_next_change(path: Path) -> None:
+    ledger = open_ledger(path, 500)
+    ledger.leave()
+    assert read(path).members == {}
+    assert ledger.reserve(9, 100).num_blocks == 5
+    assert len(read(path).members) == 1

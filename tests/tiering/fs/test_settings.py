@@ -1,0 +1,96 @@
+"""The tier's settings are refused when they cannot work, each with a remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.errors import ConfigError
+from kvtier.tiering.fs.settings import FSSettings, parse_settings, require_short_keys
+
+ROW_BYTES = 8192
+
+
+def parse(**changes: object) -> FSSettings:
+    """Parse good settings with some of them changed."""
+    values: dict[str, object] = {
+        "root_dir": "/data",
+        "capacity_bytes": "1GiB",
+        "shared": True,
+        "negative_ttl_s": 2.0,
+        "file_mode": 0o600,
+        "direct_io": "auto",
+        "num_threads": 4,
+    }
+    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)  # type: ignore[arg-type]  # names are above
+
+
+def test_good_settings_are_typed() -> None:
+    assert parse() == FSSettings(
+        root_dir=Path("/data"),
+        capacity_bytes=2**30,
+        shared=True,
+        negative_ttl_s=2.0,
+        file_mode=0o600,
+        direct_io=None,
+        num_threads=4,
+        block_bytes=ROW_BYTES + 4096,
+    )
+
+
+@pytest.mark.parametrize("text", ["0660", "660", "0o660", 0o660])
+def test_a_file_mode_is_a_number_or_octal_text(text: object) -> None:
+    assert parse(file_mode=text).file_mode == 0o660
+
+
+def test_the_home_directory_is_understood() -> None:
+    assert parse(root_dir="~/blocks").root_dir == Path.home() / "blocks"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("root_dir", "", "path of a directory"),
+        ("root_dir", 5, "path of a directory"),
+        ("root_dir", "relative/path", "absolute"),
+        ("root_dir", "~nobody-of-that-name/x", "absolute path"),
+        ("capacity_bytes", ROW_BYTES + 4095, f"one block takes {ROW_BYTES + 4096} bytes"),
+        ("capacity_bytes", "many", "8GiB"),
+        ("capacity_bytes", None, "8GiB"),
+        ("capacity_bytes", 0, "positive"),
+        ("shared", "yes", "true or false"),
+        ("negative_ttl_s", -1, "seconds"),
+        ("negative_ttl_s", float("inf"), "seconds"),
+        ("file_mode", "0777", "nobody execute"),
+        ("file_mode", 0o060, "owner read and write"),
+        ("file_mode", "rw", "0660"),
+        ("file_mode", True, "0660"),
+        ("direct_io", "yes", "auto"),
+        ("num_threads", 0, "at least 1"),
+        ("num_threads", 1000, "at most 128"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: object, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        parse(**{setting: value})
+    assert caught.value.setting == setting
+
+
+def test_capacity_for_exactly_one_block_is_enough() -> None:
+    assert parse(capacity_bytes=ROW_BYTES + 4096).capacity_bytes == ROW_BYTES + 4096
+
+
+def make_config(algorithm: str) -> OffloadingConfig:
+    """Return a configuration with that hash."""
+    group = KVGroup(16, ("layer.0",), ROW_BYTES)
+    return OffloadingConfig("engine", ModelIdentity("model"), (group,), 16, hash_algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "blake2s", "an-engine's-own"])
+def test_a_hash_whose_keys_fit_is_accepted(algorithm: str) -> None:
+    require_short_keys(make_config(algorithm))
+
+
+def test_a_hash_whose_keys_do_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="68 bytes, at most 40"):
+        require_short_keys(make_config("sha512"))

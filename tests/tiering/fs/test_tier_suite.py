@@ -1,0 +1,47 @@
+"""The fs tier keeps the contract of every secondary tier, with and without what file systems may lack."""
+
+import errno
+import os
+from pathlib import Path
+
+from kvtier.config import OffloadingConfig
+from kvtier.testing.tier_suite import TierSuite
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.system import SystemCalls
+
+
+def open_without_unnamed_files(path: str, flags: int, mode: int) -> int:
+    """Refuse ``O_TMPFILE`` as file systems do that lack it."""
+    if flags & os.O_TMPFILE == os.O_TMPFILE:
+        raise OSError(errno.EOPNOTSUPP, "no unnamed files", path)
+    return os.open(path, flags, mode)
+
+
+class TestDefaults(TierSuite):
+    """As configured by a user who names the directory only."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB")
+
+
+class TestBuffered(TierSuite):
+    """Through the page cache."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", direct_io=False)
+
+
+class TestAlone(TierSuite):
+    """When no other process writes to the directory."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", shared=False)
+
+
+class TestNamedTemporaries(TierSuite):
+    """On a file system without unnamed files."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        calls = SystemCalls(open=open_without_unnamed_files)
+        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", calls=calls, num_threads=2)

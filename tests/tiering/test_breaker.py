@@ -1,0 +1,144 @@
+"""The breaker opens, probes and closes by the manual clock; the budget and the back-off keep their bounds."""
+
+import pytest
+
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.breaker import (
+    BACKOFF_S,
+    FAILURES_TO_OPEN,
+    MAX_BACKOFF_KEYS,
+    MAX_BACKOFF_S,
+    OPEN_S,
+    BreakerState,
+    CircuitBreaker,
+    InFlightBudget,
+    LoadBackoff,
+)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Time of the test."""
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def breaker(clock: ManualClock) -> CircuitBreaker:
+    """A breaker with the default limits."""
+    return CircuitBreaker(clock)
+
+
+def open_by_failures(breaker: CircuitBreaker) -> None:
+    """Fail as often as it takes."""
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.record_failure()
+
+
+def test_it_stays_closed_below_the_limit(breaker: CircuitBreaker) -> None:
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.record_failure()
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.begin()
+
+
+def test_consecutive_failures_open_it(breaker: CircuitBreaker) -> None:
+    open_by_failures(breaker)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.begin()
+    assert breaker.num_openings == 1
+
+
+def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreaker) -> None:
+    for _ in range(FAILURES_TO_OPEN - 1):
+        breaker.record_failure()
+    breaker.record_success()
+    breaker.record_failure()
+    assert breaker.state is BreakerState.CLOSED
+
+
+def test_after_the_pause_one_probe_and_only_one_gets_through(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
+    open_by_failures(breaker)
+    clock.advance(OPEN_S)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.begin()
+    assert not breaker.allows()
+    assert not breaker.begin()
+
+
+def test_a_good_probe_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
+    open_by_failures(breaker)
+    clock.advance(OPEN_S)
+    breaker.begin()
+    breaker.record_success()
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.begin()
+
+
+def test_a_bad_probe_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
+    open_by_failures(breaker)
+    clock.advance(OPEN_S)
+    breaker.begin()
+    breaker.record_failure()
+    assert breaker.state is BreakerState.OPEN
+    clock.advance(OPEN_S)
+    assert breaker.begin()
+
+
+def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: CircuitBreaker) -> None:
+    open_by_failures(breaker)
+    breaker.record_success()
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> None:
+    breaker.trip()
+    breaker.trip()
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.num_openings == 1
+
+
+def test_a_budget_counts_what_is_in_flight() -> None:
+    budget = InFlightBudget(limit_bytes=100)
+    assert budget.room_for(30) == 3
+    budget.take(90)
+    assert budget.room_for(30) == 0
+    budget.give_back(60)
+    assert budget.room_for(30) == 2
+
+
+def test_an_overdrawn_budget_has_room_for_nothing() -> None:
+    budget = InFlightBudget(limit_bytes=10)
+    budget.take(50)
+    assert budget.room_for(1) == 0
+
+
+def test_a_failed_key_is_left_alone_for_a_doubling_while(clock: ManualClock) -> None:
+    backoff = LoadBackoff(clock)
+    pause_s = BACKOFF_S
+    for _ in range(10):
+        backoff.record_failure(key_of(1))
+        clock.advance(pause_s - 0.001)
+        assert backoff.is_paused(key_of(1))
+        clock.advance(0.001)
+        assert not backoff.is_paused(key_of(1))
+        pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+
+
+def test_a_success_forgets_the_failures_of_a_key(clock: ManualClock) -> None:
+    backoff = LoadBackoff(clock)
+    backoff.record_failure(key_of(1))
+    backoff.record_success(key_of(1))
+    assert not backoff.is_paused(key_of(1))
+    assert len(backoff) == 0
+
+
+def test_the_back_off_is_bounded(clock: ManualClock) -> None:
+    backoff = LoadBackoff(clock)
+    for number in range(MAX_BACKOFF_KEYS + 10):
+        backoff.record_failure(key_of(number))
+    assert len(backoff) == MAX_BACKOFF_KEYS
+    assert not backoff.is_paused(key_of(0))
+    assert backoff.is_paused(key_of(MAX_BACKOFF_KEYS))

@@ -1,0 +1,70 @@
+"""A tier is built from its configuration entry, or refused with the name of what is wrong."""
+
+import pytest
+
+from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.testing.tier_suite import make_config, make_rows
+from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.factory import create_secondary_tier
+
+
+def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() -> None:
+    entry = {"type": "example", "max_blocks": 3, "required": True, "job_timeout_s": 2}
+    before = dict(entry)
+    tier = create_secondary_tier(entry, make_rows(), make_config())
+    assert isinstance(tier, ExampleSecondaryTier)
+    assert tier.max_blocks == 3
+    assert tier.settings.required
+    assert tier.settings.job_timeout_s == 2.0
+    assert entry == before
+
+
+def test_a_missing_type_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="example, fs"):
+        create_secondary_tier({"max_blocks": 3}, make_rows(), make_config())
+
+
+def test_an_unknown_type_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'example'"):
+        create_secondary_tier({"type": "exmple"}, make_rows(), make_config())
+
+
+def test_an_unknown_setting_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'max_blocks'"):
+        create_secondary_tier({"type": "example", "max_block": 3}, make_rows(), make_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("required", "yes"),
+        ("job_timeout_s", -1),
+        ("max_in_flight_store_bytes", 0),
+        ("cascade", "sometimes"),
+        ("max_blocks", 0),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        create_secondary_tier({"type": "example", name: value}, make_rows(), make_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cascade", "on_evict"),
+        ("store_threshold", 2),
+        ("fill", True),
+        ("policy", "lru"),
+        ("admission", {"horizon_s": 10}),
+        ("emit_events", True),
+    ],
+)
+def test_a_setting_without_effect_is_refused_rather_than_ignored(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match="only the default"):
+        create_secondary_tier({"type": "example", name: value}, make_rows(), make_config())
+
+
+def test_a_missing_constructor_argument_names_the_tier() -> None:
+    with pytest.raises(ConfigError, match="root_dir"):
+        create_secondary_tier({"type": "fs", "capacity_bytes": 2**30}, make_rows(), make_config())

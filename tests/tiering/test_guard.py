@@ -1,0 +1,173 @@
+"""Whatever a tier raises, its guard answers; a tier left out is not asked."""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import key_of, make_config, make_rows
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtier.tiering.breaker import MAX_WAITING_S, BreakerState
+from kvtier.tiering.guard import TierGuard
+
+
+class BrokenTier(SecondaryTierManager):
+    """Raises in every call that is switched on; counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(make_config(), make_rows())
+        self.raising: set[str] = set()
+        self.calls: list[str] = []
+        self.answer: bool | None = True
+        self.answered: Collection[OffloadKey] | None = None
+        self.queue_age_s = 0.0
+
+    @staticmethod
+    def get_tier_type() -> str:
+        """Return "broken"."""
+        return "broken"
+
+    def _enter(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.raising:
+            raise RuntimeError(call)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self._enter("lookup")
+        return self.answer
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self._enter("submit")
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self._enter("submit")
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self._enter("get_finished")
+        return []
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._enter("touch")
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        self._enter("request_finished")
+
+    def end_step(self) -> None:
+        self._enter("end_step")
+
+    def take_answered(self) -> Collection[OffloadKey] | None:
+        self._enter("take_answered")
+        return self.answered
+
+    def waiting_s(self) -> float:
+        self._enter("waiting_s")
+        return self.queue_age_s
+
+    def reset(self, epoch: bytes) -> None:
+        self._enter("reset")
+
+    def drain(self, timeout_s: float) -> bool:
+        self._enter("drain")
+        return True
+
+    def shutdown(self, timeout_s: float) -> bool:
+        self._enter("shutdown")
+        return True
+
+
+CALLS = {
+    "lookup", "submit", "get_finished", "touch", "request_finished", "end_step", "take_answered", "waiting_s",
+    "reset", "drain", "shutdown",
+}  # fmt: skip
+
+
+def make_guard(tier: BrokenTier) -> TierGuard:
+    """A guard around ``tier``."""
+    return TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=ManualClock())
+
+
+def make_job() -> JobMetadata:
+    """A load of one block."""
+    return JobMetadata(JobId(0), (key_of(1),), np.array([0]), True, ReqContext("a"))
+
+
+def test_no_call_lets_a_raise_through() -> None:
+    tier = BrokenTier()
+    tier.raising = set(CALLS)
+    request = ReqContext("a")
+    guard = make_guard(tier)
+    assert guard.lookup(key_of(1), request) is False
+    assert guard.submit(make_job()) is False
+    guard.touch([key_of(1)], request)
+    guard.request_finished(request)
+    guard.end_step()
+    assert list(guard.take_answered()) == []
+    assert guard.get_finished() == []
+    assert guard.is_out_of_service
+    guard.reset(b"")
+    assert guard.shutdown(0.0) is False
+    assert guard.num_errors >= 8
+
+
+def test_a_tier_out_of_service_is_not_asked_any_more() -> None:
+    tier = BrokenTier()
+    guard = make_guard(tier)
+    guard.is_out_of_service = True
+    request = ReqContext("a")
+    assert guard.lookup(key_of(1), request) is False
+    assert guard.submit(make_job()) is False
+    guard.touch([], request)
+    guard.request_finished(request)
+    guard.end_step()
+    assert guard.get_finished() == []
+    assert guard.drain(1.0)
+    assert tier.calls == []
+
+
+def test_a_tier_that_cannot_reset_is_out_of_service() -> None:
+    tier = BrokenTier()
+    tier.raising = {"reset"}
+    guard = make_guard(tier)
+    guard.reset(b"")
+    assert guard.is_out_of_service
+
+
+def test_a_queue_that_waits_too_long_opens_the_breaker() -> None:
+    tier = BrokenTier()
+    guard = make_guard(tier)
+    tier.queue_age_s = MAX_WAITING_S
+    guard.get_finished()
+    assert guard.breaker.allows()
+    tier.queue_age_s = MAX_WAITING_S + 0.1
+    guard.get_finished()
+    assert guard.breaker.state is BreakerState.OPEN
+    assert guard.lookup(key_of(1), ReqContext("a")) is False
+
+
+def test_a_tier_that_cannot_tell_wakes_whoever_asked() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    guard.lookup(key_of(1), ReqContext("a"))
+    assert set(guard.take_answered()) == {key_of(1)}
+    assert set(guard.take_answered()) == set()
+
+
+def test_a_tier_that_can_tell_wakes_only_those() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    guard.lookup(key_of(1), ReqContext("a"))
+    tier.answered = ()
+    assert set(guard.take_answered()) == set()
+    tier.answered = [key_of(1)]
+    assert set(guard.take_answered()) == {key_of(1)}
+
+
+def test_a_key_whose_load_failed_is_not_asked_for() -> None:
+    tier = BrokenTier()
+    guard = make_guard(tier)
+    guard.backoff.record_failure(key_of(1))
+    assert guard.lookup(key_of(1), ReqContext("a")) is False
+    assert guard.lookup(key_of(2), ReqContext("a")) is True

@@ -1,0 +1,252 @@
+"""Questions about keys are asked in batches by another thread, and every one of them gets an answer."""
+
+import queue
+import threading
+from collections.abc import Collection, Iterator, Sequence
+
+import pytest
+
+from kvtier.base import OffloadKey
+from kvtier.testing.clock import ManualClock
+from kvtier.tiering.lookup import AsyncLookup
+
+HANG_GUARD_S = 20.0
+
+
+def key(number: int) -> OffloadKey:
+    """Return the key of block ``number``."""
+    return OffloadKey(number.to_bytes(36, "big"))
+
+
+class Disk:
+    """Answers when told to: each batch waits for a permit."""
+
+    def __init__(self) -> None:
+        self.held: set[OffloadKey] = set()
+        self.batches: list[list[OffloadKey]] = []
+        self.error: Exception | None = None
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._answered = threading.Semaphore(0)
+
+    def ask(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        """Answer one batch."""
+        self._permits.get()
+        self.batches.append(list(keys))
+        answer = [key for key in keys if key in self.held]
+        self._answered.release()
+        if self.error is not None:
+            raise self.error
+        return answer
+
+    def permit(self) -> None:
+        """Let one batch through."""
+        self._permits.put(None)
+
+    def await_answered(self) -> None:
+        """Block until one more batch has been judged."""
+        assert self._answered.acquire(timeout=HANG_GUARD_S)
+
+
+class Rig:
+    """A lookup, its disk and its clock."""
+
+    def __init__(self, **options: float) -> None:
+        self.clock = ManualClock()
+        self.disk = Disk()
+        self.lookup = AsyncLookup(
+            "test",
+            self.disk.ask,
+            clock=self.clock,
+            positive_ttl_s=options.get("positive_ttl_s", 10.0),
+            negative_ttl_s=options.get("negative_ttl_s", 2.0),
+            max_verdicts=int(options.get("max_verdicts", 100)),
+            max_pending_keys=int(options.get("max_pending_keys", 100)),
+            ask_timeout_s=options.get("ask_timeout_s", 30.0),
+        )
+
+    def answer(self, number: int) -> bool:
+        """Let one batch through and return the answer that comes of it."""
+        self.lookup.flush()
+        self.disk.permit()
+        return self.await_answer(number)
+
+    def await_answer(self, number: int) -> bool:
+        """Ask again until there is an answer."""
+        pause = threading.Event()
+        for _ in range(int(HANG_GUARD_S * 1000)):
+            answer = self.lookup.lookup(key(number))
+            if answer is not None:
+                return answer
+            pause.wait(0.001)
+        pytest.fail("no answer came")
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """A rig that ends its thread."""
+    rig = Rig()
+    yield rig
+    rig.disk.permit()
+    assert rig.lookup.shutdown(HANG_GUARD_S)
+
+
+def close(rig: Rig) -> None:
+    """End a rig's thread however many batches wait."""
+    for _ in range(100):
+        rig.disk.permit()
+    assert rig.lookup.shutdown(HANG_GUARD_S)
+
+
+def test_a_lookup_never_waits_and_the_answer_follows(rig: Rig) -> None:
+    rig.disk.held = {key(1)}
+    assert rig.lookup.lookup(key(1)) is None
+    assert rig.lookup.lookup(key(2)) is None
+    assert rig.answer(1) is True
+    assert rig.await_answer(2) is False
+
+
+def test_the_questions_of_a_step_are_one_batch_without_repeats(rig: Rig) -> None:
+    for number in (1, 2, 1, 3):
+        rig.lookup.lookup(key(number))
+    rig.answer(3)
+    assert rig.disk.batches == [[key(1), key(2), key(3)]]
+
+
+def test_nothing_is_asked_before_the_step_ends(rig: Rig) -> None:
+    rig.lookup.lookup(key(1))
+    assert rig.lookup.stats()["asked"] == 0
+    rig.lookup.flush()
+    assert rig.lookup.stats()["asked"] == 1
+
+
+def test_a_negative_answer_is_kept_for_its_time_and_then_asked_again(rig: Rig) -> None:
+    rig.lookup.lookup(key(1))
+    assert rig.answer(1) is False
+    rig.clock.advance(1.9)
+    assert rig.lookup.lookup(key(1)) is False
+    rig.clock.advance(0.2)
+    rig.disk.held = {key(1)}
+    assert rig.lookup.lookup(key(1)) is None
+    assert rig.answer(1) is True
+
+
+def test_a_positive_answer_is_believed_for_its_own_time(rig: Rig) -> None:
+    rig.disk.held = {key(1)}
+    rig.lookup.lookup(key(1))
+    assert rig.answer(1) is True
+    rig.clock.advance(9.9)
+    assert rig.lookup.lookup(key(1)) is True
+    rig.clock.advance(0.2)
+    assert rig.lookup.lookup(key(1)) is None
+
+
+def test_an_answer_that_is_kept_no_time_is_still_heard_once() -> None:
+    rig = Rig(positive_ttl_s=0.0, negative_ttl_s=0.0)
+    rig.lookup.lookup(key(1))
+    assert rig.answer(1) is False
+    assert rig.lookup.lookup(key(1)) is None
+    close(rig)
+
+
+def test_an_answer_that_nobody_heard_does_not_hold_for_ever(rig: Rig) -> None:
+    rig.disk.held = {key(2)}
+    rig.lookup.lookup(key(1))
+    rig.lookup.lookup(key(2))
+    assert rig.answer(2) is True
+    rig.clock.advance(1000.0)
+    assert rig.lookup.lookup(key(1)) is None
+
+
+def test_a_failing_question_is_answered_false_and_counted(rig: Rig) -> None:
+    rig.disk.error = OSError("broken")
+    rig.disk.held = {key(1)}
+    rig.lookup.lookup(key(1))
+    assert rig.answer(1) is False
+    assert rig.lookup.stats()["ask_failed"] == 1
+
+
+def test_after_a_failing_question_the_next_one_is_answered(rig: Rig) -> None:
+    rig.disk.error = OSError("broken")
+    rig.lookup.lookup(key(1))
+    rig.answer(1)
+    rig.disk.error = None
+    rig.disk.held = {key(2)}
+    rig.lookup.lookup(key(2))
+    assert rig.answer(2) is True
+
+
+def test_more_open_questions_than_allowed_are_answered_false_and_counted() -> None:
+    rig = Rig(max_pending_keys=2)
+    assert [rig.lookup.lookup(key(number)) for number in range(4)] == [None, None, False, False]
+    assert rig.lookup.stats()["ask_overflow"] == 2
+    close(rig)
+
+
+def test_a_question_that_hangs_is_answered_false_after_its_time(rig: Rig) -> None:
+    rig.lookup.lookup(key(1))
+    rig.lookup.flush()
+    rig.clock.advance(29.9)
+    assert rig.lookup.lookup(key(1)) is None
+    rig.clock.advance(0.2)
+    assert rig.lookup.lookup(key(1)) is False
+    assert rig.lookup.stats()["ask_overdue"] == 1
+
+
+def test_verdicts_are_bounded_and_the_oldest_goes_first() -> None:
+    rig = Rig(max_verdicts=2)
+    for number in range(3):
+        rig.lookup.lookup(key(number))
+    assert rig.answer(2) is False
+    assert rig.lookup.lookup(key(1)) is False
+    assert rig.lookup.lookup(key(0)) is None
+    close(rig)
+
+
+def test_what_was_learned_otherwise_replaces_a_verdict(rig: Rig) -> None:
+    rig.disk.held = {key(1)}
+    rig.lookup.lookup(key(1))
+    assert rig.answer(1) is True
+    rig.lookup.tell(key(1), is_held=False)
+    assert rig.lookup.lookup(key(1)) is False
+
+
+def test_an_answer_to_a_question_from_before_a_clear_is_ignored(rig: Rig) -> None:
+    rig.disk.held = {key(1)}
+    rig.lookup.lookup(key(1))
+    rig.lookup.flush()
+    rig.lookup.clear()
+    rig.disk.held = set()
+    assert rig.lookup.lookup(key(1)) is None
+    rig.lookup.flush()
+    rig.disk.held = {key(1)}
+    rig.disk.permit()
+    rig.disk.await_answered()
+    rig.disk.held = set()
+    rig.disk.permit()
+    rig.disk.await_answered()
+    assert rig.await_answer(1) is False
+
+
+def test_after_shutdown_every_answer_is_false() -> None:
+    rig = Rig()
+    rig.lookup.lookup(key(1))
+    assert rig.lookup.shutdown(HANG_GUARD_S)
+    assert rig.lookup.lookup(key(1)) is False
+    rig.lookup.flush()
+    assert rig.lookup.shutdown(HANG_GUARD_S)
+
+
+def test_shutdown_says_when_a_question_still_hangs() -> None:
+    rig = Rig()
+    rig.lookup.lookup(key(1))
+    rig.lookup.flush()
+    assert not rig.lookup.shutdown(0.01)
+    close(rig)
+
+
+def test_no_thread_is_started_before_something_is_asked() -> None:
+    before = threading.active_count()
+    rig = Rig()
+    rig.lookup.flush()
+    assert threading.active_count() == before
+    assert rig.lookup.shutdown(HANG_GUARD_S)

@@ -1,0 +1,281 @@
+"""The tiering manager finds, promotes, waits and gives up as designed, with the right bytes throughout."""
+
+import pytest
+from tests.tiering.drivers import (
+    ALWAYS,
+    example_of,
+    make_driver,
+    make_example,
+    make_faulty_driver,
+)
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import BlockNotReadyError
+from kvtier.testing.tier_suite import key_of
+from kvtier.testing.tiering_driver import TieringDriver, number_of
+
+
+def test_a_block_evicted_from_the_primary_comes_back_with_its_bytes() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    driver.store([1, 2, 3])
+    driver.evict_everything()
+    assert driver.search([1, 2, 3], request) is None
+    assert driver.search_until_known([1, 2, 3], request) == 3
+    driver.load([1, 2, 3], request)
+
+
+def test_promotions_of_a_request_are_one_job_in_lookup_order() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1, 2, 3])
+    driver.step()
+    driver.evict_everything()
+    num_before = tier.num_submitted
+    driver.search([3, 1, 2], ReqContext("a"))
+    driver.step()
+    assert tier.num_submitted == num_before + 1
+
+
+def test_nothing_is_submitted_before_the_end_of_the_step() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    num_before = tier.num_submitted
+    assert driver.search([1], ReqContext("a")) is None
+    assert driver.manager.has_pending_work()
+    assert tier.num_submitted == num_before
+    driver.step()
+    assert tier.num_submitted == num_before + 1
+    assert not driver.manager.has_pending_work()
+
+
+def test_take_events_ends_the_step_for_callers_that_never_do() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    driver.manager.prepare_store([key_of(1)], request)
+    driver.manager.complete_store([key_of(1)], request)
+    for _ in range(3):
+        list(driver.manager.take_events())
+    filler = [key_of(n) for n in range(10, 14)]
+    driver.manager.prepare_store(filler, request)
+    driver.manager.complete_store(filler, request, success=False)
+    assert driver.manager.lookup(key_of(1), request) is None
+    list(driver.manager.take_events())
+    assert driver.manager.lookup(key_of(1), request) is True
+
+
+def test_a_second_lookup_in_the_step_neither_promotes_twice_nor_differs() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    driver.store([1])
+    driver.evict_everything()
+    num_free = driver.primary.num_free
+    assert [driver.search([1], request), driver.search([1], request)] == [None, None]
+    assert driver.search([1], ReqContext("b")) is None
+    assert driver.primary.num_free == num_free - 1
+
+
+def test_a_prefix_one_block_longer_than_the_primary_is_answered_with_what_fits() -> None:
+    driver, request = make_driver(num_blocks=4), ReqContext("long")
+    for number in range(5):
+        driver.store([number])
+        driver.step()
+    driver.evict_everything()
+    num_hits = driver.search_until_known(range(5), request, max_steps=6)
+    assert num_hits == 4
+    driver.load(range(num_hits), request)
+
+
+def test_two_prefixes_that_do_not_fit_together_are_both_answered() -> None:
+    driver = make_driver(num_blocks=4)
+    first, second = ReqContext("first"), ReqContext("second")
+    for number in range(8):
+        driver.store([number])
+        driver.step()
+    driver.evict_everything()
+    answers: dict[str, int] = {}
+    for _ in range(10):
+        for request, numbers in ((first, range(3)), (second, range(4, 7))):
+            if request.req_id in answers:
+                continue
+            num_hits = driver.search(numbers, request)
+            if num_hits is not None:
+                answers[request.req_id] = num_hits
+                driver.load(numbers[:num_hits], request)
+        driver.step()
+    assert answers["first"] == 3
+    assert answers["second"] in (1, 2, 3)
+
+
+def test_a_reservation_never_evicts_what_this_search_has_found() -> None:
+    driver, request = make_driver(num_blocks=2), ReqContext("a")
+    for number in (1, 2, 3):
+        driver.store([number])
+        driver.step()
+    # 2 and 3 are in the primary, 1 is only below: finding 2 and 3 first leaves no room for 1.
+    assert driver.search([2, 3, 1], request) == 2
+    driver.load([2, 3], request)
+
+
+def test_a_store_never_evicts_what_a_waiting_request_has_found() -> None:
+    driver, request = make_driver(num_blocks=3), ReqContext("a")
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    driver.store([2])
+    assert driver.search([2, 1], request) is None
+    driver.step()
+    assert driver.begin_store([7, 8, 9], ReqContext("other")) is None
+    assert driver.search_until_known([2, 1], request) == 2
+    assert driver.begin_store([7, 8], ReqContext("other")) is None
+    driver.load([2, 1], request)
+    assert driver.begin_store([7, 8, 9], ReqContext("other")) is not None
+
+
+def test_one_waiters_abort_does_not_release_another_waiters_block() -> None:
+    driver = make_driver(num_blocks=2)
+    first, second = ReqContext("first"), ReqContext("second")
+    driver.store([1])
+    driver.evict_everything()
+    assert driver.search([1], first) is None
+    assert driver.search([1], second) is None
+    driver.step()
+    driver.manager.request_finished(first)
+    assert driver.begin_store([8, 9], ReqContext("other")) is None
+    assert driver.search_until_known([1], second) == 1
+    driver.load([1], second)
+
+
+def test_an_aborted_requests_promotion_still_ends_and_its_slot_is_not_lost() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    driver.store([1])
+    driver.evict_everything()
+    driver.search([1], request)
+    driver.manager.request_finished(request)
+    for _ in range(3):
+        driver.step()
+    assert driver.search([1], ReqContext("b")) == 1
+
+
+def test_the_deadline_ends_the_wait_with_what_is_ready() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1, 2])
+    driver.step()
+    driver.evict_everything()
+    driver.store([5])
+    tier.faults.delay_ratio = ALWAYS
+    request = ReqContext("a")
+    assert driver.search([5, 1, 2], request) is None
+    driver.step()
+    driver.clock.advance(4.9)
+    assert driver.manager.is_waiting(request)
+    driver.step()
+    driver.clock.advance(0.1)
+    assert not driver.manager.is_waiting(request)
+    assert driver.search([5, 1, 2], request) == 1
+    driver.load([5], request)
+
+
+def test_a_deadline_ends_no_job_and_frees_no_slot_that_is_still_written() -> None:
+    driver, tier = make_faulty_driver(num_blocks=4)
+    driver.store([1, 2])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    request = ReqContext("a")
+    driver.search([1, 2], request)
+    driver.step()
+    driver.clock.advance(10.0)
+    driver.step()
+    assert driver.search([1, 2], request) == 0
+    driver.manager.request_finished(request)
+    # Two slots are still the tier's: only two blocks fit, and their bytes survive the late write.
+    assert driver.begin_store([10, 11, 12], ReqContext("b")) is None
+    driver.store([10, 11])
+    tier.faults.delay_ratio = 0.0
+    driver.step()
+    driver.step()
+    driver.load([10, 11], ReqContext("b"))
+    assert driver.search_until_known([1, 2], ReqContext("c")) == 2
+
+
+def test_a_waiting_request_costs_no_search_until_something_has_changed() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    request = ReqContext("a")
+    driver.search([1], request)
+    for _ in range(3):
+        driver.step()
+        assert driver.manager.is_waiting(request)
+        assert driver.manager.lookup(key_of(1), request) is None
+    tier.faults.delay_ratio = 0.0
+    driver.step()
+    driver.step()
+    assert not driver.manager.is_waiting(request)
+    assert driver.search([1], request) == 1
+
+
+def test_a_key_that_is_gone_at_prepare_load_is_an_error_and_ends_the_wait() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    with pytest.raises(BlockNotReadyError):
+        driver.manager.prepare_load([key_of(1)], request)
+    driver.manager.check()
+
+
+def test_touch_reaches_the_primary_and_every_tier() -> None:
+    driver = make_driver(num_blocks=2, num_tiers=2)
+    driver.store([1, 2])
+    driver.manager.touch([key_of(1)], ReqContext("a"))
+    driver.step()
+    driver.store([3])
+    assert driver.search([1], ReqContext("b")) == 1
+    for position in range(2):
+        assert list(example_of(driver, position).blocks)[-2:] == [key_of(1), key_of(3)]
+
+
+def test_without_secondary_tiers_it_behaves_as_the_plain_manager() -> None:
+    driver, request = TieringDriver(2, lambda view: []), ReqContext("a")
+    driver.store([1, 2])
+    assert driver.search([1, 2, 3], request) == 2
+    driver.load([1, 2], request)
+    driver.manager.touch([key_of(1), key_of(2)], request)
+    driver.store([3])
+    assert driver.search([1], request) == 1
+    assert driver.search([2], request) == 0
+
+
+def test_a_promotion_is_announced_and_passes_the_reuse_filter() -> None:
+    driver = TieringDriver(4, lambda view: [make_example(view)], store_threshold=2)
+    request = ReqContext("a")
+    tier = example_of(driver)
+    other = make_driver()
+    other.store([1])
+    tier.blocks[key_of(1)] = example_of(other).blocks[key_of(1)]
+    assert driver.search_until_known([1], request) == 1
+    stored = [key for event in driver.manager.take_events() if not event.removed for key in event.keys]
+    assert stored == [key_of(1)]
+
+
+def test_after_a_reset_no_old_block_is_found_anywhere() -> None:
+    driver = make_driver()
+    driver.store([1, 2])
+    driver.step()
+    driver.manager.reset()
+    driver.manager.check()
+    assert driver.search([1], ReqContext("a")) == 0
+    driver.store([1])
+    assert driver.search([1], ReqContext("b")) == 1
+
+
+def test_shutdown_ends_the_tiers_before_the_memory_and_is_idempotent() -> None:
+    driver = make_driver()
+    driver.store([1])
+    del driver.rows
+    driver.manager.shutdown()
+    driver.manager.shutdown()
+    assert driver.region.is_cleaned
+
+
+def test_numbers_and_keys_are_inverse() -> None:
+    assert number_of(OffloadKey(key_of(77))) == 77

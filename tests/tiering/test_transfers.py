@@ -1,0 +1,230 @@
+"""Every job is settled once: failures, lies, budgets and resets cost hits, never a slot or a byte."""
+
+from tests.tiering.drivers import (
+    ALWAYS,
+    example_of,
+    make_driver,
+    make_example,
+    make_faulty,
+    make_faulty_driver,
+)
+
+from kvtier.base import ReqContext
+from kvtier.testing.faults import FaultyTier
+from kvtier.testing.tier_suite import key_of
+from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
+from kvtier.tiering.base import TierSettings
+from kvtier.tiering.breaker import BACKOFF_S, FAILURES_TO_OPEN, OPEN_S, BreakerState
+from kvtier.tiering.example import ExampleSecondaryTier
+
+
+def state_of(driver: TieringDriver) -> BreakerState:
+    """The state of the first tier's breaker."""
+    return driver.manager._guards[0].breaker.state
+
+
+def test_a_failed_promotion_is_a_miss_and_is_left_alone_for_a_while() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.fail_ratio = ALWAYS
+    request = ReqContext("a")
+    assert driver.search_until_known([1], request, max_steps=4) == 0
+    num_submitted = tier.num_submitted
+    for _ in range(5):
+        assert driver.search([1], request) == 0
+        driver.step()
+    assert tier.num_submitted == num_submitted
+    tier.faults.fail_ratio = 0.0
+    driver.clock.advance(BACKOFF_S)
+    driver.step()
+    assert driver.search_until_known([1], request) == 1
+
+
+def test_a_partly_failed_promotion_keeps_what_arrived() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1, 2, 3])
+    driver.step()
+    driver.evict_everything()
+    assert isinstance(tier.inner, ExampleSecondaryTier)
+    del tier.inner.blocks[key_of(2)]
+    request = ReqContext("a")
+    tier.faults.claims_everything = True
+    assert driver.search_until_known([1, 2, 3], request) == 1
+    assert driver.search([1, 3], ReqContext("b")) == 2
+
+
+def test_a_refused_submit_is_a_failed_job() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.refuse_ratio = ALWAYS
+    assert driver.search_until_known([1], ReqContext("a"), max_steps=3) == 0
+    driver.store([2])
+    assert driver.search([2], ReqContext("b")) == 1
+
+
+def test_unknown_and_repeated_results_are_counted_and_change_nothing() -> None:
+    driver, tier = make_faulty_driver()
+    tier.faults.unknown_ratio = tier.faults.repeat_ratio = ALWAYS
+    driver.store([1, 2])
+    for _ in range(3):
+        driver.step()
+    driver.evict_everything()
+    assert driver.search_until_known([1, 2], ReqContext("a")) == 2
+    assert driver.manager.stats()["unknown_results"] >= 4
+
+
+def test_a_tier_whose_poll_raises_is_out_of_service_and_the_rest_goes_on() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    driver.search([1], ReqContext("a"))
+    driver.step()
+    tier.faults.poll_raise_ratio = ALWAYS
+    driver.step()
+    driver.store([2, 3])
+    assert driver.search([2, 3], ReqContext("b")) == 2
+    assert driver.manager.stats()["tier.0.faulty.out_of_service"] == 1
+    assert driver.search([1], ReqContext("c")) == 0
+
+
+def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
+    driver, tier = make_faulty_driver(num_blocks=16)
+    numbers = list(range(FAILURES_TO_OPEN + 2))
+    driver.store(numbers)
+    driver.step()
+    driver.evict_everything()
+    tier.faults.fail_ratio = ALWAYS
+    for number in numbers[:FAILURES_TO_OPEN]:
+        driver.search_until_known([number], ReqContext(str(number)))
+    assert state_of(driver) is BreakerState.OPEN
+    num_submitted = tier.num_submitted
+    assert driver.search([numbers[-1]], ReqContext("left out")) == 0
+    driver.store([100])
+    assert tier.num_submitted == num_submitted
+    tier.faults.fail_ratio = 0.0
+    driver.clock.advance(OPEN_S)
+    driver.step()
+    assert driver.search_until_known([numbers[-1]], ReqContext("probe")) == 1
+    assert state_of(driver) is BreakerState.CLOSED
+
+
+def test_the_next_tier_is_tried_when_the_first_cannot_deliver() -> None:
+    driver = TieringDriver(4, lambda view: [make_faulty(view), make_example(view)])
+    driver.store([1])
+    driver.evict_everything()
+    broken = driver.tiers[0]
+    assert isinstance(broken, FaultyTier)
+    broken.faults.fail_ratio = ALWAYS
+    # The first attempt fails and is a miss; the key is then left alone in the first tier, so the second has it.
+    assert driver.search_until_known([1], ReqContext("a")) == 1
+
+
+def test_only_what_became_ready_is_cascaded() -> None:
+    driver, request = make_driver(num_blocks=4), ReqContext("a")
+    driver.store([1])
+    driver.step()
+    example_of(driver).clear()
+    store = driver.begin_store([2], request)
+    assert store is not None
+    driver.manager.complete_store([key_of(1), key_of(2), key_of(99)], request)
+    assert list(example_of(driver).blocks) == [key_of(2)]
+
+
+def test_a_callers_complete_store_cannot_end_a_promotion() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    driver.search([1], ReqContext("a"))
+    driver.step()
+    driver.manager.complete_store([key_of(1)], ReqContext("b"))
+    driver.manager.check()
+    assert driver.search([1], ReqContext("c")) is None
+
+
+def test_a_failed_store_is_not_cascaded() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    store = driver.begin_store([1], request)
+    assert store is not None
+    driver.end_store(store, success=False)
+    assert not example_of(driver).blocks
+    assert driver.search([1], request) == 0
+
+
+def test_every_tier_gets_a_store() -> None:
+    driver = make_driver(num_tiers=3)
+    driver.store([1, 2])
+    assert [example_of(driver, p).get_num_blocks() for p in range(3)] == [2, 2, 2]
+
+
+def test_a_cascade_pins_its_blocks_until_it_is_reported() -> None:
+    driver, tier = make_faulty_driver(num_blocks=2)
+    tier.faults.delay_ratio = ALWAYS
+    driver.store([1, 2])
+    driver.step()
+    assert driver.begin_store([3], ReqContext("b")) is None
+    tier.faults.delay_ratio = 0.0
+    driver.step()
+    assert driver.begin_store([3], ReqContext("b")) is not None
+
+
+def test_a_cascade_beyond_the_budget_is_declined_and_counted() -> None:
+    driver, tier = make_faulty_driver(num_blocks=16, settings=TierSettings())
+    tier.faults.delay_ratio = ALWAYS
+    driver.store(range(5))
+    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 3
+    assert driver.manager.stats()["tier.0.faulty.in_flight_store_bytes"] == 2 * ROW_BYTES
+    driver.store(range(5, 8))
+    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 6
+    tier.faults.delay_ratio = 0.0
+    driver.step()
+    driver.step()
+    assert driver.manager.stats()["tier.0.faulty.in_flight_store_bytes"] == 0
+
+
+def test_jobs_open_at_a_reset_only_settle_their_slots() -> None:
+    driver, tier = make_faulty_driver(num_blocks=4)
+    driver.store([1, 2])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    driver.search([1, 2], ReqContext("a"))
+    driver.store([5])
+    driver.step()
+    driver.manager.reset()
+    driver.manager.check()
+    assert driver.search([1, 2, 5], ReqContext("b")) == 0
+    # Key 1 is stored anew while the old promotion of it still writes into its old slot.
+    driver.store([1])
+    assert driver.begin_store([6], ReqContext("c")) is None
+    tier.faults.delay_ratio = 0.0
+    for _ in range(3):
+        driver.step()
+    driver.load([1], ReqContext("d"))
+    assert driver.search([2], ReqContext("e")) == 0
+    driver.store([7, 8, 9])
+
+
+def test_a_device_store_and_a_promotion_of_one_key_across_a_reset_do_not_mix() -> None:
+    driver, tier = make_faulty_driver(num_blocks=4)
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    driver.search([1], ReqContext("a"))
+    driver.step()
+    driver.manager.reset()
+    store = driver.begin_store([1], ReqContext("b"))
+    assert store is not None
+    driver.end_store(store)
+    assert driver.search([1], ReqContext("c")) == 1
+    assert driver.begin_store([2, 3, 4], ReqContext("d")) is None
+    tier.faults.delay_ratio = 0.0
+    driver.step()
+    driver.step()
+    driver.load([1], ReqContext("c"))

@@ -1,0 +1,152 @@
+"""Who waits holds what it found, is woken by what it awaits, and waits no longer than its deadline."""
+
+import pytest
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.waiting import WaitingRequests
+
+DEADLINE_S = 5.0
+
+
+class CountingHolder:
+    """Counts holds as the primary would."""
+
+    def __init__(self) -> None:
+        self.counts: dict[OffloadKey, int] = {}
+
+    def hold(self, key: OffloadKey) -> None:
+        """Count one more."""
+        self.counts[key] = self.counts.get(key, 0) + 1
+
+    def release(self, key: OffloadKey) -> None:
+        """Count one less; more releases than holds fail the test."""
+        assert self.counts[key] > 0
+        self.counts[key] -= 1
+        if not self.counts[key]:
+            del self.counts[key]
+
+
+@pytest.fixture
+def holder() -> CountingHolder:
+    """Where holds are counted."""
+    return CountingHolder()
+
+
+@pytest.fixture
+def waiting(holder: CountingHolder) -> WaitingRequests:
+    """No request waits yet."""
+    return WaitingRequests(holder, DEADLINE_S)
+
+
+def test_what_was_found_before_the_first_wait_is_held_from_then_on(
+    waiting: WaitingRequests, holder: CountingHolder
+) -> None:
+    request = ReqContext("a")
+    waiting.note_found(key_of(1), request)
+    assert waiting.found(request) == [key_of(1)]
+    assert not holder.counts
+    waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
+    waiting.note_found(key_of(3), request)
+    assert holder.counts == {key_of(1): 1, key_of(2): 1, key_of(3): 1}
+
+
+def test_a_find_of_an_earlier_step_is_not_held(waiting: WaitingRequests, holder: CountingHolder) -> None:
+    request = ReqContext("a")
+    waiting.note_found(key_of(1), request)
+    waiting.end_step()
+    waiting.wait_for(key_of(2), request, now_s=0.0, step=1, is_held=True)
+    assert holder.counts == {key_of(2): 1}
+
+
+def test_what_has_no_slot_is_awaited_but_not_held(waiting: WaitingRequests, holder: CountingHolder) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=False)
+    assert not holder.counts
+    assert len(waiting) == 1
+
+
+def test_two_waiters_hold_a_key_twice_and_release_it_each_for_itself(
+    waiting: WaitingRequests, holder: CountingHolder
+) -> None:
+    first, second = ReqContext("same"), ReqContext("same")
+    for request in (first, second):
+        waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+        waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    assert holder.counts == {key_of(1): 2} == waiting.holds()
+    waiting.end_wait(first)
+    assert holder.counts == {key_of(1): 1} == waiting.holds()
+    waiting.end_wait(second)
+    assert not holder.counts
+
+
+def test_a_request_searches_again_only_after_news_and_then_for_one_step(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert waiting.begins_search(waiter, 0)
+    assert not waiting.begins_search(waiter, 1)
+    waiting.notify([key_of(9)])
+    assert not waiting.begins_search(waiter, 2)
+    waiting.notify([key_of(1)])
+    assert waiting.begins_search(waiter, 3)
+    waiting.wait_for(key_of(2), request, now_s=1.0, step=3, is_held=True)
+    assert waiting.begins_search(waiter, 3)
+    assert not waiting.begins_search(waiter, 4)
+
+
+def test_a_search_that_found_nothing_to_wait_for_leaves_the_request_free(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert waiter.is_idle()
+    waiting.notify([key_of(1)])
+    assert waiting.begins_search(waiter, 1)
+    assert not waiter.is_idle()
+    assert waiting.begins_search(waiter, 2)
+    assert waiting.awaited_keys() == []
+
+
+def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holder: CountingHolder) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=10.0, step=0, is_held=True)
+    waiting.wait_for(key_of(2), request, now_s=14.0, step=1, is_held=True)
+    waiting.expire(14.9)
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert not waiter.is_expired
+    waiting.expire(15.0)
+    assert waiting.get(request) is waiter
+    assert waiter.is_expired
+    assert not holder.counts
+    assert len(waiting) == 0
+
+
+def test_an_expired_request_is_forgotten_when_it_ends(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.expire(DEADLINE_S)
+    waiting.end_wait(request)
+    assert waiting.get(request) is None
+
+
+def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) -> None:
+    request, other = ReqContext("a"), ReqContext("b")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.wait_for(key_of(1), other, now_s=0.0, step=0, is_held=True)
+    waiting.end_wait(request)
+    assert waiting.awaited_keys() == [key_of(1)]
+    waiting.end_wait(other)
+    assert waiting.awaited_keys() == []
+
+
+def test_clear_releases_every_hold(waiting: WaitingRequests, holder: CountingHolder) -> None:
+    for number in range(5):
+        waiting.wait_for(key_of(number // 2), ReqContext(str(number)), now_s=0.0, step=0, is_held=True)
+    waiting.clear()
+    assert not holder.counts
+    assert not waiting.holds()
+    assert waiting.awaited_keys() == []
