@@ -1,0 +1,124 @@
+"""What the two halves of the connector say to each other, and the events they publish.
+
+It decides nothing. The scheduler half sends one OffloadingConnectorMetadata a step to every worker; each
+worker answers with an OffloadingWorkerMetadata, and the engine sums the answers. These values cross process
+borders: they are plain data.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.base import LoadStoreSpec, TransferJobId, TransferSpec
+
+
+class ConnectorRole(Enum):
+    """Which half of the connector a process runs."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferJob:
+    """One transfer on behalf of one request.
+
+    Attributes:
+        req_id: the request.
+        transfer_spec: where from and where to.
+    """
+
+    req_id: str
+    transfer_spec: TransferSpec
+
+
+class LostLoadStoreSpec(LoadStoreSpec):
+    """The source of a load whose blocks were gone when it was to be pinned.
+
+    The engine already waits for that load, and only workers can end it: each reports it as failed.
+    """
+
+    @staticmethod
+    def medium() -> str:
+        """Return "LOST", which no handler copies from."""
+        return "LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadingConnectorMetadata:
+    """What every worker has to do in one step. It has neither length nor truth value: it is never "empty".
+
+    Attributes:
+        load_jobs: to begin before the forward pass.
+        store_jobs: to begin in the step after; their blocks are computed by this step or before.
+        jobs_to_flush: stores to finish before anything writes to a device block in this step.
+        jobs_to_fail: loads whose bytes became void after they were begun; they are reported as failed.
+    """
+
+    load_jobs: dict[TransferJobId, TransferJob]
+    store_jobs: dict[TransferJobId, TransferJob]
+    jobs_to_flush: set[TransferJobId] | None = None
+    jobs_to_fail: set[TransferJobId] | None = None
+
+
+@dataclass(slots=True)
+class OffloadingWorkerMetadata:
+    """What workers report of one step.
+
+    Attributes:
+        completed_jobs: how many workers have ended each job, well or badly.
+        failed_jobs: the jobs that failed on at least one of them.
+        region_identities: device and inode of the region of each worker that reports for the first time.
+    """
+
+    completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
+    failed_jobs: frozenset[TransferJobId] = frozenset()
+    region_identities: tuple[tuple[int, int], ...] = ()
+
+    def mark_completed(self, job_id: TransferJobId, success: bool = True) -> None:
+        """Count that one worker has ended ``job_id``."""
+        self.completed_jobs[job_id] = self.completed_jobs.get(job_id, 0) + 1
+        if not success:
+            self.failed_jobs |= {job_id}
+
+    def aggregate(self, other: "OffloadingWorkerMetadata") -> "OffloadingWorkerMetadata":
+        """Return the report of the workers behind both; changes neither."""
+        completed_jobs = dict(self.completed_jobs)
+        for job_id, num_workers in other.completed_jobs.items():
+            completed_jobs[job_id] = completed_jobs.get(job_id, 0) + num_workers
+        return OffloadingWorkerMetadata(
+            completed_jobs,
+            self.failed_jobs | other.failed_jobs,
+            self.region_identities + other.region_identities,
+        )
+
+    def is_empty(self) -> bool:
+        """Return True when there is nothing to report."""
+        return not self.completed_jobs and not self.region_identities
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks that a medium now holds.
+
+    Attributes:
+        block_hashes: their content hashes.
+        medium: where, for example "CPU".
+        block_size: tokens in a block; 0, because the device cache's own events report sizes.
+    """
+
+    block_hashes: tuple[bytes, ...]
+    medium: str
+    block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks that a medium no longer holds.
+
+    Attributes:
+        block_hashes: their content hashes.
+        medium: where, for example "CPU".
+    """
+
+    block_hashes: tuple[bytes, ...]
+    medium: str

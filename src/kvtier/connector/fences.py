@@ -1,0 +1,51 @@
+"""Device blocks that an unfinished store still reads.
+
+It waits for nobody. A store holds no device block: the engine may free the block and give it to another
+request. Whoever is about to write to it asks here, and the worker finishes those stores first.
+"""
+
+from collections.abc import Iterable
+
+from kvtier.base import TransferJobId
+
+
+class BlockFences:
+    """Which unfinished stores read which device blocks.
+
+    Blocks are told apart by number alone. Engines whose groups have separate pools would at worst finish a
+    store too early, never too late.
+    """
+
+    def __init__(self) -> None:
+        self._jobs_by_block: dict[int, set[TransferJobId]] = {}
+        self._blocks_by_job: dict[TransferJobId, list[int]] = {}
+
+    def add(self, job_id: TransferJobId, block_ids: list[int]) -> None:
+        """Fence ``block_ids`` until the store ``job_id`` is removed."""
+        self._blocks_by_job[job_id] = block_ids
+        for block_id in block_ids:
+            self._jobs_by_block.setdefault(block_id, set()).add(job_id)
+
+    def remove(self, job_id: TransferJobId) -> None:
+        """Lift the fence of a store; one that has none is ignored."""
+        for block_id in self._blocks_by_job.pop(job_id, ()):
+            jobs = self._jobs_by_block[block_id]
+            jobs.discard(job_id)
+            if not jobs:
+                del self._jobs_by_block[block_id]
+
+    def take(self, block_ids: Iterable[int]) -> set[TransferJobId]:
+        """Return the stores that read any of ``block_ids``, and lift their fences.
+
+        The caller makes every worker finish them in this step, so asking a second time would wait twice.
+        """
+        if not self._jobs_by_block:
+            return set()
+        job_ids = {job_id for block_id in block_ids for job_id in self._jobs_by_block.get(block_id, ())}
+        # Each worker handles metadata in order, so once a flush is sent nothing later can overtake it.
+        for job_id in job_ids:
+            self.remove(job_id)
+        return job_ids
+
+    def __len__(self) -> int:
+        return len(self._blocks_by_job)

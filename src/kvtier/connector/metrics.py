@@ -1,0 +1,96 @@
+"""What the connector measures: the transfers of a worker, and the counts of the scheduler half.
+
+It exports nothing; engines and exporters read it. Stats of several workers and steps can be summed, so they are
+kept as plain lists of operations that survive serialisation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TypedDict
+
+from kvtier.base import TransferType
+
+MAX_RECORDED_OPERATIONS = 4096
+"""Operations kept for each direction until someone takes the stats. Beyond it the last one absorbs the rest:
+totals stay right. More gives an exporter that reads rarely a finer histogram, at about 200 bytes each."""
+
+
+class OperationStats(TypedDict):
+    """One transfer: its bytes, and the seconds that the copy itself took."""
+
+    op_size: int
+    op_time: float
+
+
+@dataclass(slots=True)
+class OffloadingConnectorStats:
+    """Transfers since the last reset.
+
+    Attributes:
+        data: for each "SRC_to_DST" the operations, oldest first.
+    """
+
+    data: dict[str, list[OperationStats]] = field(default_factory=dict)
+
+    def record_transfer(self, num_bytes: int, time_s: float, transfer_type: TransferType) -> None:
+        """Add one transfer."""
+        source, destination = transfer_type
+        self._append(f"{source}_to_{destination}", OperationStats(op_size=num_bytes, op_time=time_s))
+
+    def aggregate(self, other: "OffloadingConnectorStats") -> "OffloadingConnectorStats":
+        """Add the transfers of ``other`` to this one and return it; ``other`` is not changed."""
+        for direction, operations in other.data.items():
+            for operation in operations:
+                self._append(direction, operation)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return "<direction>_total_bytes" and "<direction>_total_time", in seconds, for each direction."""
+        totals: dict[str, int | float] = {}
+        for direction, operations in self.data.items():
+            totals[f"{direction}_total_bytes"] = sum(operation["op_size"] for operation in operations)
+            totals[f"{direction}_total_time"] = sum(operation["op_time"] for operation in operations)
+        return totals
+
+    def reset(self) -> None:
+        """Forget every transfer."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Return True when there was no transfer."""
+        return not self.data
+
+    def _append(self, direction: str, operation: OperationStats) -> None:
+        operations = self.data.setdefault(direction, [])
+        if len(operations) < MAX_RECORDED_OPERATIONS:
+            operations.append(OperationStats(op_size=operation["op_size"], op_time=operation["op_time"]))
+            return
+        operations[-1]["op_size"] += operation["op_size"]
+        operations[-1]["op_time"] += operation["op_time"]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What the scheduler half has counted since it was built.
+
+    Attributes:
+        load_jobs: loads begun, lost ones included.
+        failed_load_jobs: loads that failed on a worker or became void.
+        lost_load_jobs: loads whose blocks were gone when they were to be pinned.
+        store_jobs: stores begun.
+        failed_store_jobs: stores that failed on a worker or became void.
+        refused_stores: offers for which the manager had no room.
+        flushed_store_jobs: stores that had to end before a device block was written again.
+    """
+
+    load_jobs: int = 0
+    failed_load_jobs: int = 0
+    lost_load_jobs: int = 0
+    store_jobs: int = 0
+    failed_store_jobs: int = 0
+    refused_stores: int = 0
+    flushed_store_jobs: int = 0
+
+    def snapshot(self) -> Mapping[str, float]:
+        """Return the counts by dotted name."""
+        return {f"connector.{item.name}": float(getattr(self, item.name)) for item in fields(self)}

@@ -1,0 +1,51 @@
+"""The connector of one process: builds the spec, then the half that the process runs."""
+
+from kvtier.config import OffloadingConfig
+from kvtier.connector.common import ConnectorRole
+from kvtier.connector.protocols import ClosableSpec
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.factory import OffloadingSpecFactory
+
+
+class OffloadingConnector:
+    """One half of offloading. An engine in one process builds two, one of each role.
+
+    Args:
+        config: what the engine says of itself; with ``rank`` on a worker, without on the scheduler.
+        role: which half to build.
+
+    Attributes:
+        spec: what the configuration asked for; it is this half's own.
+        connector_scheduler: the scheduler half, or None.
+        connector_worker: the worker half, or None.
+    """
+
+    def __init__(self, config: OffloadingConfig, role: ConnectorRole) -> None:
+        self.role = role
+        self.spec = OffloadingSpecFactory.create_spec(config)
+        self.connector_scheduler: OffloadingConnectorScheduler | None = None
+        self.connector_worker: OffloadingConnectorWorker | None = None
+        if role is ConnectorRole.SCHEDULER:
+            self.connector_scheduler = OffloadingConnectorScheduler(self.spec)
+        else:
+            self.connector_worker = OffloadingConnectorWorker(self.spec)
+
+    def has_pending_push_work(self) -> bool:
+        """Return True while one more step, which may be empty, is needed to begin deferred stores.
+
+        An engine that runs out of requests asks this before it rests.
+        """
+        return self.connector_scheduler is not None and self.connector_scheduler.has_deferred_stores()
+
+    def shutdown(self) -> None:
+        """End the half that this process runs; idempotent."""
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.shutdown()
+        if self.connector_worker is not None:
+            self.connector_worker.shutdown()
+        if isinstance(self.spec, ClosableSpec):
+            self.spec.shutdown()
+
+    def __repr__(self) -> str:
+        return f"OffloadingConnector({self.role.value}, {type(self.spec).__name__})"

@@ -1,0 +1,155 @@
+"""What the scheduler half remembers of one request, from first sight to its end.
+
+It plans nothing. The engine's own request object is kept and read each step, because hashes and confirmed
+tokens grow; everything else here is the connector's.
+"""
+
+import heapq
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_key
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.protocols import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the client allows, from ``kv_transfer_params``.
+
+    Attributes:
+        max_load_tokens: tokens from this position on are not loaded; None sets no limit.
+        max_store_tokens: tokens from this position on are not stored; None sets no limit.
+    """
+
+    max_load_tokens: int | None = None
+    max_store_tokens: int | None = None
+
+
+def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
+    """Read the limits of one request; a value that makes no sense is logged and ignored.
+
+    A client's mistake must not end the engine, and no limit is always right, only slower or faster.
+    """
+    if not params:
+        return RequestLimits()
+    return RequestLimits(_read_limit(params, "load"), _read_limit(params, "store"))
+
+
+def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any: a client's JSON
+    if params.get(f"skip_{direction}") is True:
+        return 0
+    name = f"max_{direction}_tokens"
+    value = params.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request; compared by identity, because an engine may use a name again.
+
+    Attributes:
+        request: the engine's own object.
+        context: what every manager and tier call for this request gets.
+        limits: what the client allows.
+        keys: for each group the keys of its full blocks, as far as hashed.
+        block_ids: for each group the device block table; empty while the request has none.
+        next_store_blocks: for each group the first offloaded block that was not offered to the manager yet.
+        num_computed_tokens: tokens whose KV is in the blocks before the step being planned.
+        num_local_tokens: tokens found in device memory when the request was last searched; None before.
+        blocking_job: the load, for another request, that this one waits for.
+        has_blocks: whether device blocks are allocated to it.
+        has_failed_load: whether a load failed; then it never loads again.
+        is_touched: whether its keys were touched since it arrived.
+        is_stale: whether its device blocks were computed before a reset; then they are not stored.
+        store_batch_blocks: blocks to offer in one call; None means as many as there are.
+        num_freed_tokens: tokens computed when the engine last freed what had left a window.
+        next_store_tokens: below so many storable tokens no further block is full.
+    """
+
+    request: Request
+    context: ReqContext
+    limits: RequestLimits
+    keys: list[list[OffloadKey]]
+    block_ids: list[list[int]]
+    next_store_blocks: list[int]
+    num_computed_tokens: int = 0
+    num_local_tokens: int | None = None
+    blocking_job: TransferJobId | None = None
+    has_blocks: bool = False
+    has_failed_load: bool = False
+    is_touched: bool = False
+    is_stale: bool = False
+    store_batch_blocks: int | None = None
+    num_freed_tokens: int = 0
+    next_store_tokens: int = 0
+
+    def may_fill_block(self, num_scheduled_tokens: int) -> bool:
+        """Return whether so many more tokens could make another block full; a thousand ask in every step."""
+        return self.num_computed_tokens + num_scheduled_tokens >= self.next_store_tokens
+
+    def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
+        """Make the keys of the blocks that were hashed since the last call."""
+        hashes = self.request.block_hashes
+        for layout, keys in zip(layouts, self.keys, strict=True):
+            for block in range(len(keys), len(hashes) // layout.hashes_per_block):
+                last_hash = hashes[(block + 1) * layout.hashes_per_block - 1]
+                keys.append(make_offload_key(last_hash, layout.idx))
+
+    def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
+        """Return the keys of the blocks that end at or before ``end_token``, first positions first."""
+        if len(layouts) == 1:
+            return self.keys[0][: end_token // layouts[0].block_tokens]
+        runs = [
+            [((block + 1) * layout.block_tokens, layout.idx, key) for block, key in enumerate(keys)]
+            for layout, keys in zip(layouts, self.keys, strict=True)
+        ]
+        return [key for end, _, key in heapq.merge(*runs) if end <= end_token]
+
+    def replace_blocks(self, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
+        """Take a whole new block table."""
+        self.block_ids = [list(ids) for ids in block_ids]
+        self.num_computed_tokens = self.num_freed_tokens = num_computed_tokens
+        self.has_blocks = True
+        if num_computed_tokens == 0:
+            self.is_stale = False
+
+    def append_blocks(self, block_ids: Sequence[Sequence[int]] | None, num_computed_tokens: int) -> None:
+        """Take what one step appended to the block table."""
+        for table, ids in zip(self.block_ids, block_ids or (), strict=False):
+            table.extend(ids)
+        self.num_computed_tokens = num_computed_tokens
+        # Rejected drafts lower the count, but what was freed for the higher one stays freed.
+        self.num_freed_tokens = max(self.num_freed_tokens, num_computed_tokens)
+
+    def drop_blocks(self) -> None:
+        """Forget the block table: the engine has taken it back."""
+        self.block_ids = [[] for _ in self.block_ids]
+        self.has_blocks = False
+
+    def note_reset(self) -> None:
+        """Begin anew with the primary tier empty; blocks computed before may hold what a reset forbids."""
+        self.is_stale = self.has_blocks
+        self.is_touched = False
+        self.next_store_blocks = [0] * len(self.next_store_blocks)
+        self.next_store_tokens = 0
+
+
+def make_request_state(request: Request, num_groups: int) -> RequestState:
+    """Return the state of a request that was never seen before. Pure."""
+    params = request.kv_transfer_params
+    return RequestState(
+        request=request,
+        context=ReqContext(request.request_id, params),
+        limits=parse_request_limits(params),
+        keys=[[] for _ in range(num_groups)],
+        block_ids=[[] for _ in range(num_groups)],
+        next_store_blocks=[0] * num_groups,
+    )

@@ -1,0 +1,310 @@
+"""The scheduler half: which requests wait, what is loaded for them, what is stored of them.
+
+It moves no byte and never blocks. What it decides lives beside it: how much of a prefix can be loaded
+(prefix_search), which device blocks a load writes (load_planner), what can be stored (store_planner), which
+stores others must wait for (fences), what is in flight (transfer_jobs), whether it may start at all (handshake).
+The order of a step stands in ``protocols``.
+
+Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
+"""
+
+import logging
+from collections.abc import Sequence
+from itertools import takewhile
+
+from kvtier.base import (
+    OffloadingSpec,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    TransferJobId,
+    TransferSpec,
+    get_offload_block_hash,
+)
+from kvtier.connector.allocations import follow_allocations
+from kvtier.connector.common import (
+    BlockRemoved,
+    BlockStored,
+    LostLoadStoreSpec,
+    OffloadingConnectorMetadata,
+    TransferJob,
+)
+from kvtier.connector.fences import BlockFences
+from kvtier.connector.groups import make_group_layouts
+from kvtier.connector.handshake import RegionHandshake
+from kvtier.connector.load_planner import list_load_keys, plan_load
+from kvtier.connector.metrics import SchedulerCounters
+from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
+from kvtier.connector.protocols import ConnectorOutput, DeviceBlocks, Request, SchedulerOutput
+from kvtier.connector.request_state import RequestState, make_request_state
+from kvtier.connector.store_planner import list_storable_blocks, offer_blocks
+from kvtier.connector.transfer_jobs import JobKind, OpenJob, TransferJobs
+from kvtier.errors import BlockNotReadyError
+
+logger = logging.getLogger(__name__)
+
+WAIT: tuple[int | None, bool] = (None, False)
+NOTHING: tuple[int | None, bool] = (0, False)
+
+
+class OffloadingConnectorScheduler:
+    """Decides, for every step of the engine, what the workers load and store. Used from one thread.
+
+    Args:
+        spec: builds the manager; its configuration names the KV groups and the number of workers.
+
+    Attributes:
+        manager: which blocks are held; both searches depend on it alone.
+        counters: what was decided so far.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self.manager = spec.get_manager()
+        self.counters = SchedulerCounters()
+        self._layouts = make_group_layouts(spec)
+        self._handshake = RegionHandshake(spec)
+        self._requests: dict[str, RequestState] = {}
+        self._jobs = TransferJobs(spec.config.world_size)
+        self._fences = BlockFences()
+        self._load_jobs: dict[TransferJobId, TransferJob] = {}
+        self._jobs_to_flush: set[TransferJobId] = set()
+        self._jobs_to_fail: set[TransferJobId] = set()
+        self._has_deferred_stores = False
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens of a waiting request can be loaded.
+
+        Args:
+            request: asked for in every step until it is scheduled.
+            num_computed_tokens: leading tokens that device memory holds.
+
+        Returns:
+            How many tokens beyond those can be loaded, and True when that is more than none: the load runs
+            beside the engine's steps. None: ask again in the next step. At least one token is left to compute.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None:
+            state = self._requests[request.request_id] = make_request_state(request, len(self._layouts))
+        elif num_computed_tokens == state.num_local_tokens and (
+            self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
+        ):
+            return WAIT
+        state.num_local_tokens = num_computed_tokens
+        if state.has_failed_load or not self._handshake.is_open:
+            return NOTHING
+        end_token = self._find_loadable_end(state, num_computed_tokens)
+        if end_token is None:
+            return WAIT
+        if end_token > num_computed_tokens and self._is_loaded_for_another(state, end_token):
+            return WAIT
+        if not state.is_touched:
+            state.is_touched = True
+            self._touch(state, request.num_tokens)
+        return (end_token - num_computed_tokens, True) if end_token > num_computed_tokens else NOTHING
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
+    ) -> None:
+        """Begin the load of a request whose device blocks are allocated.
+
+        Args:
+            request: the request.
+            blocks: its whole block table.
+            num_external_tokens: what get_num_new_matched_tokens answered, or 0 when nothing is to be loaded.
+
+        Raises:
+            InvariantError: there are fewer device blocks than tokens to load.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or num_external_tokens == 0:
+            return
+        first_token = state.num_local_tokens or 0
+        end_token = first_token + num_external_tokens
+        plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
+        state.has_blocks = True
+        self.counters.load_jobs += 1
+        try:
+            transfer = TransferSpec(self.manager.prepare_load(plan.keys, state.context), plan.device_spec)
+            job_id = self._jobs.open(JobKind.LOAD, state, plan.keys)
+        except BlockNotReadyError as error:
+            # The engine waits for this load already, and only a worker can tell it that a load ended. So one is
+            # sent that fails there; raising would end the engine over a block that is merely recomputed.
+            logger.warning("request %s: its load is lost, it is computed: %s", request.request_id, error)
+            self.counters.lost_load_jobs += 1
+            transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
+            job_id = self._jobs.open(JobKind.LOAD, state, [])
+        self._load_jobs[job_id] = TransferJob(request.request_id, transfer)
+        self._flush(plan.device_spec.block_ids.tolist())
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Return what the workers have to do in this step, and end the manager's step.
+
+        Effects:
+            Follows the engine's block tables, prepares stores, starts promotions.
+        """
+        self._flush(follow_allocations(self._layouts, self._requests, scheduler_output))
+        store_jobs: dict[TransferJobId, TransferJob] = {}
+        if self._handshake.is_open:
+            for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+                state = self._requests.get(req_id)
+                if state is not None and state.may_fill_block(num_tokens):
+                    store_jobs.update(self._prepare_stores(state, num_tokens))
+        metadata = OffloadingConnectorMetadata(
+            self._load_jobs, store_jobs, self._jobs_to_flush or None, self._jobs_to_fail or None
+        )
+        self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
+        # The workers begin these with the next metadata, which also tells that those before have begun.
+        self._has_deferred_stores = bool(store_jobs)
+        self.manager.end_step()
+        return metadata
+
+    def update_connector_output(self, output: ConnectorOutput) -> None:
+        """Take what the workers reported; jobs that every worker has ended are completed in the manager."""
+        report = output.kv_connector_worker_meta
+        if report is None:
+            return
+        self._handshake.record(report.region_identities)
+        for job in self._jobs.count(report):
+            if job.kind is JobKind.LOAD:
+                self._end_load(job)
+            else:
+                self._end_store(job)
+
+    def request_finished(self, request: Request) -> tuple[bool, None]:
+        """Forget a request that ended or was aborted; its jobs go on.
+
+        Returns:
+            False, the engine may free its device blocks (unfinished stores fence them), and no parameters.
+        """
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self.manager.request_finished(state.context)
+        return False, None
+
+    def take_events(self) -> list[BlockStored | BlockRemoved]:
+        """Return what media have gained and lost since the last call, oldest first."""
+        events: list[BlockStored | BlockRemoved] = []
+        for event in self.manager.take_events():
+            hashes = tuple(get_offload_block_hash(key) for key in event.keys)
+            made = BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)
+            events.append(made)
+        return events
+
+    def has_deferred_stores(self) -> bool:
+        """Return True when stores wait for one more step, which may be empty, to be begun."""
+        return self._has_deferred_stores
+
+    def reset(self) -> None:
+        """Forget every block: nothing stored so far is found again.
+
+        Loads under way fail, so that their requests are computed; stores under way end without being kept.
+        Requests that hold device blocks now are not stored until they are computed anew from their first
+        token. The engine empties its own prefix cache before it calls this, and calls it when no step's output is
+        outstanding: a load that such an output reports as good cannot be taken back.
+        """
+        loads = self._jobs.void_all()
+        for job_id, job in self._load_jobs.items():
+            lost = TransferSpec(LostLoadStoreSpec(), job.transfer_spec.destination)
+            self._load_jobs[job_id] = TransferJob(job.req_id, lost)
+        # Workers report every load once, so a load that is on its way is failed by them and not dropped here.
+        self._jobs_to_fail |= loads - self._load_jobs.keys()
+        for state in self._requests.values():
+            state.note_reset()
+        self.manager.reset()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges of the connector and of its manager, by dotted name."""
+        gauges = {
+            "connector.open_jobs": float(len(self._jobs)),
+            "connector.fenced_jobs": float(len(self._fences)),
+            "connector.requests": float(len(self._requests)),
+        }
+        return {**self.manager.stats(), **self.counters.snapshot(), **gauges}
+
+    def shutdown(self) -> None:
+        """End the manager; idempotent."""
+        self.manager.shutdown()
+
+    def _maximal_prefix_lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
+        return maximal_prefix_lookup(self.manager, keys, req_context)
+
+    def _sliding_window_lookup(
+        self, keys: Sequence[OffloadKey], sliding_window_size: int, req_context: ReqContext
+    ) -> int | None:
+        return sliding_window_lookup(self.manager, keys, sliding_window_size, req_context)
+
+    def _find_loadable_end(self, state: RequestState, num_local_tokens: int) -> int | None:
+        state.grow_keys(self._layouts)
+        # The engine needs a token to compute: without one there is no output to sample from.
+        max_end_token = state.request.num_tokens - 1
+        if state.limits.max_load_tokens is not None:
+            max_end_token = min(max_end_token, state.limits.max_load_tokens)
+        return find_loadable_end(
+            self._layouts,
+            state.keys,
+            num_local_tokens,
+            max_end_token,
+            lambda keys: self._maximal_prefix_lookup(keys, state.context),
+            lambda keys, size: self._sliding_window_lookup(keys, size, state.context),
+        )
+
+    def _is_loaded_for_another(self, state: RequestState, end_token: int) -> bool:
+        """Return whether a load under way brings what this request would load; it then waits for that one."""
+        if not self._jobs.loading:
+            return False
+        keys = list_load_keys(self._layouts, state.keys, state.num_local_tokens or 0, end_token)
+        state.blocking_job = self._jobs.find_load_of(keys)
+        return state.blocking_job is not None
+
+    def _flush(self, block_ids: list[int]) -> None:
+        """Make the workers finish, before this step writes to ``block_ids``, every store that reads them."""
+        job_ids = self._fences.take(block_ids)
+        self._jobs_to_flush |= job_ids
+        self.counters.flushed_store_jobs += len(job_ids)
+
+    def _prepare_stores(
+        self, state: RequestState, num_scheduled_tokens: int
+    ) -> dict[TransferJobId, TransferJob]:
+        storable = list_storable_blocks(self._layouts, state, num_scheduled_tokens)
+        if self._jobs.void_keys:
+            storable = list(takewhile(lambda block: block.key not in self._jobs.void_keys, storable))
+        if not storable:
+            return {}
+
+        def offer(keys: list[OffloadKey]) -> PrepareStoreOutput | None:
+            output = self.manager.prepare_store(keys, state.context)
+            self.counters.refused_stores += output is None
+            return output
+
+        jobs: dict[TransferJobId, TransferJob] = {}
+        for plan in offer_blocks(self._layouts, state, storable, offer):
+            job_id = self._jobs.open(JobKind.STORE, state, plan.keys)
+            self._fences.add(job_id, plan.device_spec.block_ids.tolist())
+            jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(plan.device_spec, plan.slots))
+        if jobs:
+            self.counters.store_jobs += len(jobs)
+            self._touch(state, storable[-1].end_token)
+        return jobs
+
+    def _end_load(self, job: OpenJob) -> None:
+        if job.keys:
+            self.manager.complete_load(job.keys, job.state.context)
+        if job.has_failed:
+            logger.warning("request %s: its load failed, it is computed", job.state.context.req_id)
+            job.state.has_failed_load = True
+            self.counters.failed_load_jobs += 1
+        elif self._requests.get(job.state.context.req_id) is job.state:
+            self._touch(job.state, job.state.request.num_tokens)
+
+    def _end_store(self, job: OpenJob) -> None:
+        self._fences.remove(job.job_id)
+        self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
+        self.counters.failed_store_jobs += job.has_failed
+
+    def _touch(self, state: RequestState, end_token: int) -> None:
+        """Renew the request's blocks, its first most: the tail of a prefix is evicted before its head."""
+        keys = state.keys_by_position(self._layouts, end_token)
+        if keys:
+            self.manager.touch(keys, state.context)

@@ -1,0 +1,143 @@
+"""Which blocks of a request can be stored now, and how they are offered to the manager.
+
+It moves no byte. A block is storable when its tokens are confirmed (drafts may be rejected), their KV is
+computed by this step or an earlier one, and the engine still keeps its device blocks. Blocks are offered in the
+order of their positions. When the manager has no room the offer is halved until something fits, so that a prompt
+longer than the primary tier is stored as far as it goes; what did not fit is offered again in the next step.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.request_state import RequestState
+
+StoreOffer = Callable[[list[OffloadKey]], PrepareStoreOutput | None]
+
+
+class StorableBlock(NamedTuple):
+    """A block that could be stored; sorts by position."""
+
+    end_token: int
+    group_idx: int
+    block: int
+    key: OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """One store that the manager has made room for.
+
+    Attributes:
+        keys: the blocks, ordered by group.
+        device_spec: where their bytes are.
+        slots: where they go, in the same order.
+    """
+
+    keys: list[OffloadKey]
+    device_spec: GPULoadStoreSpec
+    slots: LoadStoreSpec
+
+
+def list_storable_blocks(
+    layouts: Sequence[GroupLayout], state: RequestState, num_scheduled_tokens: int
+) -> list[StorableBlock]:
+    """Return the blocks that were not offered yet and can be stored after this step, first positions first.
+
+    Effects:
+        Makes the keys of new blocks; moves past blocks that have left a window.
+    """
+    end_token = storable_tokens(state, num_scheduled_tokens)
+    if end_token < state.next_store_tokens or state.is_stale:
+        return []
+    state.grow_keys(layouts)
+    found: list[StorableBlock] = []
+    for layout in layouts:
+        idx = layout.idx
+        first = max(state.next_store_blocks[idx], layout.first_live_block(state.num_freed_tokens))
+        num_allocated = len(state.block_ids[idx]) // layout.block_size_factor
+        end = min(end_token // layout.block_tokens, len(state.keys[idx]), num_allocated)
+        state.next_store_blocks[idx] = first
+        found.extend(
+            StorableBlock((block + 1) * layout.block_tokens, idx, block, state.keys[idx][block])
+            for block in range(first, end)
+        )
+    _note_next_store(layouts, state)
+    return sorted(found)
+
+
+def storable_tokens(state: RequestState, num_scheduled_tokens: int) -> int:
+    """Return how many leading tokens are confirmed, computed after this step, and allowed. Pure."""
+    computed = min(state.num_computed_tokens + num_scheduled_tokens, state.request.num_tokens)
+    limit = state.limits.max_store_tokens
+    return computed if limit is None else min(computed, limit)
+
+
+def offer_blocks(
+    layouts: Sequence[GroupLayout], state: RequestState, storable: list[StorableBlock], offer: StoreOffer
+) -> Iterator[StorePlan]:
+    """Offer ``storable`` to the manager and yield the stores it has made room for.
+
+    Args:
+        layouts: the KV groups.
+        state: the request.
+        storable: what to offer, first positions first.
+        offer: the manager's prepare_store for this request.
+
+    Effects:
+        Remembers what was offered, and how large an offer found room; each refusal halves it, so a step
+        makes at most a logarithm of refused calls, and one when there was no room before.
+    """
+    batch_blocks = state.store_batch_blocks or len(storable)
+    was_refused = False
+    while storable:
+        # Slots come back in the order of the call, and a transfer is ordered by group: so the call is too.
+        batch = sorted(storable[:batch_blocks], key=lambda block: (block.group_idx, block.block))
+        output = offer([block.key for block in batch])
+        if output is None and len(batch) == 1:
+            state.store_batch_blocks = 1
+            return
+        if output is None:
+            was_refused = True
+            batch_blocks = len(batch) // 2
+            continue
+        storable = storable[batch_blocks:]
+        for block in batch:
+            state.next_store_blocks[block.group_idx] = block.block + 1
+        _note_next_store(layouts, state)
+        if output.keys_to_store:
+            yield _plan_store(layouts, state, batch, output)
+        # After a refusal larger offers would only be refused again; in a new step there may be room.
+        batch_blocks = batch_blocks if was_refused else 2 * batch_blocks
+    state.store_batch_blocks = None
+
+
+def _plan_store(
+    layouts: Sequence[GroupLayout],
+    state: RequestState,
+    batch: list[StorableBlock],
+    output: PrepareStoreOutput,
+) -> StorePlan:
+    by_key = {block.key: block for block in batch}
+    stored = [by_key[key] for key in output.keys_to_store]
+    device_ids: list[int] = []
+    group_sizes: list[int] = []
+    block_indices: list[int] = []
+    for layout in layouts:
+        factor = layout.block_size_factor
+        blocks = [block.block for block in stored if block.group_idx == layout.idx]
+        for block in blocks:
+            device_ids.extend(state.block_ids[layout.idx][block * factor : (block + 1) * factor])
+        group_sizes.append(len(blocks) * factor)
+        block_indices.append(blocks[0] * factor if blocks else 0)
+    device_spec = GPULoadStoreSpec(device_ids, group_sizes, block_indices)
+    return StorePlan(output.keys_to_store, device_spec, output.store_spec)
+
+
+def _note_next_store(layouts: Sequence[GroupLayout], state: RequestState) -> None:
+    """Remember the token at which the next block will be full: below it a step costs one comparison."""
+    state.next_store_tokens = min(
+        (state.next_store_blocks[layout.idx] + 1) * layout.block_tokens for layout in layouts
+    )

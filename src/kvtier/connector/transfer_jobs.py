@@ -1,0 +1,118 @@
+"""The connector's jobs: what each one pins, and how many workers have yet to report it.
+
+It calls no manager. A job ends when every worker has counted it; a failure on one fails it for all.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.base import OffloadKey, TransferJobId
+from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.request_state import RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class JobKind(Enum):
+    """Which way a job moves bytes."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(eq=False, slots=True)
+class OpenJob:
+    """A job that not every worker has reported yet.
+
+    Attributes:
+        job_id: its number.
+        kind: which way it moves bytes.
+        state: the request on whose behalf; the request itself may have ended.
+        keys: what the manager has prepared for it.
+        num_reports_missing: workers that have not reported it.
+        has_failed: whether a worker reported a failure, or a reset made it void.
+        is_void: whether a reset came after it was begun.
+    """
+
+    job_id: TransferJobId
+    kind: JobKind
+    state: RequestState
+    keys: list[OffloadKey]
+    num_reports_missing: int
+    has_failed: bool = False
+    is_void: bool = False
+
+
+class TransferJobs:
+    """The open jobs of the scheduler half.
+
+    Args:
+        num_workers: workers that report each job.
+
+    Attributes:
+        loading: for each key that is being loaded the load.
+        void_keys: keys of open jobs that a reset made void. They are not stored again before those jobs end:
+            the manager is told of an end by key, and could not tell the old transfer from the new.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._open: dict[TransferJobId, OpenJob] = {}
+        self._num_jobs = 0
+        self.loading: dict[OffloadKey, TransferJobId] = {}
+        self.void_keys: set[OffloadKey] = set()
+
+    def open(self, kind: JobKind, state: RequestState, keys: list[OffloadKey]) -> TransferJobId:
+        """Add a job and return its number."""
+        job_id = TransferJobId(self._num_jobs)
+        self._num_jobs += 1
+        self._open[job_id] = OpenJob(job_id, kind, state, keys, self._num_workers)
+        if kind is JobKind.LOAD:
+            self.loading.update(dict.fromkeys(keys, job_id))
+        return job_id
+
+    def count(self, report: OffloadingWorkerMetadata) -> list[OpenJob]:
+        """Count what workers reported and return the jobs that ended by it, oldest first."""
+        ended: list[OpenJob] = []
+        # Oldest first: managers settle what a reset orphaned in the order of submission.
+        for job_id in sorted(report.completed_jobs):
+            job = self._open.get(job_id)
+            if job is None:
+                logger.error("job %d was reported but is not open: the report is ignored", job_id)
+                continue
+            job.num_reports_missing -= report.completed_jobs[job_id]
+            job.has_failed |= job_id in report.failed_jobs
+            if job.num_reports_missing <= 0:
+                ended.append(self._close(job))
+        return ended
+
+    def find_load_of(self, keys: Sequence[OffloadKey]) -> TransferJobId | None:
+        """Return a load under way that reads one of ``keys``, or None."""
+        if not self.loading:
+            return None
+        return next((self.loading[key] for key in keys if key in self.loading), None)
+
+    def void_all(self) -> set[TransferJobId]:
+        """Make every open job void, as a reset does, and return the loads among them."""
+        for job in self._open.values():
+            job.is_void = job.has_failed = True
+            self.void_keys.update(job.keys)
+        self.loading.clear()
+        return {job.job_id for job in self._open.values() if job.kind is JobKind.LOAD}
+
+    def _close(self, job: OpenJob) -> OpenJob:
+        del self._open[job.job_id]
+        if job.is_void:
+            self.void_keys.difference_update(job.keys)
+        elif job.kind is JobKind.LOAD:
+            for key in job.keys:
+                self.loading.pop(key, None)
+        return job
+
+    def __contains__(self, job_id: object) -> bool:
+        return job_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)

@@ -1,0 +1,158 @@
+"""The worker half: begins the transfers of each step, reports how they ended.
+
+It keeps no books of blocks. Stores are deferred: those of a step are begun in the next one, when the tokens of
+the step that computed them have gone out, so that copying never delays token generation. A load is reported
+exactly once on every worker however it ends, because the engine holds the request's blocks until then.
+"""
+
+import logging
+from collections.abc import Collection
+
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    OffloadingSpec,
+    TransferJobId,
+    TransferResult,
+)
+from kvtier.connector.common import (
+    LostLoadStoreSpec,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from kvtier.connector.handshake import region_identity_of
+from kvtier.connector.metrics import OffloadingConnectorStats
+from kvtier.worker.worker import OffloadingWorker
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadingConnectorWorker:
+    """Carries out what the scheduler half has planned, on one worker. Used from one thread.
+
+    Args:
+        spec: builds the handlers.
+
+    Attributes:
+        worker: routes transfers to the handlers.
+    """
+
+    def __init__(self, spec: OffloadingSpec) -> None:
+        self.worker = OffloadingWorker()
+        self._spec = spec
+        self._deferred_stores: dict[TransferJobId, TransferJob] = {}
+        self._stores: set[TransferJobId] = set()
+        self._loads: dict[TransferJobId, TransferJob] = {}
+        self._declined_loads: list[TransferJobId] = []
+        self._void_loads: set[TransferJobId] = set()
+        self._failed_loads: dict[str, list[int]] = {}
+        self._report = OffloadingWorkerMetadata()
+        self._stats = OffloadingConnectorStats()
+
+    def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
+        """Build the handlers for the engine's KV cache; once, before the first step."""
+        for entry in self._spec.get_handlers(kv_caches):
+            self.worker.register_handler(*entry)
+        identity = region_identity_of(self._spec)
+        if identity is not None:
+            self._report.region_identities = (identity,)
+
+    def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Begin the stores of the step before, then finish those whose device blocks will be written.
+
+        Call it in every step, before anything writes to a device block.
+
+        Thread: blocks until the stores to flush have ended.
+        """
+        self._begin_deferred_stores()
+        if metadata.jobs_to_flush:
+            self.worker.wait(metadata.jobs_to_flush)
+        if metadata.jobs_to_fail:
+            self._void_loads |= metadata.jobs_to_fail & self._loads.keys()
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Begin the loads of this step; handle_preemptions is done first if the engine left it out."""
+        self.handle_preemptions(metadata)
+        for job_id, job in metadata.load_jobs.items():
+            self._loads[job_id] = job
+            # A declined load is reported in get_finished like any other: the engine looks nowhere else.
+            is_lost = isinstance(job.transfer_spec.source, LostLoadStoreSpec)
+            if is_lost or not self.worker.transfer_async(job_id, job.transfer_spec):
+                self._declined_loads.append(job_id)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Take the stores of this step, to be begun in the next one."""
+        self._deferred_stores.update(metadata.store_jobs)
+
+    def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the requests whose stores, and those whose load, ended since the last call.
+
+        Args:
+            finished_req_ids: requests that ended; a load for one of them is reported all the same.
+
+        Returns:
+            No stores, because they hold no device blocks; each load once, whether it ended well or badly.
+        """
+        del finished_req_ids
+        # What nobody took belongs to an earlier answer: the engine has drawn its conclusions from that one.
+        self._failed_loads = {}
+        ended: set[str] = set()
+        for job_id in self._declined_loads:
+            ended.add(self._end_load(job_id, success=False))
+        self._declined_loads = []
+        for result in self.worker.get_finished():
+            if result.job_id in self._loads:
+                self._record(result)
+                ended.add(self._end_load(result.job_id, result.success))
+            elif result.job_id in self._stores:
+                self._record(result)
+                self._stores.remove(result.job_id)
+                self._report.mark_completed(result.job_id, result.success)
+            else:
+                logger.error("a handler reported job %d, which is not open: ignored", result.job_id)
+        return set(), ended
+
+    def take_failed_loads(self) -> dict[str, list[int]]:
+        """Return the device blocks of the failed loads among those that get_finished last returned."""
+        failed, self._failed_loads = self._failed_loads, {}
+        return failed
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Return what this worker has to report since the last call, or None."""
+        report, self._report = self._report, OffloadingWorkerMetadata()
+        return None if report.is_empty() else report
+
+    def take_stats(self) -> OffloadingConnectorStats | None:
+        """Return the transfers since the last call, or None when there were none."""
+        stats, self._stats = self._stats, OffloadingConnectorStats()
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """End the handlers; deferred stores are dropped. Idempotent."""
+        self._deferred_stores = {}
+        self.worker.shutdown()
+
+    def _begin_deferred_stores(self) -> None:
+        deferred, self._deferred_stores = self._deferred_stores, {}
+        for job_id, job in deferred.items():
+            if self.worker.transfer_async(job_id, job.transfer_spec):
+                self._stores.add(job_id)
+            else:
+                self._report.mark_completed(job_id, success=False)
+
+    def _end_load(self, job_id: TransferJobId, success: bool) -> str:
+        job = self._loads.pop(job_id)
+        is_good = success and job_id not in self._void_loads
+        self._void_loads.discard(job_id)
+        self._report.mark_completed(job_id, is_good)
+        if not is_good:
+            destination = job.transfer_spec.destination
+            blocks = destination.block_ids.tolist() if isinstance(destination, BlockIDsLoadStoreSpec) else []
+            self._failed_loads[job.req_id] = blocks
+        return job.req_id
+
+    def _record(self, result: TransferResult) -> None:
+        size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type
+        if result.success and size is not None and time_s is not None and transfer_type is not None:
+            self._stats.record_transfer(size, time_s, transfer_type)

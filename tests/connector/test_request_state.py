@@ -1,0 +1,84 @@
+"""What is remembered of a request."""
+
+import logging
+from typing import Any
+
+import pytest
+from tests.connector.fakes import FakeRequest, hash_tokens
+
+from kvtier.base import make_offload_key
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.request_state import RequestLimits, make_request_state, parse_request_limits
+
+NARROW = GroupLayout(0, 4, 1, 1, None)
+WIDE = GroupLayout(1, 4, 2, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "limits"),
+    [
+        (None, RequestLimits()),
+        ({}, RequestLimits()),
+        ({"skip_load": True}, RequestLimits(max_load_tokens=0)),
+        ({"skip_store": True, "max_load_tokens": 7}, RequestLimits(7, 0)),
+        ({"skip_load": False, "max_store_tokens": 0}, RequestLimits(None, 0)),
+    ],
+)
+def test_limits_are_read_from_the_clients_hints(params: dict[str, Any] | None, limits: RequestLimits) -> None:
+    assert parse_request_limits(params) == limits
+
+
+@pytest.mark.parametrize("value", ["7", -1, True, 1.5, [1]])
+def test_a_limit_that_makes_no_sense_is_said_and_ignored(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert parse_request_limits({"max_load_tokens": value}) == RequestLimits()
+    assert "max_load_tokens" in caplog.text
+
+
+def test_keys_come_from_the_hash_at_the_end_of_each_offloaded_block_and_only_grow() -> None:
+    request = FakeRequest("r", list(range(11)))
+    state = make_request_state(request, 2)
+    state.grow_keys([NARROW, WIDE])
+    request.tokens += range(11, 17)
+    state.grow_keys([NARROW, WIDE])
+
+    hashes = hash_tokens(request.tokens)
+    assert state.keys[0] == [make_offload_key(found, 0) for found in hashes]
+    assert state.keys[1] == [make_offload_key(hashes[1], 1), make_offload_key(hashes[3], 1)]
+
+
+def test_keys_of_several_groups_are_ordered_by_position() -> None:
+    state = make_request_state(FakeRequest("r", list(range(16))), 2)
+    state.grow_keys([NARROW, WIDE])
+    narrow, wide = state.keys
+
+    assert state.keys_by_position([NARROW, WIDE], 12) == [narrow[0], narrow[1], wide[0], narrow[2]]
+    assert state.keys_by_position([NARROW], 12) == narrow[:3]
+
+
+def test_the_context_carries_the_clients_hints() -> None:
+    state = make_request_state(FakeRequest("r", [], {"skip_load": True}), 1)
+
+    assert (state.context.req_id, state.context.kv_transfer_params) == ("r", {"skip_load": True})
+
+
+def test_rejected_drafts_do_not_bring_back_what_left_a_window() -> None:
+    state = make_request_state(FakeRequest("r", []), 1)
+    state.append_blocks(None, 20)
+    state.append_blocks(None, 17)
+
+    assert (state.num_computed_tokens, state.num_freed_tokens) == (17, 20)
+
+
+def test_blocks_computed_before_a_reset_are_stale_until_computed_from_the_first_token() -> None:
+    state = make_request_state(FakeRequest("r", []), 1)
+    state.replace_blocks([[1, 2]], 4)
+
+    state.note_reset()
+    assert state.is_stale
+    state.replace_blocks([[3, 4]], 4)
+    assert state.is_stale
+    state.replace_blocks([[3, 4]], 0)
+    assert not state.is_stale

@@ -1,0 +1,486 @@
+"""The scheduler half against the real books of the primary tier."""
+
+import pytest
+from tests.connector.fakes import (
+    FakeBlocks,
+    FakeNewRequest,
+    FakeOutput,
+    FakeRegionSpec,
+    FakeRequest,
+    FakeSpec,
+    FakeStep,
+    TableManager,
+    hash_tokens,
+    make_config,
+    report_jobs,
+)
+
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    make_offload_key,
+)
+from kvtier.connector.common import (
+    BlockRemoved,
+    BlockStored,
+    LostLoadStoreSpec,
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.cpu.manager import CPUOffloadingManager
+
+PROMPT = list(range(17))
+
+
+class Bench:
+    """A scheduler half with real books, and the calls an engine makes."""
+
+    def __init__(self, num_blocks: int = 16, num_workers: int = 1) -> None:
+        self.manager = CPUOffloadingManager(num_blocks, enable_events=True)
+        self.half = OffloadingConnectorScheduler(FakeSpec(make_config(num_workers), self.manager))
+        self._next_block = 0
+
+    def compute(self, request: FakeRequest, *block_ids: int) -> OffloadingConnectorMetadata:
+        """Compute all of a request's tokens in one step."""
+        self.half.get_num_new_matched_tokens(request, 0)
+        step = FakeStep([FakeNewRequest(request.request_id, (list(block_ids),))])
+        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        return self.half.build_connector_meta(step)
+
+    def store(self, request: FakeRequest) -> None:
+        """Compute a request, and see its stores through."""
+        blocks = range(self._next_block, self._next_block + 5)
+        self._next_block += 5
+        metadata = self.compute(request, *blocks)
+        self.half.update_connector_output(report_jobs(metadata))
+        self.half.request_finished(request)
+
+    def load(self, request: FakeRequest, *block_ids: int) -> OffloadingConnectorMetadata:
+        """Begin the load of a request of which the device holds nothing."""
+        num_tokens, _ = self.half.get_num_new_matched_tokens(request, 0)
+        assert num_tokens
+        self.half.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), num_tokens)
+        return self.half.build_connector_meta(FakeStep())
+
+
+def block_ids_of(spec: LoadStoreSpec) -> list[int]:
+    """Return the block numbers of a spec."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    return [int(block_id) for block_id in spec.block_ids]
+
+
+def keys_of(tokens: list[int]) -> list[OffloadKey]:
+    """Return the keys of the full blocks of ``tokens``."""
+    return [make_offload_key(block_hash, 0) for block_hash in hash_tokens(tokens)]
+
+
+def test_a_stored_prefix_is_found_beside_the_engines_steps() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 99]), 0) == (16, True)
+
+
+def test_what_the_device_holds_is_not_loaded() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 8) == (8, True)
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("c", PROMPT), 16) == (0, False)
+
+
+def test_one_token_at_least_is_left_to_compute() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT[:16]), 0) == (12, True)
+
+
+def test_a_client_can_forbid_or_limit_loading() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    forbidden = FakeRequest("b", PROMPT, {"skip_load": True})
+    limited = FakeRequest("c", PROMPT, {"max_load_tokens": 9})
+
+    assert bench.half.get_num_new_matched_tokens(forbidden, 0) == (0, False)
+    assert bench.half.get_num_new_matched_tokens(limited, 0) == (8, True)
+
+
+def test_a_client_can_forbid_storing() -> None:
+    bench = Bench()
+
+    metadata = bench.compute(FakeRequest("a", PROMPT, {"skip_store": True}), 0, 1, 2, 3, 4)
+
+    assert metadata.store_jobs == {}
+
+
+def test_a_store_names_its_device_blocks_and_slots() -> None:
+    bench = Bench()
+
+    metadata = bench.compute(FakeRequest("a", PROMPT), 7, 6, 5, 4, 3)
+
+    [job] = metadata.store_jobs.values()
+    assert job.req_id == "a"
+    assert block_ids_of(job.transfer_spec.source) == [7, 6, 5, 4]
+    assert block_ids_of(job.transfer_spec.destination) == [0, 1, 2, 3]
+
+
+def test_a_load_names_slots_and_the_device_blocks_after_those_that_are_held() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    assert bench.half.get_num_new_matched_tokens(request, 8) == (8, True)
+
+    bench.half.update_state_after_alloc(request, FakeBlocks(([20, 21, 22, 23],)), 8)
+
+    [job] = bench.half.build_connector_meta(FakeStep()).load_jobs.values()
+    assert block_ids_of(job.transfer_spec.source) == [2, 3]
+    assert block_ids_of(job.transfer_spec.destination) == [22, 23]
+    assert isinstance(job.transfer_spec.destination, GPULoadStoreSpec)
+    assert job.transfer_spec.destination.block_indices == (2,)
+
+
+def test_asking_twice_before_blocks_are_allocated_changes_nothing() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+
+    assert [bench.half.get_num_new_matched_tokens(request, 0) for _ in range(3)] == [(16, True)] * 3
+
+
+def test_chunks_of_a_prefill_are_stored_as_they_are_computed() -> None:
+    bench = Bench()
+    request = FakeRequest("a", PROMPT)
+    bench.half.get_num_new_matched_tokens(request, 0)
+    first = FakeStep([FakeNewRequest("a", ([0, 1],))], num_scheduled_tokens={"a": 7})
+    second = FakeStep(num_scheduled_tokens={"a": 10})
+    second.scheduled_cached_reqs.add("a", 7, ([2, 3, 4],))
+
+    stored = [bench.half.build_connector_meta(step).store_jobs for step in (first, second)]
+
+    blocks = [[block_ids_of(job.transfer_spec.source) for job in jobs.values()] for jobs in stored]
+    assert blocks == [[[0]], [[1, 2, 3]]]
+
+
+def test_the_head_of_a_prefix_stored_in_chunks_outlives_its_tail() -> None:
+    bench = Bench(num_blocks=4)
+    request = FakeRequest("a", PROMPT)
+    bench.half.get_num_new_matched_tokens(request, 0)
+    first = FakeStep([FakeNewRequest("a", ([0, 1],))], num_scheduled_tokens={"a": 8})
+    second = FakeStep(num_scheduled_tokens={"a": 9})
+    second.scheduled_cached_reqs.add("a", 8, ([2, 3, 4],))
+    for step in (first, second):
+        bench.half.update_connector_output(report_jobs(bench.half.build_connector_meta(step)))
+
+    bench.store(FakeRequest("b", list(range(50, 59))))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("c", PROMPT), 0) == (8, True)
+
+
+def test_a_request_that_was_answered_none_asks_the_manager_again_only_when_it_has_news() -> None:
+    manager = TableManager(dict.fromkeys(keys_of(PROMPT)))
+    half = OffloadingConnectorScheduler(FakeSpec(make_config(), manager))
+    request = FakeRequest("a", PROMPT)
+
+    assert half.get_num_new_matched_tokens(request, 0) == (None, False)
+    manager.is_idle = True
+    num_asked = len(manager.asked)
+    assert half.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert len(manager.asked) == num_asked
+    assert half.get_num_new_matched_tokens(request, 16) == (0, False)
+
+
+def test_a_prefix_that_is_still_being_stored_is_waited_for() -> None:
+    bench = Bench()
+    stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+    request = FakeRequest("b", PROMPT)
+
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
+    bench.half.update_connector_output(report_jobs(stored))
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (16, True)
+
+
+def test_a_prefix_that_is_being_loaded_for_another_request_is_waited_for() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    loading = bench.load(FakeRequest("b", PROMPT), 20, 21, 22, 23)
+    request = FakeRequest("c", [*PROMPT, 1, 2, 3])
+
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
+    bench.half.update_connector_output(report_jobs(loading))
+    assert bench.half.get_num_new_matched_tokens(request, 16) == (0, False)
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (16, True)
+
+
+def test_blocks_are_pinned_until_every_worker_has_loaded_them() -> None:
+    bench = Bench(num_blocks=4)
+    bench.half = OffloadingConnectorScheduler(FakeSpec(make_config(num_workers=2), bench.manager))
+    stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+    bench.half.update_connector_output(report_jobs(stored, num_workers=2))
+    loading = bench.load(FakeRequest("b", PROMPT), 20, 21, 22, 23)
+
+    bench.half.update_connector_output(report_jobs(loading))
+    assert bench.compute(FakeRequest("c", list(range(50, 59))), 30, 31, 32).store_jobs == {}
+    bench.half.update_connector_output(report_jobs(loading))
+    assert bench.compute(FakeRequest("d", list(range(50, 59))), 30, 31, 32).store_jobs != {}
+
+
+def test_a_store_that_failed_on_one_of_two_workers_is_not_kept() -> None:
+    bench = Bench(num_workers=2)
+    stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+
+    bench.half.update_connector_output(report_jobs(stored, failed=stored.store_jobs))
+    bench.half.update_connector_output(report_jobs(stored))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (0, False)
+
+
+def test_a_request_whose_load_failed_never_loads_again() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    loading = bench.load(request, 20, 21, 22, 23)
+
+    bench.half.update_connector_output(report_jobs(loading, failed=loading.load_jobs))
+
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("c", PROMPT), 0) == (16, True)
+
+
+def test_a_key_that_is_gone_at_prepare_load_is_a_failed_load() -> None:
+    bench = Bench(num_blocks=4)
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (16, True)
+    bench.manager.prepare_store(keys_of(list(range(60, 64))), bench.half._requests["b"].context)
+
+    bench.half.update_state_after_alloc(request, FakeBlocks(([20, 21, 22, 23],)), 16)
+    metadata = bench.half.build_connector_meta(FakeStep())
+
+    [(job_id, job)] = metadata.load_jobs.items()
+    assert isinstance(job.transfer_spec.source, LostLoadStoreSpec)
+    assert block_ids_of(job.transfer_spec.destination) == [20, 21, 22, 23]
+    bench.half.update_connector_output(report_jobs(metadata, failed=[job_id]))
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    bench.manager.check()
+
+
+def test_an_aborted_request_keeps_its_load_until_the_workers_have_ended_it() -> None:
+    bench = Bench(num_blocks=4)
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    loading = bench.load(request, 20, 21, 22, 23)
+
+    assert bench.half.request_finished(request) == (False, None)
+    assert bench.compute(FakeRequest("c", list(range(50, 59))), 30, 31, 32).store_jobs == {}
+    bench.half.update_connector_output(report_jobs(loading))
+    assert bench.compute(FakeRequest("d", list(range(50, 59))), 30, 31, 32).store_jobs != {}
+
+
+def test_a_name_that_is_used_again_is_another_request() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    first = FakeRequest("b", PROMPT)
+    loading = bench.load(first, 20, 21, 22, 23)
+    bench.half.request_finished(first)
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (None, False)
+    bench.half.update_connector_output(report_jobs(loading, failed=loading.load_jobs))
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (16, True)
+
+
+def test_whoever_gets_a_block_of_an_unfinished_store_makes_it_finish_first() -> None:
+    bench = Bench()
+    request = FakeRequest("a", PROMPT)
+    stored = bench.compute(request, 0, 1, 2, 3, 4)
+    bench.half.request_finished(request)
+
+    harmless = bench.compute(FakeRequest("b", [7, 8]), 4)
+    harmful = bench.compute(FakeRequest("c", [7, 8]), 2)
+    again = bench.compute(FakeRequest("d", [7, 8]), 1)
+
+    assert harmless.jobs_to_flush is None
+    assert harmful.jobs_to_flush == set(stored.store_jobs)
+    assert again.jobs_to_flush is None
+
+
+def test_a_load_into_a_block_of_an_unfinished_store_makes_it_finish_first() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    other = FakeRequest("b", list(range(50, 67)))
+    stored = bench.compute(other, 30, 31, 32, 33, 34)
+    bench.half.request_finished(other)
+
+    loading = bench.load(FakeRequest("c", PROMPT), 33, 21, 22, 23)
+
+    assert loading.jobs_to_flush == set(stored.store_jobs)
+
+
+def test_sharing_a_block_of_an_unfinished_store_needs_no_fence() -> None:
+    bench = Bench()
+    bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+    bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 16)
+    step = FakeStep([FakeNewRequest("b", ([0, 1, 2, 3, 9],), 16)], num_scheduled_tokens={"b": 1})
+
+    assert bench.half.build_connector_meta(step).jobs_to_flush is None
+
+
+def test_pre_emption_makes_the_requests_stores_finish_first() -> None:
+    bench = Bench()
+    stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+
+    metadata = bench.half.build_connector_meta(FakeStep(preempted_req_ids={"a"}))
+
+    assert metadata.jobs_to_flush == set(stored.store_jobs)
+
+
+def test_a_store_that_ended_is_flushed_by_nobody() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    assert bench.compute(FakeRequest("b", [7, 8]), 2).jobs_to_flush is None
+
+
+def test_stores_are_deferred_until_the_next_step_even_an_empty_one() -> None:
+    bench = Bench()
+    assert not bench.half.has_deferred_stores()
+
+    bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
+    assert bench.half.has_deferred_stores()
+    bench.half.build_connector_meta(FakeStep())
+    assert not bench.half.has_deferred_stores()
+
+
+@pytest.mark.parametrize("identities", [((1, 2),), ((1, 2), (1, 3))])
+def test_nothing_is_loaded_or_stored_while_a_workers_region_is_unknown_or_foreign(
+    identities: tuple[tuple[int, int], ...],
+) -> None:
+    manager = TableManager(dict.fromkeys(keys_of(PROMPT), True))
+    half = OffloadingConnectorScheduler(FakeRegionSpec(make_config(num_workers=2), manager))
+    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=identities)))
+    request = FakeRequest("a", PROMPT)
+
+    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
+    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 17})
+    assert half.build_connector_meta(step).store_jobs == {}
+
+
+def test_blocks_computed_before_the_workers_were_known_are_stored_afterwards() -> None:
+    half = OffloadingConnectorScheduler(FakeRegionSpec(make_config()))
+    half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0)
+    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 16})
+    half.build_connector_meta(step)
+    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=((1, 2),))))
+
+    step = FakeStep(num_scheduled_tokens={"a": 1})
+    step.scheduled_cached_reqs.add("a", 16)
+
+    [job] = half.build_connector_meta(step).store_jobs.values()
+    assert block_ids_of(job.transfer_spec.source) == [0, 1, 2, 3]
+
+
+def test_events_name_content_hashes_and_leave_sizes_to_the_device_cache() -> None:
+    bench = Bench(num_blocks=4)
+    bench.store(FakeRequest("a", PROMPT))
+    bench.store(FakeRequest("b", list(range(50, 55))))
+
+    stored, removed, other = bench.half.take_events()
+
+    assert stored == BlockStored(tuple(hash_tokens(PROMPT)), "CPU", block_size=0)
+    assert removed == BlockRemoved((hash_tokens(PROMPT)[3],), "CPU")
+    assert other == BlockStored(tuple(hash_tokens(list(range(50, 55)))), "CPU")
+    assert bench.half.take_events() == []
+
+
+def test_after_a_reset_nothing_stored_before_is_found() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    bench.half.reset()
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (0, False)
+
+
+def test_a_reset_fails_loads_under_way_and_frees_their_slots_when_reported() -> None:
+    bench = Bench(num_blocks=4)
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    loading = bench.load(request, 20, 21, 22, 23)
+
+    bench.half.reset()
+
+    metadata = bench.half.build_connector_meta(FakeStep())
+    assert metadata.jobs_to_fail == set(loading.load_jobs)
+    bench.half.update_connector_output(report_jobs(loading))
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    bench.manager.check()
+    assert bench.compute(FakeRequest("c", PROMPT), 0, 1, 2, 3, 4).store_jobs != {}
+
+
+def test_a_load_that_was_not_sent_before_a_reset_is_sent_as_lost() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+    request = FakeRequest("b", PROMPT)
+    bench.half.get_num_new_matched_tokens(request, 0)
+    bench.half.update_state_after_alloc(request, FakeBlocks(([20, 21, 22, 23],)), 16)
+
+    bench.half.reset()
+
+    [job] = bench.half.build_connector_meta(FakeStep()).load_jobs.values()
+    assert isinstance(job.transfer_spec.source, LostLoadStoreSpec)
+
+
+def test_a_store_of_before_a_reset_ends_without_being_kept_or_mistaken_for_a_newer_one() -> None:
+    bench = Bench()
+    request = FakeRequest("a", PROMPT)
+    old = bench.compute(request, 0, 1, 2, 3, 4)
+    bench.half.reset()
+    bench.half.request_finished(request)
+
+    early = bench.compute(FakeRequest("b", PROMPT), 5, 6, 7, 8, 9)
+    bench.half.update_connector_output(report_jobs(old))
+
+    assert early.store_jobs == {}
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("c", PROMPT), 0) == (0, False)
+    bench.manager.check()
+
+
+def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
+    bench = Bench()
+    request = FakeRequest("a", PROMPT)
+    bench.half.get_num_new_matched_tokens(request, 0)
+    first = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 3})
+    bench.half.build_connector_meta(first)
+    bench.half.reset()
+
+    second = FakeStep(num_scheduled_tokens={"a": 14})
+    second.scheduled_cached_reqs.add("a", 3)
+
+    assert bench.half.build_connector_meta(second).store_jobs == {}
+
+
+def test_stats_count_jobs_and_include_the_managers() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    stats = bench.half.stats()
+
+    assert stats["connector.store_jobs"] == 1
+    assert stats["connector.open_jobs"] == stats["connector.requests"] == stats["connector.fenced_jobs"] == 0
+    assert stats["primary.stored"] == 4
+
+
+def test_searches_depend_on_the_manager_alone() -> None:
+    half = Bench().half
+    keys = keys_of(PROMPT)
+    context = ReqContext("a")
+    half.manager = TableManager({keys[0]: True, keys[1]: True, keys[3]: None})
+
+    assert half._maximal_prefix_lookup(keys, context) == 2
+    assert half._sliding_window_lookup(keys[:3], 2, context) == 2
