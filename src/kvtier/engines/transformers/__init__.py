@@ -1,0 +1,24 @@
+"""The embedded engine: any local causal language model of transformers, served from a tiered KV cache.
+
+``KVTierEngine`` owns a paged pool of device blocks with a prefix cache, finds what a prompt shares with
+earlier ones on the device, in host memory or in a secondary tier, and computes only the rest:
+
+    config = EngineConfig(num_device_blocks=256, extra_config={"cpu_bytes_to_use": "1GiB"})
+    engine = KVTierEngine(model, config)
+    stream = engine.generate(token_ids, max_new_tokens=32)
+    for token in stream:
+        ...
+    stream.result.sources        # {"device": 512, "host": 1024, "computed": 37}
+
+``KVTierCache`` gives the same to people who call ``model.generate`` themselves. Requests are served one after
+another; there is no server, no batching and no tensor parallelism here.
+"""
+
+from kvtier.engines.transformers import requirements as requirements  # isort: skip
+from kvtier.engines.transformers.cache import KVTierCache
+from kvtier.engines.transformers.config import EngineConfig
+from kvtier.engines.transformers.engine import KVTierEngine
+from kvtier.engines.transformers.result import GenerationResult
+from kvtier.engines.transformers.stream import TokenStream
+
+__all__ = ["EngineConfig", "GenerationResult", "KVTierCache", "KVTierEngine", "TokenStream"]

@@ -1,0 +1,60 @@
+"""What a user tells the embedded engine, checked at construction.
+
+It does not know what ``extra_config`` means; ``kvtier.config`` parses that.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.config import parse_settings
+from kvtier.errors import ConfigError
+
+DEFAULT_BLOCK_SIZE_TOKENS = 16
+"""Tokens in a device block. Larger blocks move in larger pieces and share less; smaller ones cost more
+hashing and bookkeeping per token."""
+
+DEFAULT_PREFILL_CHUNK_TOKENS = 512
+"""Prompt tokens computed in one step. Larger chunks need more activation memory and start stores later;
+smaller ones lose throughput of the matrix products."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the embedded engine.
+
+    Attributes:
+        num_device_blocks: blocks in the device pool; one request needs room for its prompt and its output.
+        block_size_tokens: tokens in a device block.
+        extra_config: kvtier's own settings, for example ``{"cpu_bytes_to_use": "4GiB"}``; None switches
+            offloading off and leaves the device's prefix cache alone.
+        salt: mixed into every block hash; engines with different salts share nothing.
+        prefill_chunk_tokens: prompt tokens computed in one step.
+        model_name: names the model in the namespace; None takes the one of the model's configuration.
+        model_revision: names the weights; None takes a SHA-256 over the bytes of every weight.
+        enable_events: whether the managers record which blocks come and go.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        UnknownNameError: ``extra_config`` has a setting that nobody reads.
+    """
+
+    num_device_blocks: int
+    block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS
+    extra_config: Mapping[str, Any] | None = None  # Any: kvtier.config gives the values types
+    salt: str = ""
+    prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
+    model_name: str | None = None
+    model_revision: str | None = None
+    enable_events: bool = False
+
+    def __post_init__(self) -> None:
+        parse_settings(self.extra_config or {})
+        _require_positive("num_device_blocks", self.num_device_blocks)
+        _require_positive("block_size_tokens", self.block_size_tokens)
+        _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
+
+
+def _require_positive(setting: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(setting, value, "must be a whole number of at least 1")

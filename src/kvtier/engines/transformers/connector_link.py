@@ -1,0 +1,182 @@
+"""Drives both halves of kvtier's connector, step by step, in one process.
+
+It knows neither tensors nor models. The order within a step is the contract of
+``kvtier.connector.protocols``; this file adds what a lone engine needs around it: waiting for answers and
+loads in steps without tokens, and a step whose computation fails, whose stores must not happen because the
+bytes they would store do not exist.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
+from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.engines.transformers.interrupt import DeferredInterrupt
+from kvtier.engines.transformers.request import Request
+from kvtier.engines.transformers.step import StepPlan, StepReport
+
+POLL_INTERVAL_S = 0.0002
+"""Pause between two steps that wait for a tier or a load. Longer delays the first token by as much; shorter
+takes the interpreter from the threads that are waited for."""
+
+
+@runtime_checkable
+class DrainingManager(Protocol):
+    """A manager with tiers behind it, which may have work when every store has ended."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the tiers are done; False when ``timeout_s`` passed first."""
+
+
+@runtime_checkable
+class OwningSpec(Protocol):
+    """A spec that owns more than its two halves give back, for example a mapped region."""
+
+    def shutdown(self) -> None:
+        """Give it back; idempotent."""
+
+
+class ConnectorLink:
+    """Both halves of the connector and the steps between them. Used from one thread.
+
+    Args:
+        scheduler_spec: builds the books.
+        worker_spec: builds the handlers; an object of its own, because each half maps the region itself.
+        kv_caches: the device pool.
+        clock: seconds, monotonic.
+        pause: waits for that many seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler_spec: OffloadingSpec,
+        worker_spec: OffloadingSpec,
+        kv_caches: CanonicalKVCaches,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._specs = (worker_spec, scheduler_spec)
+        self._scheduler = OffloadingConnectorScheduler(scheduler_spec)
+        self._worker = OffloadingConnectorWorker(worker_spec)
+        try:
+            self._worker.register_kv_caches(kv_caches)
+        except BaseException:
+            self._end_halves()
+            raise
+        self._clock = clock
+        self._pause = pause
+        self._open_jobs: set[TransferJobId] = set()
+        self._loading: set[str] = set()
+        self._failed_block_ids: dict[str, set[int]] = {}
+        # Both halves must have compared their regions before the first load can start.
+        self.step(StepPlan())
+
+    @property
+    def manager(self) -> OffloadingManager:
+        """The books of the tiers."""
+        return self._scheduler.manager
+
+    def match(self, request: Request) -> int:
+        """Return how many tokens after the computed ones the tiers hold; waits for those who are not sure."""
+        while True:
+            with DeferredInterrupt():
+                answer, _ = self._scheduler.get_num_new_matched_tokens(request, request.num_computed_tokens)
+            if answer is not None:
+                return answer
+            self.step(StepPlan())
+            self._pause(POLL_INTERVAL_S)
+
+    def note_allocated(self, request: Request, num_external_tokens: int) -> None:
+        """Tell the connector the request's blocks, and to load that many tokens into them."""
+        with DeferredInterrupt():
+            self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
+            if num_external_tokens:
+                self._loading.add(request.request_id)
+
+    def wait_for_load(self, request: Request) -> set[int]:
+        """Step until the request's load has ended; return the device blocks that did not get their bytes."""
+        while request.request_id in self._loading:
+            self.step(StepPlan())
+            if request.request_id in self._loading:
+                self._pause(POLL_INTERVAL_S)
+        return self._failed_block_ids.pop(request.request_id, set())
+
+    def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:
+        """Do one step.
+
+        Args:
+            plan: what is computed.
+            compute: computes it and puts it into the device blocks; what it raises ends the step in order.
+        """
+        is_computed = compute is None
+        with DeferredInterrupt() as deferred:
+            metadata = self._scheduler.build_connector_meta(plan)
+            self._worker.handle_preemptions(metadata)
+            self._worker.start_kv_transfers(metadata)
+            try:
+                if compute is not None:
+                    with deferred.lifted():
+                        compute()
+                    is_computed = True
+            finally:
+                self._end_step(plan, metadata, is_computed=is_computed)
+
+    def finish(self, request: Request) -> None:
+        """End the request; its last stores are started, in a step without tokens, and not waited for."""
+        with DeferredInterrupt():
+            self.wait_for_load(request)
+            self._scheduler.request_finished(request)
+            self.step(StepPlan(finished_req_ids=frozenset({request.request_id})))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Step until every store has ended and every tier is done; False when ``timeout_s`` passed first."""
+        end_s = self._clock() + timeout_s
+        while self._open_jobs and self._clock() < end_s:
+            self.step(StepPlan())
+            self._pause(POLL_INTERVAL_S)
+        if self._open_jobs:
+            return False
+        left_s = max(0.0, end_s - self._clock())
+        return not isinstance(self.manager, DrainingManager) or self.manager.drain(left_s)
+
+    def reset(self) -> None:
+        """Forget every block in every tier; the device pool is the caller's."""
+        with DeferredInterrupt():
+            self._scheduler.reset()
+            self.step(StepPlan())
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges of the connector and the tiers, by dotted name."""
+        return self._scheduler.stats()
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Drain for at most ``timeout_s``, then end the copies and the tiers; idempotent."""
+        try:
+            self.drain(timeout_s)
+        finally:
+            self._end_halves()
+
+    def _end_halves(self) -> None:
+        self._worker.shutdown()
+        self._scheduler.shutdown()
+        for spec in self._specs:
+            if isinstance(spec, OwningSpec):
+                spec.shutdown()
+
+    def _end_step(self, plan: StepPlan, metadata: OffloadingConnectorMetadata, *, is_computed: bool) -> None:
+        self._open_jobs.update(metadata.load_jobs, metadata.store_jobs)
+        if is_computed:
+            self._worker.prepare_store_kv(metadata)
+        _, finished_recving = self._worker.get_finished(set(plan.finished_req_ids))
+        for req_id, block_ids in self._worker.take_failed_loads().items():
+            self._failed_block_ids.setdefault(req_id, set()).update(block_ids)
+        self._loading.difference_update(finished_recving)
+        report = self._worker.build_connector_worker_meta() or OffloadingWorkerMetadata()
+        if not is_computed:
+            for job_id in metadata.store_jobs:
+                report.mark_completed(job_id, success=False)
+        self._open_jobs.difference_update(report.completed_jobs)
+        self._scheduler.update_connector_output(StepReport(frozenset(finished_recving), report))

@@ -1,0 +1,182 @@
+"""The embedded engine: serves requests one after another from a device pool with tiers behind it.
+
+It has no network interface and no batching. A request is admitted (its prefix is found on the device or in a tier and
+loaded), prefilled in chunks with what is missing, and decoded token by token. Blocks that became full are
+stored in later steps while the model computes; the last ones while the next request runs or the caller thinks.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+import torch
+from transformers import PreTrainedModel
+
+from kvtier.base import OffloadingSpec
+from kvtier.config import OffloadingConfig
+from kvtier.engines.transformers.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.cache import KVTierCache
+from kvtier.engines.transformers.config import EngineConfig
+from kvtier.engines.transformers.connector_link import ConnectorLink
+from kvtier.engines.transformers.identity import make_offloading_config
+from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.paged_cache import PagedKVCache
+from kvtier.engines.transformers.result import GenerationResult
+from kvtier.engines.transformers.sampling import SamplingParams
+from kvtier.engines.transformers.scheduler import RequestScheduler
+from kvtier.engines.transformers.serving import RequestServer
+from kvtier.engines.transformers.stream import TokenStream
+from kvtier.factory import OffloadingSpecFactory
+
+DEFAULT_SHUTDOWN_S = 10.0
+"""Seconds that shutdown gives stores on their way. Zero drops them; more delays the end behind a slow tier."""
+
+
+class KVTierEngine:
+    """A model with a KV cache in tiers. Used from one thread.
+
+    Args:
+        model: any causal language model of transformers, on one device; it is switched to evaluation mode.
+        config: sizes, and kvtier's own settings.
+        clock: seconds, monotonic.
+        pause: waits for that many seconds.
+        make_spec: builds an offloading spec, once for each half of the connector.
+
+    Raises:
+        ModelError: the model has no cache of keys and values of every token.
+        ConfigError: a setting has a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+        make_spec: Callable[[OffloadingConfig], OffloadingSpec] = OffloadingSpecFactory.create_spec,
+    ) -> None:
+        self.config = config
+        adapter = ModelAdapter(model)
+        self._pool = DeviceBlockPool(config.num_device_blocks)
+        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
+        self._is_shut_down = False
+        self._link: ConnectorLink | None = None
+        num_blocks = 1
+        if config.extra_config is not None:
+            worker = make_offloading_config(adapter, config, config.extra_config)
+            specs = make_spec(replace(worker, rank=None)), make_spec(worker)
+            self._link = ConnectorLink(*specs, self._pages.canonical, clock, pause)
+            num_blocks = worker.block_size_factor
+        self._scheduler = RequestScheduler(
+            self._pool, self._pages, self._link, num_blocks * config.block_size_tokens
+        )
+        self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+
+    def generate(
+        self,
+        token_ids: Sequence[int] | torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        return_logits: bool = False,
+    ) -> TokenStream:
+        """Return the stream of tokens that follow a prompt; it starts when its first token is asked for.
+
+        Args:
+            token_ids: the prompt, at least one token; a tensor may have a leading dimension of one.
+            max_new_tokens: tokens to generate at most.
+            temperature: zero takes the most likely token.
+            seed: of the draws at a temperature; None draws anew each time.
+            eos_token_id: one token or several that end the output, themselves included.
+            return_logits: whether the result keeps every token's logits.
+
+        Raises:
+            ConfigError: an argument cannot work.
+            DevicePoolError: prompt and output do not fit the device pool.
+        """
+        eos_token_ids = (eos_token_id,) if isinstance(eos_token_id, int) else (eos_token_id or ())
+        params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
+        # The last token's keys and values are never computed, so it needs no room.
+        request = self._server.make_request(token_ids, max_new_tokens - 1)
+        request.logits = [] if return_logits else None
+        return TokenStream(request, self._server.serve(request, params))
+
+    def run(
+        self,
+        token_ids: Sequence[int] | torch.Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        return_logits: bool = False,
+    ) -> GenerationResult:
+        """Generate every token and return the result; the arguments are those of ``generate``."""
+        stream = self.generate(
+            token_ids,
+            max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            return_logits=return_logits,
+        )
+        with stream:
+            for _ in stream:
+                pass
+        return stream.result
+
+    def cache_for(self, input_ids: Sequence[int] | torch.Tensor) -> KVTierCache:
+        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers."""
+        return KVTierCache(self._server, input_ids)
+
+    def drop_device_cache(self) -> None:
+        """Forget what the device's prefix cache holds; the tiers keep theirs."""
+        self._server.require_idle()
+        self._pool.drop_cached()
+
+    def reset(self) -> None:
+        """Forget every block, on the device and in every tier; what others may share stays with them."""
+        self._server.require_idle()
+        self._pool.drop_cached()
+        if self._link is not None:
+            self._link.reset()
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges by dotted name; the device's stand under ``device``."""
+        stats = {} if self._link is None else self._link.stats()
+        return stats | {
+            "device.num_blocks": float(self._pool.num_blocks),
+            "device.free_blocks": float(self._pool.num_free_blocks),
+            "device.cached_blocks": float(self._pool.num_cached_blocks),
+        }
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every store has reached host memory and the tiers; False when ``timeout_s`` passed."""
+        self._server.require_idle()
+        return self._link is None or self._link.drain(timeout_s)
+
+    def shutdown(self, timeout_s: float = DEFAULT_SHUTDOWN_S) -> None:
+        """Drain for at most ``timeout_s``, then end every thread and give back the memory; idempotent.
+
+        Effects: a request that is being served ends; its stream has no further token.
+        """
+        self._server.close()
+        is_first, self._is_shut_down = not self._is_shut_down, True
+        if is_first and self._link is not None:
+            self._link.shutdown(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"KVTierEngine({self._server!r}, {self._pool!r})"

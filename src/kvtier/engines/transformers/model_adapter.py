@@ -1,0 +1,195 @@
+"""What the engine must know of a model, and the one call it makes of it.
+
+It keeps no keys or values. The shapes of a layer's cache are not read from the configuration, which every
+architecture spells differently, but from one forward pass over one token: what the model hands to its cache
+then is what it will hand to it later.
+
+Layers with a sliding window are kept in full: the model masks what is outside the window itself, so the
+tokens are right and no memory is saved. Layers without keys and values of every token (state spaces, linear
+attention, cross attention, layers that borrow another layer's cache) are refused.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvtier.errors import ModelError
+
+SERVED_LAYER_TYPES = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers whose whole state is one key and one value for each token; subclasses keep more and are refused."""
+
+CACHE_QUESTION = "_supports_default_dynamic_cache"
+"""The method by which transformers asks a model whether it works with its common cache; it has no public one."""
+
+PROBE_TOKEN_ID = 0
+"""The token of the probe; every vocabulary has it, and its embedding does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one token leaves in one layer's cache.
+
+    Attributes:
+        name: the layer, unique within the model.
+        num_key_heads: heads of the keys.
+        key_dim: elements of one head's key.
+        num_value_heads: heads of the values.
+        value_dim: elements of one head's value.
+    """
+
+    name: str
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of one token's keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_elements(self) -> int:
+        """Elements of one token's values."""
+        return self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token leaves in the model's cache.
+
+    Attributes:
+        layers: the layers, first to last.
+        dtype: of keys and values.
+        device: where the model keeps them.
+    """
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of one token over all layers."""
+        return sum(layer.key_elements + layer.value_elements for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return self.token_elements * self.dtype.itemsize
+
+
+class ModelAdapter:
+    """A causal language model with a cache of keys and values, ready to be served.
+
+    Args:
+        model: any causal language model of transformers, on one device.
+
+    Attributes:
+        model: the same, in evaluation mode.
+        shape: what a token leaves in its cache.
+
+    Raises:
+        ModelError: the model has no such cache.
+
+    Effects: switches the model to evaluation mode, or dropout would change its answers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _require_causal(model)
+        model.train(mode=False)
+        self.model = model
+        self.shape = _probe(model)
+        self._module: torch.nn.Module = model
+        self._vocabulary_size = _vocabulary_size(model)
+        self._last_logits_only = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def name(self) -> str:
+        """Name or path of the model, or its class when it has neither."""
+        return self.model.config.name_or_path or type(self.model).__name__
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+        return self._vocabulary_size
+
+    @torch.no_grad()
+    def forward(self, token_ids: Sequence[int], cache: Cache) -> torch.Tensor:
+        """Compute ``token_ids`` after what ``cache`` holds.
+
+        Returns:
+            The logits after the last token, shape (vocabulary,), float32, on the CPU.
+
+        Effects: ``cache`` then holds the new tokens too.
+        """
+        inputs = torch.tensor([token_ids], device=self.shape.device)
+        options = {"logits_to_keep": 1} if self._last_logits_only else {}
+        output = self._module(input_ids=inputs, past_key_values=cache, use_cache=True, **options)
+        last: torch.Tensor = output.logits[0, -1]
+        return last.float().cpu()
+
+
+def _require_causal(model: object) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"{type(model).__name__} is no transformers model: pass a causal language model")
+    if model.config.is_encoder_decoder:
+        raise ModelError(f"{type(model).__name__} has an encoder: only decoder-only models are served")
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        raise ModelError(f"{type(model).__name__} cannot generate: pass the model with its language head")
+    if not getattr(model, CACHE_QUESTION)():
+        raise ModelError(f"{type(model).__name__} keeps its state in a form of its own: it has no KV cache")
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor), "an embedding has a weight"
+    return weight.shape[0]
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel) -> KVShape:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    _require_served_layers(model, cache)
+    inputs = torch.tensor([[PROBE_TOKEN_ID]], device=model.device)
+    try:
+        model.forward(input_ids=inputs, past_key_values=cache, use_cache=True)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{type(model).__name__} cannot run with a KV cache: {error}") from error
+    _require_served_layers(model, cache)
+    return _read_shape(model, cache)
+
+
+def _require_served_layers(model: PreTrainedModel, cache: DynamicCache) -> None:
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in SERVED_LAYER_TYPES:
+            raise ModelError(
+                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}: only layers with a "
+                "key and a value for every token are served"
+            )
+
+
+def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
+    pairs = [
+        (layer.keys, layer.values)
+        for layer in cache.layers
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
+    ]
+    if not pairs or len(pairs) < len(cache.layers):
+        raise ModelError(f"{type(model).__name__} left its KV cache empty: it has none, or does not use it")
+    kinds = {(tensor.dtype, tensor.device) for pair in pairs for tensor in pair}
+    if len(kinds) > 1:
+        raise ModelError(
+            f"{type(model).__name__} keeps its cache as {sorted(map(str, kinds))}: "
+            "all layers must share one dtype and one device"
+        )
+    dtype, device = kinds.pop()
+    layers = tuple(
+        LayerShape(f"layers.{index}", keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
+        for index, (keys, values) in enumerate(pairs)
+    )
+    return KVShape(layers, dtype, device)

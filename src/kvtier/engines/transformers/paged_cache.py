@@ -1,0 +1,95 @@
+"""The device pool: keys and values in blocks, one page of contiguous bytes for a block of all layers.
+
+It does not know which block belongs to whom. A page holds, layer after layer, the keys and then the values of
+its tokens, tokens first. One page is one run of bytes, so a transfer to host memory is one copy for each
+block; within it a layer's keys are one run too, so gathering a prefix for the model is a plain copy as well.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvtier.engines.transformers.model_adapter import KVShape
+from kvtier.engines.transformers.sequence_cache import SequenceCache
+
+KV_LAYOUT = "page:layer,key|value,token,head,dim"
+"""The order of the bytes in a page, as the namespace names it."""
+
+
+class PagedKVCache:
+    """``num_blocks`` pages on the model's device. Used from one thread, besides the threads that copy pages.
+
+    Args:
+        shape: what a token leaves in the model's cache.
+        num_blocks: pages.
+        block_size_tokens: tokens in a page.
+
+    Attributes:
+        page_size_bytes: bytes of one page.
+    """
+
+    def __init__(self, shape: KVShape, num_blocks: int, block_size_tokens: int) -> None:
+        self.block_size_tokens = block_size_tokens
+        self.page_size_bytes = block_size_tokens * shape.token_bytes
+        page_elements = block_size_tokens * shape.token_elements
+        # Zeroed by hand: torch.zeros leaves the pages to be mapped at first touch, and then the first load or
+        # store of every block would pay for it.
+        self._pages = torch.empty((num_blocks, page_elements), dtype=shape.dtype, device=shape.device).zero_()
+        self._key_pages: list[torch.Tensor] = []
+        self._value_pages: list[torch.Tensor] = []
+        offset = 0
+        for layer in shape.layers:
+            keys = (num_blocks, block_size_tokens, layer.num_key_heads, layer.key_dim)
+            values = (num_blocks, block_size_tokens, layer.num_value_heads, layer.value_dim)
+            for views, size in ((self._key_pages, keys), (self._value_pages, values)):
+                elements = size[1] * size[2] * size[3]
+                views.append(self._pages[:, offset : offset + elements].view(size))
+                offset += elements
+
+    @property
+    def canonical(self) -> CanonicalKVCaches:
+        """The pool as kvtier's handlers know it: one tensor of bytes, one group."""
+        tensor = CanonicalKVCacheTensor(self._pages.view(torch.int8), self.page_size_bytes)
+        return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, self.page_size_bytes)]])
+
+    @torch.no_grad()
+    def gather(self, block_ids: Sequence[int], sequence: SequenceCache, num_tokens: int) -> None:
+        """Make ``sequence`` hold the first ``num_tokens`` tokens of these blocks.
+
+        Effects: what ``sequence`` held is gone.
+        """
+        num_blocks = -(-num_tokens // self.block_size_tokens)
+        ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self._pages.device)
+        sequence.set_num_tokens(0)
+        sequence.reserve(num_blocks * self.block_size_tokens)
+        for layer, keys, values in zip(
+            sequence.sequence_layers, self._key_pages, self._value_pages, strict=True
+        ):
+            torch.index_select(keys, 0, ids, out=self._as_blocks(layer.key_buffer, 0, num_blocks))
+            torch.index_select(values, 0, ids, out=self._as_blocks(layer.value_buffer, 0, num_blocks))
+        sequence.set_num_tokens(num_tokens)
+
+    @torch.no_grad()
+    def scatter(self, sequence: SequenceCache, first_block: int, block_ids: Sequence[int]) -> None:
+        """Write full blocks of ``sequence`` into the pool.
+
+        Args:
+            sequence: holds every token of the blocks.
+            first_block: index within the sequence of the first block to write.
+            block_ids: the blocks to write, one after another.
+        """
+        if not block_ids:
+            return
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pages.device)
+        num_blocks = len(block_ids)
+        for layer, keys, values in zip(
+            sequence.sequence_layers, self._key_pages, self._value_pages, strict=True
+        ):
+            keys.index_copy_(0, ids, self._as_blocks(layer.key_buffer, first_block, num_blocks))
+            values.index_copy_(0, ids, self._as_blocks(layer.value_buffer, first_block, num_blocks))
+
+    def _as_blocks(self, buffer: torch.Tensor, first_block: int, num_blocks: int) -> torch.Tensor:
+        first = first_block * self.block_size_tokens
+        tokens = buffer[first : first + num_blocks * self.block_size_tokens]
+        return tokens.view(num_blocks, self.block_size_tokens, *buffer.shape[1:])

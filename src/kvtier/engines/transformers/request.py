@@ -1,0 +1,109 @@
+"""One request: its tokens, its device blocks, and where its prompt came from.
+
+It decides nothing; the scheduler writes it. It has the attributes that ``kvtier.connector.protocols.Request``
+asks for, so the connector reads it as it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvtier.engines.transformers.block_hash import extend_block_hashes
+from kvtier.errors import ConfigError
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request and its state.
+
+    Attributes:
+        request_id: unique within the engine.
+        token_ids: prompt, then output.
+        num_prompt_tokens: how many of them are the prompt.
+        block_size_tokens: tokens in a block.
+        root: parent digest of the first block.
+        kv_transfer_params: hints for the connector.
+        block_hashes: one digest for each full block of ``token_ids``.
+        block_ids: its device blocks, in order.
+        num_computed_tokens: tokens whose keys and values exist.
+        num_filled_blocks: leading blocks whose bytes are in the pool.
+        origins: prompt tokens that were not computed, by where they were found.
+        num_failed_load_blocks: device blocks whose load failed.
+        is_known: whether the connector has seen the request in a step.
+        started_s: clock reading at its start.
+        first_token_s: clock reading at its first token.
+        ended_s: clock reading at its end; None until then.
+        logits: of each output token, when they are kept.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_size_tokens: int
+    root: bytes
+    kv_transfer_params: dict[str, Any] | None = None  # Any: the connector's contract
+    block_hashes: list[bytes] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_filled_blocks: int = 0
+    origins: dict[str, int] = field(default_factory=dict)
+    num_failed_load_blocks: int = 0
+    is_known: bool = False
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float | None = None
+    logits: list[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> None:
+        """Add an output token."""
+        self.token_ids.append(token_id)
+        self._extend_hashes()
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size_tokens)
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return the block table of its one KV group."""
+        return (list(self.block_ids),)
+
+    def _extend_hashes(self) -> None:
+        extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)
+
+
+def read_token_ids(token_ids: Sequence[int] | torch.Tensor, vocabulary_size: int) -> list[int]:
+    """Return a prompt as a list. Pure.
+
+    Args:
+        token_ids: a sequence of numbers, or a tensor of shape (num_tokens,) or (1, num_tokens).
+        vocabulary_size: ids are below this.
+
+    Raises:
+        ConfigError: there is no token, more than one sequence, or an id that the model does not have.
+    """
+    if isinstance(token_ids, torch.Tensor):
+        if token_ids.dim() > 2 or (token_ids.dim() == 2 and len(token_ids) != 1):
+            raise ConfigError("token_ids", tuple(token_ids.shape), "give one sequence at a time")
+        token_ids = token_ids.reshape(-1).tolist()
+    prompt = list(token_ids)
+    if not prompt:
+        raise ConfigError("token_ids", prompt, "give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary_size:
+        worst = next(token_id for token_id in prompt if not 0 <= token_id < vocabulary_size)
+        raise ConfigError("token_ids", worst, f"the model's ids are below {vocabulary_size}")
+    return prompt

@@ -1,0 +1,65 @@
+"""Chooses the next token: the most likely one, or a draw from the distribution at a temperature.
+
+A draw depends on the logits and on the request's own generator, which only draws advance: where the keys and
+values came from cannot change it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most, at least one.
+        temperature: zero takes the most likely token; larger values flatten the distribution.
+        seed: of the request's generator; None takes a new one from the operating system.
+        eos_token_ids: tokens that end the request, themselves included in the output.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError("max_new_tokens", self.max_new_tokens, "generate at least one token")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError("temperature", self.temperature, "must be a number, zero or more")
+
+    def is_last(self, token_id: int, num_tokens: int) -> bool:
+        """Return whether a token ends the request that has ``num_tokens`` with it. Pure."""
+        return token_id in self.eos_token_ids or num_tokens >= self.max_new_tokens
+
+
+class Sampler:
+    """The choices of one request.
+
+    Args:
+        params: how to choose.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._temperature = params.temperature
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Return the next token.
+
+        Args:
+            logits: shape (vocabulary,), float32, on the CPU.
+        """
+        if self._temperature == 0:
+            return int(logits.argmax())
+        probabilities = torch.softmax(logits / self._temperature, dim=-1)
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))

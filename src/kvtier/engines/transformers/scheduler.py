@@ -1,0 +1,145 @@
+"""Takes one request through its life: finds its prefix, makes room, computes step by step, lets go.
+
+It computes nothing itself: a step is given the function that does. A block is published to the device's
+prefix cache, and offered to kvtier, only when its bytes are in the pool.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvtier.engines.transformers.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.connector_link import ConnectorLink
+from kvtier.engines.transformers.origin import count_promoted_blocks, split_origins
+from kvtier.engines.transformers.paged_cache import PagedKVCache
+from kvtier.engines.transformers.request import Request
+from kvtier.engines.transformers.result import DEVICE
+from kvtier.engines.transformers.sequence_cache import SequenceCache
+from kvtier.engines.transformers.step import plan_step
+
+
+class RequestScheduler:
+    """The books of the device pool and the order of a request's steps. Used from one thread.
+
+    Args:
+        pool: which device blocks are whose.
+        pages: their bytes.
+        link: the connector; None when nothing is offloaded.
+        offloaded_block_tokens: tokens in one block of the primary tier.
+    """
+
+    def __init__(
+        self,
+        pool: DeviceBlockPool,
+        pages: PagedKVCache,
+        link: ConnectorLink | None,
+        offloaded_block_tokens: int,
+    ) -> None:
+        self._pool = pool
+        self._pages = pages
+        self._link = link
+        self._offloaded_block_tokens = offloaded_block_tokens
+
+    def admit(self, request: Request) -> None:
+        """Give the request its blocks and load into them what the device or a tier holds of its tokens.
+
+        Effects: sets ``num_computed_tokens``, a whole number of blocks, and ``origins``.
+
+        Raises:
+            DevicePoolError: the pool is too small for the request's tokens.
+        """
+        request.block_ids = self._pool.take_prefix(request.block_hashes)
+        num_device_tokens = len(request.block_ids) * request.block_size_tokens
+        request.num_computed_tokens = num_device_tokens
+        request.num_filled_blocks = len(request.block_ids)
+        num_external_tokens, promoted = self._search_tiers(request)
+        self._grow(request, request.num_tokens)
+        if self._link is not None:
+            self._link.note_allocated(request, num_external_tokens)
+        num_loaded_tokens = self._load(request, num_external_tokens) if num_external_tokens else 0
+        request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, promoted)
+
+    def gather_prefix(self, request: Request, sequence: SequenceCache) -> None:
+        """Copy the request's computed tokens into ``sequence``, all but the last token of all.
+
+        A model answers only for tokens it is given, so one token of a wholly known prompt is computed again.
+
+        Effects: ``num_computed_tokens`` and ``origins`` are one token less in that case.
+        """
+        if request.num_computed_tokens >= request.num_tokens:
+            request.num_computed_tokens -= 1
+            latest = [origin for origin, num_tokens in request.origins.items() if num_tokens][-1]
+            request.origins[latest] -= 1
+        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens)
+
+    def advance(
+        self, request: Request, sequence: SequenceCache, num_tokens: int, compute: Callable[[], None]
+    ) -> None:
+        """Do one step: make room, compute, put the blocks that became full into the pool.
+
+        Args:
+            request: its next ``num_tokens`` tokens are computed.
+            sequence: holds their keys and values once ``compute`` has returned.
+            num_tokens: at least one.
+            compute: computes them; when it raises, nothing counts as computed.
+
+        Raises:
+            DevicePoolError: the pool is full.
+        """
+        new_block_ids = self._grow(request, request.num_computed_tokens + num_tokens)
+        plan = plan_step(request, num_tokens, new_block_ids)
+
+        def compute_and_keep() -> None:
+            compute()
+            self._keep_full_blocks(request, sequence, request.num_computed_tokens + num_tokens)
+
+        request.is_known = True
+        if self._link is None:
+            compute_and_keep()
+        else:
+            self._link.step(plan, compute_and_keep)
+        request.num_computed_tokens += num_tokens
+
+    def finish(self, request: Request) -> None:
+        """End the request, done or not: its blocks are free, its stores go on without it."""
+        if self._link is not None:
+            self._link.finish(request)
+        self._pool.free(request.block_ids)
+        request.block_ids = []
+
+    def _search_tiers(self, request: Request) -> tuple[int, Counter[str]]:
+        """Return how many tokens the tiers hold after the device's, and what each promoted for that."""
+        if self._link is None:
+            return 0, Counter()
+        before = count_promoted_blocks(self._link.manager.stats())
+        num_tokens = self._link.match(request)
+        promoted = count_promoted_blocks(self._link.manager.stats()) - before
+        return num_tokens, Counter({tier: n * self._offloaded_block_tokens for tier, n in promoted.items()})
+
+    def _load(self, request: Request, num_external_tokens: int) -> int:
+        """Wait for the load and return how many tokens it brought before the first failed block."""
+        assert self._link is not None, "only a link finds external tokens"
+        failed = self._link.wait_for_load(request)
+        first = request.num_filled_blocks
+        last = first + num_external_tokens // request.block_size_tokens
+        loaded = request.block_ids[first:last]
+        request.num_failed_load_blocks = len(failed.intersection(loaded))
+        num_good = next((i for i, block_id in enumerate(loaded) if block_id in failed), len(loaded))
+        for index in range(first, first + num_good):
+            self._pool.publish(request.block_ids[index], request.block_hashes[index])
+        request.num_filled_blocks += num_good
+        request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
+        return num_good * request.block_size_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Allocate what the request lacks for that many tokens, and return it."""
+        num_missing = request.num_blocks_for(num_tokens) - len(request.block_ids)
+        new_block_ids = self._pool.allocate(max(0, num_missing))
+        request.block_ids.extend(new_block_ids)
+        return new_block_ids
+
+    def _keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:
+        first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
+        self._pages.scatter(sequence, first, request.block_ids[first:last])
+        for index in range(first, last):
+            self._pool.publish(request.block_ids[index], request.block_hashes[index])
+        request.num_filled_blocks = max(first, last)

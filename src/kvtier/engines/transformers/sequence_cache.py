@@ -1,0 +1,165 @@
+"""The keys and values of one sequence, contiguous, in the form that transformers' models read.
+
+It knows neither blocks nor tiers. A layer is one buffer for the keys and one for the values, tokens first, so
+that a block of the pool is one run of bytes in them and taking it over is a plain copy; models see them
+transposed, heads first, without a copy. The buffers have room for tokens to come, because growing by
+concatenation would copy the prefix at every step.
+"""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvtier.engines.transformers.model_adapter import KVShape, LayerShape
+from kvtier.errors import ModelError
+
+GROWTH_FACTOR = 1.5
+"""How much a full buffer grows. Larger wastes memory at the end of a sequence, smaller copies more often."""
+
+MIN_GROWTH_TOKENS = 64
+"""The least a full buffer grows by, so that short sequences do not copy at every other token."""
+
+
+class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is not annotated
+    """One layer's keys and values of one sequence.
+
+    Args:
+        shape: what a token leaves in the layer.
+        dtype: of keys and values.
+        device: where they are.
+        capacity_tokens: room at first; it grows when needed.
+
+    Attributes:
+        key_buffer: shape (capacity, key heads, key dim).
+        value_buffer: shape (capacity, value heads, value dim).
+        num_tokens: tokens held.
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(
+        self, shape: LayerShape, dtype: torch.dtype, device: torch.device, capacity_tokens: int
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers is not annotated
+        keys = (capacity_tokens, shape.num_key_heads, shape.key_dim)
+        values = (capacity_tokens, shape.num_value_heads, shape.value_dim)
+        self.dtype, self.device = dtype, device
+        self.key_buffer = _empty(keys, dtype, device)
+        self.value_buffer = _empty(values, dtype, device)
+        self.num_tokens = 0
+        self.is_initialized = True
+        self.set_num_tokens(0)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` tokens in all; keeps what is held."""
+        if num_tokens > len(self.key_buffer):
+            self.key_buffer = _grown(self.key_buffer, self.num_tokens, num_tokens)
+            self.value_buffer = _grown(self.value_buffer, self.num_tokens, num_tokens)
+            self.set_num_tokens(self.num_tokens)
+
+    def set_num_tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Say how many tokens of the buffers count; return those as models read them, heads first."""
+        self.num_tokens = num_tokens
+        keys = self.key_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
+        values = self.value_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the buffers exist from the start."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *_args: object,
+        **_kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append new tokens and return everything held.
+
+        Args:
+            key_states: shape (1, key heads, new tokens, key dim).
+            value_states: shape (1, value heads, new tokens, value dim).
+            _args: what other kinds of layers need.
+            _kwargs: the same.
+
+        Raises:
+            ModelError: more than one sequence.
+        """
+        if key_states.shape[0] != 1:
+            raise ModelError(
+                f"batch of {key_states.shape[0]} sequences: a KVTierCache holds one; use one each"
+            )
+        first = self.num_tokens
+        last = first + key_states.shape[2]
+        if last > len(self.key_buffer):
+            self.reserve(max(last, int(first * GROWTH_FACTOR), first + MIN_GROWTH_TOKENS))
+        self.key_buffer[first:last].copy_(key_states[0].detach().transpose(0, 1))
+        self.value_buffer[first:last].copy_(value_states[0].detach().transpose(0, 1))
+        return self.set_num_tokens(last)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys a query of that length meets, and the position of the first."""
+        return self.num_tokens + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the tokens held."""
+        return self.num_tokens
+
+    def get_max_length(self) -> int:
+        """Return -1, transformers' word for "no limit"."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens; transformers gives their number as zero or a negative one."""
+        self.set_num_tokens(self.num_tokens - min(abs(tokens_to_remove), self.num_tokens))
+
+    def reset(self) -> None:
+        """Drop every token."""
+        self.set_num_tokens(0)
+
+
+class SequenceCache(Cache):
+    """The keys and values of one sequence over all layers.
+
+    Args:
+        shape: what a token leaves in the model's cache.
+        capacity_tokens: room at first; it grows when needed.
+
+    Attributes:
+        sequence_layers: the layers, first to last; ``layers`` is what transformers calls the same.
+    """
+
+    def __init__(self, shape: KVShape, capacity_tokens: int = 0) -> None:
+        self.sequence_layers = [
+            SequenceLayer(layer, shape.dtype, shape.device, capacity_tokens) for layer in shape.layers
+        ]
+        super().__init__(layers=list(self.sequence_layers))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens held by every layer."""
+        return min(layer.num_tokens for layer in self.sequence_layers)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for ``num_tokens`` tokens in all; keeps what is held."""
+        for layer in self.sequence_layers:
+            layer.reserve(num_tokens)
+
+    def set_num_tokens(self, num_tokens: int) -> None:
+        """Say how many tokens of every layer's buffers count."""
+        for layer in self.sequence_layers:
+            layer.set_num_tokens(num_tokens)
+
+
+def _grown(buffer: torch.Tensor, num_tokens: int, capacity_tokens: int) -> torch.Tensor:
+    """Return a larger buffer with the first ``num_tokens`` tokens of this one."""
+    larger = _empty((capacity_tokens, *buffer.shape[1:]), buffer.dtype, buffer.device)
+    larger[:num_tokens].copy_(buffer[:num_tokens])
+    return larger
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an ordinary tensor, even in inference mode: a later step outside that mode writes into it."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,198 @@
+"""Serves requests one after another on a device pool: admits, computes token after token, lets go.
+
+It knows nothing of settings or threads. One request at a time holds the server; whatever happens to it, its
+blocks are free and its transfers in order afterwards. The keys and values of the request that is being served
+stand twice in device memory: in pages, and contiguous in the working sequence that the model reads.
+"""
+
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvtier.engines.transformers.block_hash import make_root_digest
+from kvtier.engines.transformers.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.config import EngineConfig
+from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.request import Request, read_token_ids
+from kvtier.engines.transformers.sampling import Sampler, SamplingParams
+from kvtier.engines.transformers.scheduler import RequestScheduler
+from kvtier.engines.transformers.sequence_cache import SequenceCache
+from kvtier.errors import DevicePoolError, EngineStateError
+
+
+class RequestServer:
+    """Serves one request at a time; a ``PrefixStore`` for KVTierCache. Used from one thread.
+
+    Args:
+        adapter: the model.
+        config: the engine's settings.
+        pool: the device blocks.
+        scheduler: takes requests through their steps.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        config: EngineConfig,
+        pool: DeviceBlockPool,
+        scheduler: RequestScheduler,
+        clock: Callable[[], float],
+    ) -> None:
+        self._adapter = adapter
+        self._config = config
+        self._pool = pool
+        self._scheduler = scheduler
+        self._clock = clock
+        self._working = SequenceCache(adapter.shape)
+        self._logits = torch.empty(0)
+        self._root = make_root_digest(config.salt)
+        self._request_numbers = itertools.count()
+        self._active: Request | None = None
+        self._is_closed = False
+
+    @property
+    def shape(self) -> KVShape:
+        """What one token leaves in the model's cache."""
+        return self._adapter.shape
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below this."""
+        return self._adapter.vocabulary_size
+
+    def make_request(
+        self,
+        token_ids: Sequence[int] | torch.Tensor,
+        num_new_tokens: int = 0,
+        kv_transfer_params: dict[str, Any] | None = None,  # Any: the connector's contract
+    ) -> Request:
+        """Return a request that has not begun.
+
+        Args:
+            token_ids: its prompt.
+            num_new_tokens: output tokens whose keys and values will be kept while it is served.
+            kv_transfer_params: hints for the connector.
+
+        Raises:
+            ConfigError: the prompt is not one sequence of the model's tokens.
+            DevicePoolError: the pool is too small for it, even when it is empty.
+        """
+        prompt = read_token_ids(token_ids, self.vocabulary_size)
+        request = Request(
+            request_id=f"request-{next(self._request_numbers)}",
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            block_size_tokens=self._config.block_size_tokens,
+            root=self._root,
+            kv_transfer_params=kv_transfer_params,
+        )
+        num_needed = request.num_blocks_for(len(prompt) + num_new_tokens)
+        if num_needed > self._pool.num_blocks:
+            raise DevicePoolError(self._pool.num_blocks, num_needed, self._pool.num_free_blocks)
+        return request
+
+    def serve(self, request: Request, params: SamplingParams) -> Generator[int, None, None]:
+        """Yield the tokens that follow the request's prompt; it begins at the first ``next``."""
+        sampler = Sampler(params)
+        with self._serving(request):
+            self._scheduler.admit(request)
+            self._scheduler.gather_prefix(request, self._working)
+            token_id = self._compute_next(request, sampler)
+            request.first_token_s = self._clock()
+            while not params.is_last(token_id, len(request.output_ids)):
+                yield token_id
+                token_id = self._compute_next(request, sampler)
+        # The request has ended before its last token is out: who stops reading there has left nothing open.
+        yield token_id
+
+    def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
+        """Fill ``sequence`` with what the device or a tier holds of ``token_ids``, all but the last token.
+
+        Returns:
+            Tokens by where they were found.
+        """
+        request = self.make_request(token_ids)
+        with self._serving(request):
+            self._scheduler.admit(request)
+            self._scheduler.gather_prefix(request, sequence)
+        return {origin: num_tokens for origin, num_tokens in request.origins.items() if num_tokens}
+
+    def store_sequence(self, token_ids: Sequence[int], sequence: SequenceCache) -> None:
+        """Keep the full blocks of ``sequence`` on the device and hand them to the tiers.
+
+        Args:
+            token_ids: what ``sequence`` holds, from the first token on; it may hold more.
+            sequence: keys and values that the engine's own model computed for them.
+        """
+        request = self.make_request(token_ids, kv_transfer_params={"skip_load": True})
+        with self._serving(request):
+            self._scheduler.admit(request)
+            num_missing = request.num_tokens - request.num_computed_tokens
+            if num_missing:
+                self._scheduler.advance(request, sequence, num_missing, lambda: None)
+
+    def require_idle(self) -> None:
+        """Refuse to go on while a request is being served, or after the end.
+
+        Raises:
+            EngineStateError: it is so.
+        """
+        if self._is_closed:
+            raise EngineStateError("the engine is shut down: make a new one")
+        if self._active is not None:
+            raise EngineStateError(
+                f"request {self._active.request_id!r} is being served: take all its tokens or close its stream"
+            )
+
+    def close(self) -> None:
+        """End the request that is being served, and serve no other; idempotent."""
+        self._is_closed = True
+        if self._active is not None:
+            self._end(self._active)
+
+    def __repr__(self) -> str:
+        state = "shut down" if self._is_closed else "idle" if self._active is None else "busy"
+        return f"RequestServer({self._adapter.name}, {state})"
+
+    def _compute_next(self, request: Request, sampler: Sampler) -> int:
+        """Compute what the request lacks, choose its next token and append it."""
+        if self._active is not request:
+            raise EngineStateError(f"request {request.request_id!r} was ended by shutdown: make a new engine")
+        while request.num_computed_tokens < request.num_tokens:
+            first = request.num_computed_tokens
+            chunk = request.token_ids[first : first + self._config.prefill_chunk_tokens]
+            self._scheduler.advance(request, self._working, len(chunk), partial(self._compute, chunk))
+        token_id = sampler.choose(self._logits)
+        if request.logits is not None:
+            request.logits.append(self._logits)
+        request.append(token_id)
+        return token_id
+
+    def _compute(self, token_ids: list[int]) -> None:
+        self._logits = self._adapter.forward(token_ids, self._working)
+
+    @contextmanager
+    def _serving(self, request: Request) -> Iterator[None]:
+        """Hold the engine for one request; its blocks are free and its transfers in order afterwards."""
+        self.require_idle()
+        self._active = request
+        request.started_s = self._clock()
+        try:
+            yield
+        finally:
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        """Let go of a request; one that shutdown has ended is ended already."""
+        if self._active is not request:
+            return
+        self._active = None
+        try:
+            self._scheduler.finish(request)
+        finally:
+            request.ended_s = self._clock()

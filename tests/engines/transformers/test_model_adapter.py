@@ -1,0 +1,79 @@
+"""Models are read by what they do, and those without a cache of every token are refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.errors import ModelError
+
+
+def test_shapes_are_what_the_model_hands_to_its_cache(llama: LlamaForCausalLM) -> None:
+    shape = ModelAdapter(llama).shape
+    assert [(layer.num_key_heads, layer.key_dim) for layer in shape.layers] == [(2, 12)] * 3
+    assert shape.dtype == torch.float32
+    assert shape.token_bytes == 3 * 2 * 2 * 12 * 4
+
+
+def make_mamba() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, state_size=4))
+
+
+def make_t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+
+
+def make_headless() -> PreTrainedModel:
+    return LlamaModel(
+        LlamaConfig(
+            vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (make_mamba, "key and a value for every token"),
+        (make_t5, "encoder"),
+        (make_headless, "cannot generate"),
+    ],
+)
+def test_models_without_a_cache_of_every_token_are_refused(
+    make_model: Callable[[], PreTrainedModel], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelAdapter(make_model())
+
+
+class ForgetfulLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers is not annotated
+    """Takes a cache and does not use it."""
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        kwargs.pop("past_key_values")
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_leaves_its_cache_empty_is_refused(llama: LlamaForCausalLM) -> None:
+    with pytest.raises(ModelError, match="left its KV cache empty"):
+        ModelAdapter(ForgetfulLlama(llama.config))
+
+
+def test_a_model_in_training_mode_is_switched_to_evaluation(llama: LlamaForCausalLM) -> None:
+    model = LlamaForCausalLM(llama.config)
+    model.train()
+    ModelAdapter(model)
+    assert not model.training

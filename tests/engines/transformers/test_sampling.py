@@ -1,0 +1,32 @@
+"""Tokens are chosen from the logits and the request's own random numbers alone."""
+
+import pytest
+import torch
+
+from kvtier.engines.transformers.sampling import Sampler, SamplingParams
+from kvtier.errors import ConfigError
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0])
+
+
+def test_temperature_zero_takes_the_most_likely() -> None:
+    assert Sampler(SamplingParams(1)).choose(LOGITS) == 1
+
+
+def test_equal_seeds_draw_equal_tokens_whatever_else_draws() -> None:
+    one, other = (Sampler(SamplingParams(1, temperature=2.0, seed=3)) for _ in range(2))
+    first = [one.choose(LOGITS) for _ in range(50)]
+    torch.rand(10)
+    assert [other.choose(LOGITS) for _ in range(50)] == first
+    assert set(first) == {0, 1, 2}
+
+
+def test_a_request_ends_at_its_length_or_its_end_token() -> None:
+    params = SamplingParams(3, eos_token_ids=frozenset({7}))
+    assert [params.is_last(5, 2), params.is_last(5, 3), params.is_last(7, 1)] == [False, True, True]
+
+
+@pytest.mark.parametrize("arguments", [{"max_new_tokens": 0}, {"max_new_tokens": 1, "temperature": -1.0}])
+def test_impossible_parameters_are_refused(arguments: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        SamplingParams(**arguments)  # type: ignore[arg-type]  # bad values are the point
