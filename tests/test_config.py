@@ -46,14 +46,14 @@ def test_every_setting_is_read() -> None:
         "spec_name": "Mine",
         "spec_module_path": "my.module",
         "lookup_deadline_s": 1,
-        "load_if": "faster",
+        "load_if": "always",
         "instance_id": "one",
         "tenant_salt": "salt",
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
     assert parse_settings(given) == Settings(
-        2 * 2**30, "arc", 2, 10, 64, "Mine", "my.module", 1.0, LoadIf.FASTER, "one", "salt", ({"type": "fs"},)
+        2 * 2**30, "arc", 2, 10, 64, "Mine", "my.module", 1.0, LoadIf.ALWAYS, "one", "salt", ({"type": "fs"},)
     )
 
 
@@ -85,6 +85,7 @@ def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
         ("lookup_deadline_s", float("nan")),
         ("lookup_deadline_s", False),
         ("load_if", "sometimes"),
+        ("load_if", "faster"),
         ("secondary_tiers", {"type": "fs"}),
         ("secondary_tiers", "fs"),
         ("secondary_tiers", ["fs"]),

@@ -27,7 +27,7 @@ def main() -> None:
     with KVTierEngine(model, config) as engine:
         for _ in range(2):
             cache = engine.cache_for(input_ids)
-            output = model.generate(
+            output: torch.Tensor = model.generate(  # type: ignore[misc,assignment]  # typed for every kind of output
                 input_ids,
                 past_key_values=cache,
                 attention_mask=torch.ones_like(input_ids),

@@ -365,6 +365,9 @@ class OffloadingSpec(ABC):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
         """Yield the worker side: each handler with the classes of its source and destination specs."""
 
+    def shutdown(self) -> None:
+        """End what was built and give its memory back; idempotent."""
+
 
 class RowMemory(Protocol):
     """What a primary tier needs of its memory: rows as bytes, and a way to give them back."""

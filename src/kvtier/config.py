@@ -16,7 +16,7 @@ BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2*
 BYTE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
-"""How long a request may wait for promotions, in seconds. Zero answers at once with what is ready. Larger
+"""How long a request may wait for promotions, in seconds. Zero waits for one step. Larger
 values let slow tiers finish and delay a request behind a hung one; smaller ones recompute what was coming."""
 
 DEFAULT_MAX_TRACKER_SIZE = 64_000
@@ -131,6 +131,11 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
     if unknown and "spec_module_path" not in extra_config:
         raise UnknownNameError("setting", unknown[0], known)
     read = SettingsReader(extra_config)
+    load_if = read.choice("load_if", LoadIf.ALWAYS)
+    if load_if is not LoadIf.ALWAYS:
+        raise ConfigError(
+            "load_if", load_if.value, "nothing here estimates load times yet: leave the setting out"
+        )
     return Settings(
         cpu_bytes_to_use=read.size_bytes("cpu_bytes_to_use", None),
         eviction_policy=read.text("eviction_policy", "lru"),
@@ -140,7 +145,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         spec_name=read.text("spec_name", "") or None,
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
-        load_if=read.choice("load_if", LoadIf.ALWAYS),
+        load_if=load_if,
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),

@@ -11,11 +11,9 @@ import pytest
 
 from kvtier.config import Settings
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.factory import TIERS
+from kvtier.tiering.factory import NOT_SETTINGS, TIERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-COLLABORATORS = {"config", "primary_kv_view", "clock", "wall_clock", "calls"}
-"""Arguments of a tier's constructor that are no settings."""
 
 PRIMARY_HEADING = "The primary tier and the manager"
 EVERY_TIER_HEADING = "Every secondary tier"
@@ -49,7 +47,7 @@ def defaults_of(kind: type) -> dict[str, object]:
     if dataclasses.is_dataclass(kind):
         return {field.name: plain(field.default) for field in dataclasses.fields(kind)}
     parameters = inspect.signature(kind).parameters
-    own = {name: one for name, one in parameters.items() if name not in COLLABORATORS}
+    own = {name: one for name, one in parameters.items() if name not in NOT_SETTINGS}
     return {name: plain(one.default) for name, one in own.items()}
 
 

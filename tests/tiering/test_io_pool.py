@@ -1,7 +1,7 @@
 """The pool reports each job once, loads before stores, and nobody's slot while a thread may touch it."""
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import JobMetadata, JobResult
-from kvtier.tiering.io_pool import IOPool
+from kvtier.tiering.io_pool import IOPool, Moved
 
 HANG_GUARD_S = 20.0
 TIMEOUT_S = 30.0
@@ -29,14 +29,15 @@ class Mover:
     def __init__(self) -> None:
         self.calls: list[tuple[list[OffloadKey], list[int]]] = []
         self.lost: set[OffloadKey] = set()
+        self.is_fault = False
         self.error: Exception | None = None
 
-    def __call__(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Collection[OffloadKey]:
+    def __call__(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
         """Move some blocks."""
         self.calls.append((list(keys), list(slots)))
         if self.error is not None:
             raise self.error
-        return [key for key in keys if key not in self.lost]
+        return Moved([key for key in keys if key not in self.lost], self.is_fault)
 
 
 class Gate(Mover):
@@ -47,12 +48,12 @@ class Gate(Mover):
         self._entered = threading.Semaphore(0)
         self._opened = threading.Event()
 
-    def __call__(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Collection[OffloadKey]:
+    def __call__(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
         """Hold the thread, then move."""
-        arrived = super().__call__(keys, slots)
+        moved = super().__call__(keys, slots)
         self._entered.release()
         assert self._opened.wait(HANG_GUARD_S)
-        return arrived
+        return moved
 
     def await_entered(self) -> None:
         """Block until one more call holds a thread."""
@@ -101,7 +102,16 @@ def test_a_job_that_lost_blocks_says_which_arrived(pool: IOPool) -> None:
     first, second, third = job_of(1, 3).keys
     mover.lost = {second}
     pool.submit_load(job_of(1, 3), mover, TIMEOUT_S)
-    assert finish(pool) == [JobResult(JobId(1), success=False, successful_keys=frozenset({first, third}))]
+    assert finish(pool) == [JobResult(JobId(1), False, frozenset({first, third}), is_fault=False)]
+
+
+def test_a_fault_in_any_part_is_a_fault_of_the_job(pool: IOPool) -> None:
+    mover, faulty = Mover(), Mover()
+    mover.lost = faulty.lost = set(job_of(1, 3).keys) | set(job_of(2, 3).keys)
+    faulty.is_fault = True
+    pool.submit_load(job_of(1, 3), mover, TIMEOUT_S)
+    pool.submit_load(job_of(2, 3), faulty, TIMEOUT_S)
+    assert [result.is_fault for result in finish(pool)] == [False, True]
 
 
 def test_a_job_whose_transfer_raises_has_failed_and_the_thread_goes_on(pool: IOPool) -> None:

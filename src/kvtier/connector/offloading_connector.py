@@ -2,7 +2,6 @@
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.protocols import ClosableSpec
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
@@ -44,8 +43,7 @@ class OffloadingConnector:
             self.connector_scheduler.shutdown()
         if self.connector_worker is not None:
             self.connector_worker.shutdown()
-        if isinstance(self.spec, ClosableSpec):
-            self.spec.shutdown()
+        self.spec.shutdown()
 
     def __repr__(self) -> str:
         return f"OffloadingConnector({self.role.value}, {type(self.spec).__name__})"

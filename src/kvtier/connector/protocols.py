@@ -132,11 +132,3 @@ class RegionOwner(Protocol):
 
     def seal_region(self) -> None:
         """Unlink the region's name: all processes have mapped it."""
-
-
-@runtime_checkable
-class ClosableSpec(Protocol):
-    """An optional ability of a spec: it holds memory or threads that its manager and handlers do not end."""
-
-    def shutdown(self) -> None:
-        """Give them back, after the manager and the handlers were shut down; idempotent."""

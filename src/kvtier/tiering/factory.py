@@ -18,6 +18,9 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     },
 )
 
+NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
+"""Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
+
 UNAVAILABLE_SETTINGS = frozenset({"cascade", "store_threshold", "fill", "policy", "admission", "emit_events"})
 """Settings that have a name but only their default so far: refused rather than silently without effect."""
 
@@ -46,7 +49,7 @@ def create_secondary_tier(
     settings = parse_tier_settings(tier_config)
     _refuse_unavailable(settings)
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
-    known = set(inspect.signature(tier_class).parameters) - {"config", "primary_kv_view"}
+    known = set(inspect.signature(tier_class).parameters) - NOT_SETTINGS
     unknown = sorted(set(own) - known)
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known | COMMON_SETTINGS)

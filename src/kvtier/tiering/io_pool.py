@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtier.base import JobId, OffloadKey
 from kvtier.errors import TierError
@@ -21,8 +22,21 @@ from kvtier.tiering.base import JobMetadata, JobResult
 
 logger = logging.getLogger(__name__)
 
-Transfer = Callable[[Sequence[OffloadKey], Sequence[int]], Collection[OffloadKey]]
-"""Moves blocks, given keys and their slots, and returns the keys that arrived. Runs on a thread of the pool."""
+
+class Moved(NamedTuple):
+    """What a transfer achieved.
+
+    Attributes:
+        arrived: the keys whose bytes arrived.
+        is_fault: whether what failed speaks against the tier; no room or an evicted block does not.
+    """
+
+    arrived: Collection[OffloadKey]
+    is_fault: bool = False
+
+
+Transfer = Callable[[Sequence[OffloadKey], Sequence[int]], Moved]
+"""Moves blocks, given keys and their slots. Runs on a thread of the pool; may block and raise."""
 
 DEFAULT_MAX_QUEUED_BLOCKS = 65_536
 """Blocks that may wait for a thread. Far beyond what budgets let through, so reaching it means that nobody
@@ -42,6 +56,7 @@ class _OpenJob:
     num_begun: int = 0
     num_running_parts: int = 0
     arrived: list[OffloadKey] = field(default_factory=list)
+    is_fault: bool = False
 
     @property
     def is_ended(self) -> bool:
@@ -49,9 +64,10 @@ class _OpenJob:
 
     def result(self) -> JobResult:
         """Return the report: everything arrived, or which keys did."""
-        if len(self.arrived) == len(self.keys):
+        arrived = frozenset(self.arrived)
+        if arrived.issuperset(self.keys):
             return JobResult(self.job_id, success=True)
-        return JobResult(self.job_id, success=False, successful_keys=frozenset(self.arrived) or None)
+        return JobResult(self.job_id, success=False, successful_keys=arrived or None, is_fault=self.is_fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +210,12 @@ class IOPool:
 
     def _work(self) -> None:
         while (part := self._take_part()) is not None:
-            arrived: Collection[OffloadKey] = ()
+            moved = Moved((), is_fault=True)
             try:
-                arrived = part.job.run(part.keys, part.block_ids)
+                moved = part.job.run(part.keys, part.block_ids)
             except Exception:  # thread top
                 logger.exception("tier %s: job %d failed", self._name, part.job.job_id)
-            self._finish(part, arrived)
+            self._finish(part, moved)
 
     def _take_part(self) -> _Part | None:
         with self._changed:
@@ -229,10 +245,11 @@ class IOPool:
             queue.popleft()
         return _Part(job, job.keys[begin:end], job.block_ids[begin:end])
 
-    def _finish(self, part: _Part, arrived: Collection[OffloadKey]) -> None:
+    def _finish(self, part: _Part, moved: Moved) -> None:
         with self._changed:
             part.job.num_running_parts -= 1
-            part.job.arrived.extend(arrived)
+            part.job.arrived.extend(moved.arrived)
+            part.job.is_fault |= moved.is_fault
             if part.job.is_ended:
                 self._report(part.job)
 
@@ -247,6 +264,7 @@ class IOPool:
         """Fail the blocks that no thread has begun; the caller takes the job out of its queue."""
         num_dropped = len(job.keys) - job.num_begun
         job.num_begun = len(job.keys)
+        job.is_fault = True
         self._num_queued_blocks -= num_dropped
         self._num_timeout_blocks += num_dropped if is_timeout else 0
         if job.is_ended:

@@ -43,6 +43,16 @@ class _Verdict:
     is_heard: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What another thread found out, and about which era's key."""
+
+    era: int
+    key: OffloadKey
+    is_held: bool
+    is_to_question: bool
+
+
 class AsyncLookup:
     """Verdicts about keys, fetched by a thread of its own.
 
@@ -56,7 +66,7 @@ class AsyncLookup:
         positive_ttl_s: seconds for which "held" is believed.
         negative_ttl_s: seconds for which "not held" is believed.
         max_verdicts: answers remembered; the oldest is forgotten first.
-        max_pending_keys: questions without an answer; beyond it the answer is False.
+        max_pending_keys: questions without an answer, overdue ones included; beyond it the answer is False.
         ask_timeout_s: seconds after which an open question is answered False.
     """
 
@@ -82,9 +92,11 @@ class AsyncLookup:
         self._ask_timeout_s = ask_timeout_s
         self._verdicts: OrderedDict[OffloadKey, _Verdict] = OrderedDict()
         self._pending: dict[OffloadKey, float] = {}
+        self._answered: set[OffloadKey] | None = set()
+        self._num_unanswered = 0
         self._batch: list[OffloadKey] = []
         self._era = 0
-        self._answers: deque[tuple[int, OffloadKey, bool]] = deque()
+        self._answers: deque[_Answer] = deque()
         self._batches: queue.SimpleQueue[tuple[int, list[OffloadKey]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -102,17 +114,21 @@ class AsyncLookup:
         ):
             verdict.is_heard = True
             return verdict.is_held
-        asked_s = self._pending.get(key)
-        if asked_s is not None:
-            is_overdue = self._clock() - asked_s >= self._ask_timeout_s
-            self._num_overdue_keys += is_overdue
-            return False if is_overdue else None
-        if self._is_closed or len(self._pending) >= self._max_pending_keys:
+        if key in self._pending:
+            return None
+        if self._is_closed or self._num_unanswered >= self._max_pending_keys:
             self._num_overflow_keys += 1
             return False
+        self._num_unanswered += 1
         self._pending[key] = self._clock()
         self._batch.append(key)
         return None
+
+    def take_answered(self) -> Collection[OffloadKey] | None:
+        """Return the keys that have an answer since the last call, None when there were too many to note."""
+        self._take_answers()
+        answered, self._answered = self._answered, set()
+        return answered
 
     def flush(self) -> None:
         """Hand the questions of this step to the thread, as one batch."""
@@ -130,11 +146,12 @@ class AsyncLookup:
 
     def tell(self, key: OffloadKey, *, is_held: bool) -> None:
         """Record what was learned otherwise, a failed load for example; any thread may call it."""
-        self._answers.append((self._era, key, is_held))
+        self._answers.append(_Answer(self._era, key, is_held, is_to_question=False))
 
     def clear(self) -> None:
         """Forget verdicts and questions; answers still to come to them are ignored."""
         self._era += 1
+        self._num_unanswered -= len(self._batch)
         self._verdicts.clear()
         self._pending.clear()
         self._batch.clear()
@@ -162,15 +179,29 @@ class AsyncLookup:
 
     def _take_answers(self) -> None:
         while self._answers:
-            era, key, is_held = self._answers.popleft()
-            if era != self._era:
-                continue
-            self._pending.pop(key, None)
-            expires_s = self._clock() + (self._positive_ttl_s if is_held else self._negative_ttl_s)
-            self._verdicts.pop(key, None)
-            self._verdicts[key] = _Verdict(is_held, expires_s, expires_s + self._ask_timeout_s)
-            if len(self._verdicts) > self._max_verdicts:
-                self._verdicts.popitem(last=False)
+            answer = self._answers.popleft()
+            self._num_unanswered -= answer.is_to_question
+            if answer.era == self._era:
+                self._note(answer.key, is_held=answer.is_held)
+        now_s = self._clock()
+        while self._pending:
+            key, asked_s = next(iter(self._pending.items()))
+            if now_s - asked_s < self._ask_timeout_s:
+                return
+            self._num_overdue_keys += 1
+            self._note(key, is_held=False)
+
+    def _note(self, key: OffloadKey, *, is_held: bool) -> None:
+        self._pending.pop(key, None)
+        expires_s = self._clock() + (self._positive_ttl_s if is_held else self._negative_ttl_s)
+        self._verdicts.pop(key, None)
+        self._verdicts[key] = _Verdict(is_held, expires_s, expires_s + self._ask_timeout_s)
+        if len(self._verdicts) > self._max_verdicts:
+            self._verdicts.popitem(last=False)
+        if self._answered is not None:
+            self._answered.add(key)
+            if len(self._answered) > self._max_pending_keys:
+                self._answered = None  # nobody asks what was answered, or too seldom to remember it all
 
     def _work(self) -> None:
         while (question := self._batches.get()) is not None:
@@ -181,4 +212,4 @@ class AsyncLookup:
             except Exception:  # thread top
                 self._num_failed_keys += len(batch)
                 logger.exception("tier %s: asking for %d keys failed", self._name, len(batch))
-            self._answers.extend((era, key, key in held) for key in batch)
+            self._answers.extend(_Answer(era, key, key in held, is_to_question=True) for key in batch)

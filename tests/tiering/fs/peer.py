@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
@@ -74,10 +75,8 @@ class Peer:
         """Wait for the end of the process, asked for by the end of its input."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             self.process.stdin.close()
-        except BrokenPipeError:
-            pass
         self.process.wait(HANG_GUARD_S)
         self.process.stdout.close()
 
@@ -91,7 +90,7 @@ def dying(call: Call, at: int, *, is_after: bool) -> Call:
     """Return ``call``, which kills the process at its ``at``-th use."""
     counter = itertools.count(1)
 
-    def wrapped(*arguments: Any) -> object:  # Any: stands for each of four different calls
+    def wrapped(*arguments: object) -> object:
         is_last = next(counter) == at
         if is_last and not is_after:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -133,7 +132,9 @@ class Commands:
     def __init__(self, root: Path, capacity_bytes: int, model: str, calls: SystemCalls) -> None:
         rows = make_rows()
         self.root = root
-        self.tier = FSTier(make_config(model), rows, root_dir=root, capacity_bytes=capacity_bytes, calls=calls)
+        self.tier = FSTier(
+            make_config(model), rows, root_dir=root, capacity_bytes=capacity_bytes, calls=calls
+        )
         assert self.tier.wait_indexed(HANG_GUARD_S)
         self.driver = TierDriver(self.tier, rows)
 

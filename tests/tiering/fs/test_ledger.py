@@ -69,8 +69,7 @@ def test_threads_together_get_what_is_there_and_no_more(path: Path) -> None:
     granted: list[int] = []
 
     def take(ledger: Ledger) -> None:
-        for _ in range(60):
-            granted.append(ledger.reserve(3, 300).num_blocks)
+        granted.extend(ledger.reserve(3, 300).num_blocks for _ in range(60))
 
     threads = [threading.Thread(target=take, args=(ledger,)) for ledger in ledgers for _ in range(2)]
     for thread in threads:

@@ -22,7 +22,7 @@ def parse(**changes: object) -> FSSettings:
         "direct_io": "auto",
         "num_threads": 4,
     }
-    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)  # type: ignore[arg-type]  # names are above
+    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)
 
 
 def test_good_settings_are_typed() -> None:

@@ -31,14 +31,6 @@ class DrainingManager(Protocol):
         """Wait until the tiers are done; False when ``timeout_s`` passed first."""
 
 
-@runtime_checkable
-class OwningSpec(Protocol):
-    """A spec that owns more than its two halves give back, for example a mapped region."""
-
-    def shutdown(self) -> None:
-        """Give it back; idempotent."""
-
-
 class ConnectorLink:
     """Both halves of the connector and the steps between them. Used from one thread.
 
@@ -163,8 +155,7 @@ class ConnectorLink:
         self._worker.shutdown()
         self._scheduler.shutdown()
         for spec in self._specs:
-            if isinstance(spec, OwningSpec):
-                spec.shutdown()
+            spec.shutdown()
 
     def _end_step(self, plan: StepPlan, metadata: OffloadingConnectorMetadata, *, is_computed: bool) -> None:
         self._open_jobs.update(metadata.load_jobs, metadata.store_jobs)

@@ -16,13 +16,11 @@ from pathlib import Path
 
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import Owner
-from kvtier.tiering.fs.system import Buffers, SystemCalls
+from kvtier.tiering.fs.system import Buffers, SystemCalls, set_file_mode
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
 longer blurs the order in which blocks are evicted."""
-
-PRIVATE_MODE = 0o600
 
 UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 """What file systems without hard links answer."""
@@ -150,8 +148,7 @@ class BlockFiles:
 
     def _open_new(self, path: str, flags: int) -> int:
         fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
-        if self._file_mode != PRIVATE_MODE:
-            os.fchmod(fd, self._file_mode)  # a umask takes away what sharing needs
+        set_file_mode(fd, self._file_mode)
         return fd
 
     def _fill(self, fd: int, buffers: Buffers) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.block_file import BlockFiles, folder_mode
+from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.counters import Counters
 from kvtier.tiering.fs.direct_io import ALIGNMENT_BYTES, FileSupport, is_aligned, probe
 from kvtier.tiering.fs.folders import make_folder
@@ -79,7 +79,7 @@ def open_directory(
     owner = current_owner()
     temporary_path = settings.root_dir / TEMPORARY_NAME
     try:
-        settings.root_dir.mkdir(folder_mode(settings.file_mode), parents=True, exist_ok=True)
+        make_folder(settings.root_dir, settings.file_mode)
         make_folder(temporary_path, settings.file_mode)
         scratch_path = temporary_path / f"{owner}-{secrets.token_hex(8)}"
         support = probe(settings.root_dir, scratch_path, settings.file_mode, calls)

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.tiering.fs.book import Book
@@ -21,6 +22,7 @@ from kvtier.tiering.fs.directory import Directory
 from kvtier.tiering.fs.folders import FoundBlock, remove_empty_folders, sweep_temporaries, walk_blocks
 from kvtier.tiering.fs.layout import LOCK_NAME, TEMPORARY_NAME, namespace_of
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.fs.system import open_shared_file
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,19 @@ BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Wish:
+    """Room that a waiting writer needs.
+
+    Attributes:
+        num_bytes: how much.
+        is_disk_full: whether so much is to be evicted whatever the count says.
+    """
+
+    num_bytes: int
+    is_disk_full: bool
+
+
 class Evictor:
     """A daemon thread that walks, counts and evicts; started by ``start``.
 
@@ -68,8 +83,7 @@ class Evictor:
         self._directory = directory
         self._current_space = current_space
         self._changed = threading.Condition()
-        self._wanted_bytes = 0
-        self._disk_full_bytes = 0
+        self._wishes: list[Wish] = []
         self._has_work = False
         self._is_running = False
         self._is_closed = False
@@ -85,32 +99,31 @@ class Evictor:
         """Start the thread; its first work is to see what is there."""
         self._thread.start()
 
-    def wake(self, disk_full_bytes: int = 0) -> None:
-        """Ask for an eviction without waiting for it.
-
-        Args:
-            disk_full_bytes: what the disk refused although the capacity would allow it; at least so much
-                is evicted, so that a disk filled by others shrinks the tier instead of stopping it.
-        """
+    def note(self, book: Book | None) -> None:
+        """Ask for an eviction, without waiting for it, when ``book`` says that the slack is being used up."""
+        if book is None or plan_excess(book, self._directory.block_bytes) <= 0:
+            return
         with self._changed:
-            self._disk_full_bytes = max(self._disk_full_bytes, disk_full_bytes)
             self._has_work = True
             self._changed.notify_all()
 
-    def note(self, book: Book | None) -> None:
-        """Ask for an eviction when ``book`` says that the slack is being used up."""
-        if book is not None and plan_excess(book, self._directory.block_bytes) > 0:
-            self.wake()
+    def make_room(self, num_bytes: int, *, is_disk_full: bool = False) -> None:
+        """Wait, a quarter of a second at most, until an eviction has been tried.
 
-    def make_room(self, num_bytes: int) -> None:
-        """Wait, a quarter of a second at most, until an eviction for ``num_bytes`` has been tried."""
+        Args:
+            num_bytes: what is to be written.
+            is_disk_full: the disk refused it although the capacity allows it. So much is evicted then, whatever
+                the count says: a disk filled by others shrinks the tier instead of stopping it.
+        """
+        wish = Wish(num_bytes, is_disk_full)
         with self._changed:
             enough_rounds = self._num_rounds + (2 if self._is_running else 1)
-            self._wanted_bytes += num_bytes
+            self._wishes.append(wish)
             self._has_work = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_closed or self._num_rounds >= enough_rounds, ROOM_WAIT_S)
-            self._wanted_bytes -= num_bytes
+            # A round takes the wishes that it serves; one that nobody could serve ends with its writer.
+            self._wishes = [other for other in self._wishes if other is not wish]
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the thread; False when it had not ended after ``timeout_s``; idempotent."""
@@ -168,15 +181,14 @@ class Evictor:
                     self._evict()
                     return
             with self._changed:
-                if self._is_closed or self._wanted_bytes == 0:
+                if self._is_closed or not self._wishes:
                     return
                 self._changed.wait(LEADER_RETRY_S)
 
     @contextmanager
     def _leadership(self) -> Iterator[bool]:
         """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self._directory.root / LOCK_NAME, flags, self._directory.file_mode)
+        fd = open_shared_file(self._directory.root / LOCK_NAME, self._directory.file_mode)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -188,12 +200,14 @@ class Evictor:
             os.close(fd)
 
     def _evict(self) -> None:
-        wanted_bytes, disk_full_bytes = self._take_wishes()
+        wishes = self._take_wishes()
         book = self._directory.ledger.refresh()
         if book is None:
             return
         if not (book.is_counted and self._is_walk_fresh()):
             book = self._walk(None, is_recount=True) or book
+        wanted_bytes = sum(wish.num_bytes for wish in wishes)
+        disk_full_bytes = sum(wish.num_bytes for wish in wishes if wish.is_disk_full)
         excess_bytes = max(disk_full_bytes, plan_excess(book, self._directory.block_bytes) + wanted_bytes)
         has_just_walked = False
         while excess_bytes > 0 and not self._is_closed:
@@ -207,10 +221,10 @@ class Evictor:
             self._freed_since_walk_bytes += freed_bytes
             has_just_walked = has_just_walked and freed_bytes == 0
 
-    def _take_wishes(self) -> tuple[int, int]:
+    def _take_wishes(self) -> list[Wish]:
         with self._changed:
-            disk_full_bytes, self._disk_full_bytes = self._disk_full_bytes, 0
-            return self._wanted_bytes, disk_full_bytes
+            wishes, self._wishes = self._wishes, []
+            return wishes
 
     def _is_walk_fresh(self) -> bool:
         return self._walked_s is not None and self._directory.clock() - self._walked_s < WALK_TTL_S

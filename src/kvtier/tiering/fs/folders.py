@@ -46,13 +46,16 @@ class FoundBlock:
 
 
 def make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder with the permissions that go with ``file_mode``, unless it exists; parents must exist.
+    """Make a folder with the permissions that go with ``file_mode``, unless it exists.
+
+    Parents that are missing are made too, with the permissions that the umask gives.
 
     Raises:
         OSError: the system refused.
     """
     mode = folder_mode(file_mode)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode)
     except FileExistsError:
         return

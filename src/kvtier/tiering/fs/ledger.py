@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvtier.tiering.fs.book import MAX_BOOK_BYTES, MAX_MEMBERS, Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.owner import Owner
+from kvtier.tiering.fs.system import open_shared_file
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Ledger:
         return after
 
     def _rewrite(self, edit: Callable[[Book], Book]) -> Book | None:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, self._file_mode)
+        fd = open_shared_file(self._path, self._file_mode)
         try:
             if not _lock(fd):
                 return None

@@ -7,6 +7,7 @@ stored or loaded costs itself only, and is counted with its reason.
 import errno
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +22,7 @@ from kvtier.tiering.fs.directory import Directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import make_block_folder
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.io_pool import Moved
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ FAILURE_OF_VERDICT = {
 than its name does can only have been renamed."""
 
 
+FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.DAMAGED})
+"""What speaks against the disk; a block that was evicted, or is another instance's, does not."""
+
+
 class StoreOutcome(Enum):
     """What became of one block that was to be stored."""
 
@@ -44,6 +50,9 @@ class StoreOutcome(Enum):
     EXISTED = "existed"
     NO_ROOM = "no_room"
     FAILED = "failed"
+
+
+ARRIVED = frozenset({StoreOutcome.WRITTEN, StoreOutcome.EXISTED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +94,37 @@ class BlockStore:
         self._forget = forget
         self._of_thread = threading.local()
 
-    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[OffloadKey]:
-        """Write blocks and return the keys that are on the disk now, held before or not.
+    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Write blocks; those that are on the disk now have arrived, held before or not.
 
         Thread: any of the pool's; blocks.
         """
-        arrived = [key for key in keys if key in space.index and self._files.renew(space.block_path(key))]
-        held = set(arrived)
+        held = {key for key in keys if key in space.index and self._files.renew(space.block_path(key))}
         todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
-        if todo:
-            arrived += self._write(space, todo)
-        return arrived
+        if not todo:
+            return Moved(held)
+        written = self._write(space, todo)
+        return Moved([*held, *written.arrived], written.is_fault)
 
-    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> list[OffloadKey]:
-        """Read blocks into slots and return the keys whose bytes arrived and are right.
+    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Read blocks into slots; those whose bytes are there and right have arrived.
 
         Thread: any of the pool's; blocks.
         """
         arrived = []
+        is_fault = False
         for key, slot in zip(keys, slots, strict=True):
             failure = self._read(space, key, self._rows.row(slot))
             if failure is None:
                 arrived.append(key)
                 continue
+            is_fault |= failure in FAULTS
             self._counters.add(**{failure.value: 1})
             if failure is not TierFailure.IO_ERROR:
                 space.index.discard((key,))
                 self._forget(space, key)
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
-        return arrived
+        return Moved(arrived, is_fault)
 
     def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return which of ``keys`` the disk has, and remember them. Thread: the lookup's; blocks."""
@@ -121,29 +132,33 @@ class BlockStore:
         space.index.add(found)
         return found
 
-    def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> list[OffloadKey]:
+    def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> Moved:
         block_bytes = self._directory.block_bytes
         num_granted = self._reserve(len(todo))
-        arrived: list[OffloadKey] = []
-        num_written = 0
-        outcome = StoreOutcome.NO_ROOM
+        outcomes: dict[OffloadKey, StoreOutcome] = dict.fromkeys(
+            (key for key, _ in todo), StoreOutcome.NO_ROOM
+        )
         try:
             for key, slot in todo[:num_granted]:
-                outcome = self._write_block(space, key, self._rows.row(slot))
-                num_written += outcome is StoreOutcome.WRITTEN
-                if outcome in {StoreOutcome.WRITTEN, StoreOutcome.EXISTED}:
-                    arrived.append(key)
-                elif outcome is StoreOutcome.NO_ROOM:
-                    self._evictor.wake(disk_full_bytes=len(todo) * block_bytes)
+                outcomes[key] = self._write_block(space, key, self._rows.row(slot))
+                if outcomes[key] is StoreOutcome.NO_ROOM:
+                    self._evictor.make_room(block_bytes, is_disk_full=True)
+                    outcomes[key] = self._write_block(space, key, self._rows.row(slot))
+                if outcomes[key] is StoreOutcome.NO_ROOM:
                     break
         finally:
+            num_of = Counter(outcomes.values())
+            num_written = num_of[StoreOutcome.WRITTEN]
             self._ledger.settle(num_granted * block_bytes, num_written * block_bytes)
-        space.index.add(arrived)
-        declined = len(todo) - len(arrived) if outcome is StoreOutcome.NO_ROOM else len(todo) - num_granted
         self._counters.add(
-            stored_blocks=num_written, stored_bytes=num_written * self._rows.row_bytes, declined=declined
+            stored_blocks=num_written,
+            stored_bytes=num_written * self._rows.row_bytes,
+            declined=num_of[StoreOutcome.NO_ROOM],
+            store_errors=num_of[StoreOutcome.FAILED],
         )
-        return arrived
+        arrived = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
+        space.index.add(arrived)
+        return Moved(arrived, is_fault=num_of[StoreOutcome.FAILED] > 0)
 
     def _reserve(self, num_blocks: int) -> int:
         block_bytes = self._directory.block_bytes
@@ -168,7 +183,6 @@ class BlockStore:
             if error.errno in NO_ROOM:
                 return StoreOutcome.NO_ROOM
             logger.warning("tier fs: block %s was not stored: %s", path, error)
-            self._counters.add(store_errors=1)
             return StoreOutcome.FAILED
 
     def _publish(self, space: Space, path: str, buffers: list[memoryview]) -> bool:

@@ -1,13 +1,37 @@
 """The system calls that publish and read a block, as values that a test can replace by failing ones.
 
-It adds nothing to them. Other calls of the tier are not here: no fault of theirs needs to be planted.
+It adds little to them. Other calls of the tier are not here: no fault of theirs needs to be planted.
 """
 
 import os
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 Buffers = Sequence[memoryview]
+
+PRIVATE_MODE = 0o600
+"""Permissions that no usual umask changes."""
+
+
+def set_file_mode(fd: int, file_mode: int) -> None:
+    """Give a file that this user made the permissions that sharing needs and a umask took away."""
+    if file_mode != PRIVATE_MODE and stat.S_IMODE(os.fstat(fd).st_mode) != file_mode:
+        with suppress(PermissionError):  # another user's: it was set when that user made it
+            os.fchmod(fd, file_mode)
+
+
+def open_shared_file(path: Path, file_mode: int) -> int:
+    """Open a file that all processes of a directory read and write, made when it is missing.
+
+    Raises:
+        OSError: the system refused.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
+    set_file_mode(fd, file_mode)
+    return fd
 
 
 def link_open_file(fd: int, path: str) -> None:

@@ -6,7 +6,7 @@ namespace has its own folder in it, and all of them share one capacity.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -150,6 +150,10 @@ class FSTier(SecondaryTierManager):
     def end_step(self) -> None:
         """Hand the questions of this step to the lookup's thread, as one batch."""
         self._lookup.flush()
+
+    def take_answered(self) -> Collection[OffloadKey] | None:
+        """Return the keys whose question to the disk has an answer now, each once."""
+        return self._lookup.take_answered()
 
     def waiting_s(self) -> float:
         """Return the age in seconds of the oldest job that no thread has begun."""

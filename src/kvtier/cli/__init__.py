@@ -1,0 +1,1 @@
+"""The ``kvtier`` command: one file per command, each parses, calls and prints."""

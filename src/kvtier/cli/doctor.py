@@ -1,0 +1,293 @@
+"""``kvtier doctor``: check what kvtier needs on this machine and print one line for each thing checked.
+
+It changes nothing that stays and starts no engine. Each check is a function that returns what it found; the
+command prints them and ends with status 1 when something that is needed does not work. What is merely absent
+(no CUDA, an extra that is not installed) is no failure.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.errors import ConfigError
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
+LOCK_TABLE = Path("/proc/locks")
+REGION_PATTERN = "kvtier_*"
+
+MIN_PYTHON = (3, 11)
+
+SMALL_SHARED_MEMORY_BYTES = 64 * 2**20
+"""What containers get by default. A region must fit, and one of this size holds a few dozen blocks."""
+
+TORCH_TIMEOUT_S = 120.0
+"""How long importing torch may take, in seconds; on a cold disk it reads some gigabytes."""
+
+ALIGNMENT_BYTES = 4096
+"""Size of the direct write that is tried; a multiple of every common sector size."""
+
+TORCH_REPORT = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps([torch.__version__, names]))
+"""
+
+EXTRAS = {
+    "xxhash": ("fs", "checksums of tiers on disk"),
+    "transformers": ("transformers", "embedded engine"),
+    "matplotlib": ("plot", "pictures"),
+}
+"""Module -> the extra of the package that brings it, and what it is for."""
+
+
+class Verdict(Enum):
+    """How a check ended."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was checked.
+
+    Attributes:
+        subject: what.
+        verdict: how it ended.
+        found: what was found and, unless it is good, what to do.
+    """
+
+    subject: str
+    verdict: Verdict
+    found: str
+
+
+def doctor(
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="A directory meant for the fs tier; it is probed and left as it is."),
+    ] = None,
+) -> None:
+    """Check what kvtier needs on this machine.
+
+    Exit status 1 when something that is needed does not work.
+    """
+    if directory is not None and not directory.is_dir():
+        raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
+    checks = list(run_checks(directory))
+    print_checks(checks)
+    if any(check.verdict is Verdict.BROKEN for check in checks):
+        raise typer.Exit(1)
+
+
+def run_checks(directory: Path | None) -> Iterator[Check]:
+    """Yield every check of this machine, and of ``directory`` when there is one."""
+    yield check_python(sys.version_info[:3])
+    yield check_numpy()
+    yield check_torch()
+    yield check_shared_memory(SHARED_MEMORY)
+    yield check_leftovers(SHARED_MEMORY, LOCK_TABLE)
+    for module in EXTRAS:
+        yield check_extra(module)
+    if directory is not None:
+        yield check_space(directory)
+        yield check_unnamed_files(directory)
+        yield check_direct_io(directory)
+
+
+def print_checks(checks: Iterable[Check]) -> None:
+    """Print one line for each check."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("checked", "", "found"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        verdict = check.verdict
+        table.add_row(Text(check.subject), Text(verdict.value, STYLES[verdict]), Text(check.found))
+    Console().print(table)
+
+
+def check_python(version: tuple[int, int, int]) -> Check:
+    """Compare the interpreter's version with the oldest that is supported. Pure."""
+    found = ".".join(map(str, version))
+    if version[:2] < MIN_PYTHON:
+        return Check(
+            "Python", Verdict.BROKEN, f"{found}: {'.'.join(map(str, MIN_PYTHON))} or later is needed"
+        )
+    return Check("Python", Verdict.GOOD, found)
+
+
+def check_numpy() -> Check:
+    """Import numpy, the one library without which nothing works."""
+    try:
+        import numpy as np
+    except ImportError as error:
+        return Check("numpy", Verdict.BROKEN, f"{error}: pip install numpy")
+    return Check("numpy", Verdict.GOOD, np.__version__)
+
+
+def check_torch() -> Check:
+    """Ask another process for torch and its devices: a broken build then ends that one, not this."""
+    if importlib.util.find_spec("torch") is None:
+        return Check(
+            "torch", Verdict.NOTE, "not installed, needed to move bytes: pip install 'kvtier[torch]'"
+        )
+    command = [sys.executable, "-c", TORCH_REPORT]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter, fixed arguments
+            command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Check("torch", Verdict.BROKEN, f"import took more than {TORCH_TIMEOUT_S:.0f} s")
+    return read_torch_report(done.returncode, done.stdout, done.stderr)
+
+
+def read_torch_report(status: int, output: str, errors: str) -> Check:
+    """Turn what the other process printed into a check. Pure."""
+    if status:
+        reason = (errors.strip() or f"exit status {status}").splitlines()[-1]
+        return Check("torch", Verdict.BROKEN, f"cannot be imported: {reason}")
+    version, devices = json.loads(output.splitlines()[-1])
+    if devices:
+        return Check("torch", Verdict.GOOD, f"{version}, CUDA: {', '.join(devices)}")
+    return Check("torch", Verdict.GOOD, f"{version}, no CUDA device: tensors are on the CPU")
+
+
+def check_shared_memory(mount: Path) -> Check:
+    """Look at the size of the mount that holds the primary tier's region."""
+    subject = str(mount)
+    if not mount.is_dir() or not os.access(mount, os.W_OK):
+        return Check(subject, Verdict.BROKEN, "missing or not writable: mount a tmpfs there")
+    usage = shutil.disk_usage(mount)
+    found = f"{size(usage.free)} free of {size(usage.total)}"
+    if usage.total <= SMALL_SHARED_MEMORY_BYTES:
+        return Check(subject, Verdict.NOTE, f"{found}: small, run the container with --shm-size=8g")
+    return Check(subject, Verdict.GOOD, found)
+
+
+def check_leftovers(mount: Path, lock_table: Path) -> Check:
+    """Look for regions that no process holds: each living process has a lock on the file it maps.
+
+    Reading the kernel's table of locks disturbs nobody; trying to lock could make a starting engine believe
+    that another one is alive.
+    """
+    subject = "regions of dead processes"
+    files = list(regular_files(mount.glob(REGION_PATTERN)))
+    if not files:
+        return Check(subject, Verdict.GOOD, "none")
+    if not lock_table.exists():
+        return Check(
+            subject, Verdict.NOTE, f"{len(files)} regions; {lock_table} is missing, so none can be judged"
+        )
+    locked = locked_inodes(lock_table.read_text(encoding="ascii"))
+    dead = [file for file in files if (file.st_dev, file.st_ino) not in locked]
+    if not dead:
+        return Check(subject, Verdict.GOOD, f"none; {len(files)} in use")
+    found = f"{len(dead)}, {size(sum(file.st_size for file in dead))}"
+    return Check(
+        subject,
+        Verdict.NOTE,
+        f"{found}: the next start of the same engine takes them back, or rm {mount}/{REGION_PATTERN}",
+    )
+
+
+def regular_files(paths: Iterable[Path]) -> Iterator[os.stat_result]:
+    """Yield the status of each regular file; one that vanishes meanwhile is left out."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                yield status
+
+
+def locked_inodes(table: str) -> set[tuple[int, int]]:
+    """Return (device, inode) of every file in the kernel's table of locks. Pure."""
+    found = set()
+    for line in table.splitlines():
+        place = next((word for word in line.split() if word.count(":") == 2), None)
+        if place is not None:
+            major, minor, inode = place.split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    return found
+
+
+def check_extra(module: str) -> Check:
+    """Say whether an optional library is installed, without importing it."""
+    extra, purpose = EXTRAS[module]
+    if importlib.util.find_spec(module) is None:
+        return Check(module, Verdict.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
+    return Check(module, Verdict.GOOD, importlib.metadata.version(module))
+
+
+def check_space(directory: Path) -> Check:
+    """Look at the room in a directory, and whether files can be made there."""
+    subject = str(directory)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return Check(subject, Verdict.BROKEN, "not writable: choose another or change its owner")
+    usage = shutil.disk_usage(directory)
+    return Check(subject, Verdict.GOOD, f"writable, {size(usage.free)} free of {size(usage.total)}")
+
+
+def check_unnamed_files(directory: Path) -> Check:
+    """Try a file without a name, with which a crash during a write leaves nothing behind."""
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600))
+    except OSError as error:
+        why = f"refused ({error.strerror}): temporary names are used and swept at the next start"
+        return Check("O_TMPFILE", Verdict.NOTE, why)
+    return Check("O_TMPFILE", Verdict.GOOD, "a crash leaves no partial file")
+
+
+def check_direct_io(directory: Path) -> Check:
+    """Try one aligned write past the page cache."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvtier-doctor-") as file:
+            try_direct_write(file.name)
+    except OSError as error:
+        return Check("O_DIRECT", Verdict.NOTE, f"refused ({error.strerror}): buffered I/O is used")
+    return Check("O_DIRECT", Verdict.GOOD, "blocks can bypass the page cache")
+
+
+def try_direct_write(path: str) -> None:
+    """Write one aligned page to ``path`` with direct I/O.
+
+    Raises:
+        OSError: the file system refuses it.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)
+    try:
+        with mmap.mmap(-1, ALIGNMENT_BYTES) as page:
+            os.pwrite(descriptor, page, 0)
+    finally:
+        os.close(descriptor)
+
+
+def size(num_bytes: int) -> str:
+    """Return a size for people, in binary units. Pure."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,135 @@
+"""The ``kvtier`` command: finds the command that was asked for and turns errors into exit statuses.
+
+It does no work of its own and imports a command's module only when that command is invoked, so that `kvtier
+doctor` still runs where the libraries of `kvtier demo` are missing or broken. A command is a function that
+typer can read, named like the command, in the module that the table names.
+
+Exit status: 0 done, 1 the command found something wrong, 2 wrong input or a missing library (one line on
+stderr says which), 130 interrupted.
+"""
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvtier.errors import KVTierError, MissingExtraError
+
+if TYPE_CHECKING:
+    import typer
+
+WRONG_INPUT_STATUS = 2
+INTERRUPTED_STATUS = 130
+
+EXTRA_OF_MODULE = {
+    "typer": "cli",
+    "rich": "cli",
+    "xxhash": "fs",
+    "torch": "transformers",
+    "transformers": "transformers",
+    "matplotlib": "plot",
+}
+"""Module that a command may miss -> the extra of the package that brings it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of the program.
+
+    Attributes:
+        name: what the user types; also the name of the function.
+        module: where the function is.
+        summary: its line in the list of commands.
+    """
+
+    name: str
+    module: str
+    summary: str
+
+    def load(self) -> Callable[..., Any]:  # Any: typer reads the signature, nobody else calls it
+        """Import the command's function.
+
+        Raises:
+            MissingExtraError: a library that it needs is not installed.
+        """
+        found: Callable[..., Any] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+
+COMMANDS = (
+    Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
+    Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments`` name and return its exit status.
+
+    Args:
+        arguments: what follows the program's name; None takes the command line.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        return run(given)
+    except KVTierError as error:
+        return report(error)
+    except ModuleNotFoundError as error:
+        extra = EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return report(MissingExtraError(error.name or "", extra))
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse ``arguments`` and run the command; errors of the command pass through."""
+    invoked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        make_app(invoked)(args=list(arguments), prog_name="kvtier")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def make_app(invoked: str | None) -> "typer.Typer":
+    """Build the program with every command listed and only ``invoked`` imported."""
+    import typer
+
+    # Plain tracebacks and messages: a rich one prints the values of local variables, keys among them.
+    app = typer.Typer(
+        name="kvtier",
+        help="Keep the KV cache of a large language model alive after device memory runs out.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def options(
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    ) -> None:
+        if version:
+            typer.echo(importlib.metadata.version("kvtier"))
+            raise typer.Exit
+
+    for command in COMMANDS:
+        function = command.load() if command.name == invoked else _not_loaded
+        app.command(command.name, short_help=command.summary)(function)
+    return app
+
+
+def report(error: KVTierError) -> int:
+    """Print ``error`` as one line on stderr and return the status for wrong input."""
+    sys.stderr.write(f"kvtier: {' '.join(str(error).split())}\n")
+    return WRONG_INPUT_STATUS
+
+
+def _not_loaded() -> None:
+    """Stand in for a command that was not asked for."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A file appears whole or not at all, with the permissions asked for, and is read whole or judged too short."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing.clock import ManualClock
+from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode
+from kvtier.tiering.fs.direct_io import FileSupport
+from kvtier.tiering.fs.owner import current_owner
+from kvtier.tiering.fs.system import Buffers, SystemCalls
+
+MakeFiles = Callable[..., BlockFiles]
+NOW_S = 1_700_000_000.0
+KINDS = pytest.mark.parametrize("has_unnamed_files", [True, False], ids=["unnamed", "named"])
+
+
+@pytest.fixture
+def make_files(tmp_path: Path) -> MakeFiles:
+    """Build the files of the test's directory."""
+    (tmp_path / "tmp").mkdir()
+
+    def make(
+        *, has_unnamed_files: bool = True, mode: int = 0o600, calls: SystemCalls | None = None
+    ) -> BlockFiles:
+        support = FileSupport(has_direct_io=False, has_unnamed_files=has_unnamed_files)
+        clock = ManualClock(NOW_S)
+        return BlockFiles(support, tmp_path / "tmp", current_owner(), mode, calls or SystemCalls(), clock)
+
+    return make
+
+
+def parts(*texts: bytes) -> list[memoryview]:
+    """Return writable buffers with these bytes."""
+    return [memoryview(bytearray(text)) for text in texts]
+
+
+def left_over(folder: Path) -> list[Path]:
+    """Return every file below ``folder``."""
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def in_small_steps(call: Callable[[int, Buffers, int], int]) -> Callable[[int, Buffers, int], int]:
+    """Return ``call``, which moves three bytes at a time."""
+    return lambda fd, buffers, offset: call(fd, [buffers[0][:3]], offset)
+
+
+@KINDS
+def test_what_is_published_is_read_back(
+    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
+) -> None:
+    files = make_files(has_unnamed_files=has_unnamed_files)
+    assert files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    back = parts(b"....", b".......")
+    assert files.read(f"{tmp_path}/a", back).st_size == 11
+    assert [bytes(part) for part in back] == [b"head", b"payload"]
+    assert left_over(tmp_path) == [tmp_path / "a"]
+
+
+@KINDS
+def test_a_name_that_is_taken_is_left_as_it_is(
+    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
+) -> None:
+    files = make_files(has_unnamed_files=has_unnamed_files)
+    files.publish(f"{tmp_path}/a", parts(b"first"))
+    assert not files.publish(f"{tmp_path}/a", parts(b"second"))
+    assert (tmp_path / "a").read_bytes() == b"first"
+    assert left_over(tmp_path) == [tmp_path / "a"]
+
+
+@KINDS
+def test_a_missing_folder_is_said_and_nothing_is_left(
+    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
+) -> None:
+    with pytest.raises(FileNotFoundError):
+        make_files(has_unnamed_files=has_unnamed_files).publish(f"{tmp_path}/no/a", parts(b"x"))
+    assert left_over(tmp_path) == []
+
+
+@KINDS
+def test_a_write_that_fails_midway_leaves_nothing(
+    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
+) -> None:
+    def full(fd: int, buffers: Buffers, offset: int) -> int:
+        if offset:
+            raise OSError(errno.ENOSPC, "full")
+        return os.pwrite(fd, buffers[0][:3], 0)
+
+    files = make_files(has_unnamed_files=has_unnamed_files, calls=SystemCalls(pwritev=full))
+    with pytest.raises(OSError, match="full"):
+        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    assert left_over(tmp_path) == []
+
+
+def test_a_write_that_ends_early_is_no_file(make_files: MakeFiles, tmp_path: Path) -> None:
+    def stuck(fd: int, buffers: Buffers, offset: int) -> int:
+        return 0 if offset else os.pwrite(fd, buffers[0], 0)
+
+    with pytest.raises(OSError, match="only a part"):
+        make_files(calls=SystemCalls(pwritev=stuck)).publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    assert left_over(tmp_path) == []
+
+
+def test_calls_that_move_a_few_bytes_at_a_time_are_continued(make_files: MakeFiles, tmp_path: Path) -> None:
+    calls = SystemCalls(pwritev=in_small_steps(os.pwritev), preadv=in_small_steps(os.preadv))
+    files = make_files(calls=calls)
+    files.publish(f"{tmp_path}/a", parts(b"head", b"", b"payload"))
+    back = parts(b"....", b"", b".......")
+    files.read(f"{tmp_path}/a", back)
+    assert b"".join(back) == b"headpayload"
+
+
+def test_a_file_without_hard_links_is_renamed(
+    make_files: MakeFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert make_files(has_unnamed_files=False).publish(f"{tmp_path}/a", parts(b"x"))
+    assert left_over(tmp_path) == [tmp_path / "a"]
+
+
+def test_a_file_that_is_too_short_is_not_read(make_files: MakeFiles, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"short")
+    back = parts(b"......")
+    assert make_files().read(f"{tmp_path}/a", back).st_size == 5
+    assert bytes(back[0]) == b"......"
+
+
+def test_a_missing_file_and_a_symbolic_link_are_not_read(make_files: MakeFiles, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(FileNotFoundError):
+        make_files().read(f"{tmp_path}/missing", parts(b"."))
+    with pytest.raises(OSError, match="symbolic"):
+        make_files().read(f"{tmp_path}/link", parts(b"."))
+
+
+@KINDS
+@pytest.mark.parametrize("mode", [0o600, 0o660])
+def test_permissions_are_those_asked_for_whatever_the_umask(
+    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool, mode: int
+) -> None:
+    make_files(has_unnamed_files=has_unnamed_files, mode=mode).publish(f"{tmp_path}/a", parts(b"x"))
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
+
+
+def test_folders_can_be_searched_by_those_who_read_files() -> None:
+    assert [oct(folder_mode(mode)) for mode in (0o600, 0o640, 0o660, 0o666)] == [
+        "0o700",
+        "0o750",
+        "0o770",
+        "0o777",
+    ]
+
+
+def test_a_load_renews_the_time_once_a_minute_at_most(make_files: MakeFiles, tmp_path: Path) -> None:
+    path, files = tmp_path / "a", make_files()
+    path.write_bytes(b"x")
+    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S))
+    files.read(str(path), parts(b"."))
+    assert path.stat().st_mtime == NOW_S - RENEW_AFTER_S
+    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
+    files.read(str(path), parts(b"."))
+    assert path.stat().st_mtime > NOW_S
+
+
+def test_renewing_says_whether_the_file_is_there(make_files: MakeFiles, tmp_path: Path) -> None:
+    path, files = tmp_path / "a", make_files()
+    assert not files.renew(str(path))
+    path.write_bytes(b"x")
+    os.utime(path, (0, 0))
+    assert files.renew(str(path))
+    assert path.stat().st_mtime > NOW_S
+
+
+def test_only_the_file_that_was_meant_is_removed(make_files: MakeFiles, tmp_path: Path) -> None:
+    path, files = tmp_path / "a", make_files()
+    path.write_bytes(b"damaged")
+    seen = path.stat()
+    (tmp_path / "b").write_bytes(b"whole!")
+    (tmp_path / "b").rename(path)
+    assert files.remove(str(path), seen) == 0
+    assert files.remove(str(path), path.stat()) == 6
+    assert files.remove(str(path)) == 0

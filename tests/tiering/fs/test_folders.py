@@ -1,0 +1,96 @@
+"""Folders are private, a walk sees our blocks only, and what dead processes left is given back."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvtier.namespace import Namespace
+from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.fs import layout
+from kvtier.tiering.fs.folders import (
+    EMPTY_FOLDER_IDLE_S,
+    make_block_folder,
+    make_folder,
+    remove_empty_folders,
+    sweep_temporaries,
+    walk_blocks,
+)
+from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
+
+NAMESPACE = Namespace('{"model": "m"}', bytes(range(32)))
+NOW_S = 1_700_000_000.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A directory with a folder for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def put_block(root: Path, number: int, namespace: Namespace = NAMESPACE) -> Path:
+    """Write a block's file and return it."""
+    path = layout.block_path(layout.namespace_path(root, namespace.name), key_of(number))
+    make_block_folder(root, namespace, path, 0o600)
+    Path(path).write_bytes(b"x" * number)
+    return Path(path)
+
+
+@pytest.mark.parametrize(("file_mode", "expected"), [(0o600, 0o700), (0o660, 0o770)])
+def test_folders_have_the_permissions_of_their_files(root: Path, file_mode: int, expected: int) -> None:
+    make_folder(root / "a", file_mode)
+    make_folder(root / "a", 0o600)
+    assert stat.S_IMODE((root / "a").stat().st_mode) == expected
+
+
+def test_a_namespace_is_described_beside_its_blocks(root: Path) -> None:
+    put_block(root, 1)
+    document = root / NAMESPACE.name / "namespace.json"
+    assert document.read_text(encoding="utf-8") == NAMESPACE.document
+    assert stat.S_IMODE(document.stat().st_mode) == 0o600
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_a_walk_sees_the_blocks_of_every_namespace_and_nothing_else(root: Path) -> None:
+    other = Namespace("{}", bytes(32))
+    paths = {put_block(root, 1), put_block(root, 2), put_block(root, 3, other)}
+    (root / NAMESPACE.name / "0" / "0" / "notes.txt").write_text("mine")
+    (root / "somebody's").mkdir()
+    (root / "somebody's" / f"{key_of(9).hex()}.kv").write_bytes(b"mine")
+    (root / NAMESPACE.name / "0" / "0" / f"{key_of(8).hex()}.kv").symlink_to("/etc/passwd")
+    found = list(walk_blocks(root))
+    assert {Path(block.path) for block in found} == paths
+    assert {(block.key, block.num_bytes) for block in found} == {(key_of(n), n) for n in (1, 2, 3)}
+
+
+def test_a_walk_over_nothing_finds_nothing(tmp_path: Path) -> None:
+    assert list(walk_blocks(tmp_path / "missing")) == []
+
+
+def test_temporaries_of_dead_processes_go_and_others_stay_and_count(root: Path) -> None:
+    here = current_owner()
+    dead = Owner(here.host, here.pid, here.start_ticks + 1)
+    elsewhere = Owner("0" * 16, here.pid, here.start_ticks)
+    for name, age_s in ((f"{here}-aa", 9e6), (f"{dead}-bb", 0.0), (f"{elsewhere}-cc", 9.0), ("notes", 9e6)):
+        (root / "tmp" / name).write_bytes(b"1234")
+        os.utime(root / "tmp" / name, (NOW_S, NOW_S - age_s))
+    assert sweep_temporaries(root / "tmp", here, NOW_S) == 8
+    assert {path.name for path in (root / "tmp").iterdir()} == {f"{here}-aa", f"{elsewhere}-cc", "notes"}
+    assert sweep_temporaries(root / "tmp", here, NOW_S + FOREIGN_OWNER_IDLE_S) == 4
+
+
+def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:
+    kept, gone = put_block(root, 1), put_block(root, 2, Namespace("{}", bytes(32)))
+    gone.unlink()
+    now_s = kept.parent.stat().st_mtime
+    remove_empty_folders(root, now_s + EMPTY_FOLDER_IDLE_S - 60.0)
+    assert gone.parent.is_dir()
+    # Removing a folder renews the one above it, so each level waits for its own hour.
+    for level in (2, 3, 4):
+        for folder in [path for path in root.rglob("*") if path.is_dir()]:
+            os.utime(folder, (now_s, now_s))
+        remove_empty_folders(root, now_s + level * EMPTY_FOLDER_IDLE_S)
+    assert kept.exists()
+    assert not gone.parents[2].exists()

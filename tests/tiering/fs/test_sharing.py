@@ -1,0 +1,142 @@
+"""Several processes share one directory: they find each other's blocks and keep one capacity."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.peer import Peer
+
+from kvtier.testing.tier_suite import ROW_BYTES, key_of
+
+BLOCK_BYTES = ROW_BYTES + 4096
+
+
+class Peers:
+    """Starts other processes and ends them with the test."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._peers: list[Peer] = []
+
+    def start(self, *arguments: str, capacity_blocks: int = 100) -> Peer:
+        """Start one."""
+        self._peers.append(Peer(self._root, capacity_blocks * BLOCK_BYTES, *arguments))
+        return self._peers[-1]
+
+    def close(self) -> None:
+        """End all."""
+        for peer in self._peers:
+            peer.close()
+
+
+@pytest.fixture
+def peers(root: Path) -> Iterator[Peers]:
+    """Other processes on the same directory."""
+    peers = Peers(root)
+    yield peers
+    peers.close()
+
+
+def total_bytes(root: Path) -> int:
+    """Return the bytes of every file of a block and of every temporary one."""
+    total = 0
+    for path in [*root.glob("*/*/*/*.kv"), *root.glob("tmp/*")]:
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_a_finds_what_b_wrote_after_a_started(start_tier: StartTier, peers: Peers) -> None:
+    driver, peer = start_tier(negative_ttl_s=0.0), peers.start()
+    assert driver.lookup(1) is False
+    assert peer.store(1, 2) == [1, 2]
+    assert driver.lookup(1) is True
+    assert driver.load([1, 2]).success
+
+
+def test_a_block_that_b_evicts_between_as_lookup_and_load_fails_alone(
+    start_tier: StartTier, peers: Peers
+) -> None:
+    driver, peer = start_tier(), peers.start()
+    driver.store([1, 2, 3])
+    assert driver.lookup(2) is True
+    assert peer.ask("evict", 2) is True
+    result = driver.load([1, 2, 3])
+    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
+    assert driver.lookup(2) is False
+    assert driver.tier.stats()["absent"] == 1
+
+
+def test_the_capacity_of_a_holds_while_b_writes(start_tier: StartTier, peers: Peers, root: Path) -> None:
+    limit_bytes = 48 * BLOCK_BYTES
+    driver = start_tier(capacity_bytes=limit_bytes)
+    peer = peers.start(capacity_blocks=100)
+    done, seen = threading.Event(), [0]
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(total_bytes(root))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        peer.start("churn", 1000, 320)
+        for number in range(0, 160, 8):
+            driver.store(list(range(number, number + 8)))
+        while peer.next_answer() != []:
+            pass
+    finally:
+        done.set()
+        watcher.join()
+    assert max(seen) <= limit_bytes
+    # A recount takes what is being written just then for blocks of its own, so a little more goes than must.
+    assert total_bytes(root) > limit_bytes // 2
+    assert peer.store(5000) == [5000]
+
+
+def test_both_write_the_same_blocks_and_each_is_there_once(
+    start_tier: StartTier, peers: Peers, root: Path
+) -> None:
+    driver, peer = start_tier(), peers.start(capacity_blocks=300)
+    peer.start("churn", 0, 160)
+    for first in range(0, 160, 16):
+        assert driver.store(list(range(first, first + 16))).success
+    while peer.next_answer() != []:
+        pass
+    assert len(list(root.glob("*/*/*/*.kv"))) == 160
+    assert all(driver.load([number]).success for number in range(0, 160, 7))
+
+
+def test_another_model_sees_nothing_and_removes_nothing(start_tier: StartTier, peers: Peers) -> None:
+    driver, peer = start_tier(), peers.start("--model", "model-b")
+    driver.store([1])
+    assert peer.ask("lookup", 1) is False
+    assert peer.ask("load", 1) is False
+    assert driver.load([1]).success
+
+
+def test_while_another_process_evicts_a_store_is_declined_and_after_its_death_taken_over(
+    start_tier: StartTier, peers: Peers, root: Path
+) -> None:
+    driver, peer = start_tier(capacity_bytes=4 * BLOCK_BYTES), peers.start()
+    assert driver.store([1, 2, 3, 4]).success
+    assert peer.ask("lead") is True
+    assert not driver.store([5]).success
+    assert driver.tier.stats()["declined"] == 1
+    peer.kill()
+    assert driver.store([5]).success
+    assert total_bytes(root) == 4 * BLOCK_BYTES
+
+
+def test_the_capacity_of_a_dead_process_no_longer_counts(
+    start_tier: StartTier, peers: Peers, root: Path
+) -> None:
+    peer = peers.start(capacity_blocks=2)
+    peer.store(1, 2)
+    peer.kill()
+    assert start_tier(capacity_bytes=8 * BLOCK_BYTES).store(list(range(10, 16))).success
+    assert total_bytes(root) == 8 * BLOCK_BYTES

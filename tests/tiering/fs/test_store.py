@@ -1,0 +1,228 @@
+"""A block that is damaged, foreign, gone or too much costs itself only, and is counted with its reason."""
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
+
+from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
+from kvtier.tiering import envelope
+from kvtier.tiering.fs.system import Buffers, SystemCalls
+
+BLOCK_BYTES = ROW_BYTES + 4096
+
+
+def file_of(root: Path, number: int, model_index: int = 0) -> Path:
+    """Return the file of block ``number``, of the only namespace that has it unless told otherwise."""
+    return sorted(root.glob(f"*/*/*/{key_of(number).hex()}.kv"))[model_index]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def failed_alone(driver: TierDriver, number: int) -> bool:
+    """Load ``number`` between two good blocks; return whether it failed and the others arrived."""
+    result = driver.load([1, number, 3])
+    return not result.success and result.successful_keys == frozenset({key_of(1), key_of(3)})
+
+
+@pytest.mark.parametrize("offset", [0, 8, 40, 82, 127, 4096, BLOCK_BYTES - 1])
+def test_a_damaged_file_is_a_miss_counted_and_removed(start_tier: StartTier, root: Path, offset: int) -> None:
+    driver = start_tier()
+    driver.store([1, 2, 3])
+    flip(file_of(root, 2), offset)
+    assert failed_alone(driver, 2)
+    assert driver.tier.stats()["damaged"] == 1
+    assert not driver.lookup(2)
+    with pytest.raises(IndexError):
+        file_of(root, 2)
+
+
+def test_damage_in_the_unused_part_of_the_page_harms_nobody(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1])
+    flip(file_of(root, 1), 200)
+    assert driver.load([1]).success
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 4096, 5000, BLOCK_BYTES - 1])
+def test_a_truncated_file_is_a_miss_counted_and_removed(
+    start_tier: StartTier, root: Path, length: int
+) -> None:
+    driver = start_tier()
+    driver.store([1, 2, 3])
+    os.truncate(file_of(root, 2), length)
+    assert failed_alone(driver, 2)
+    assert driver.tier.stats()["damaged"] == 1
+    with pytest.raises(IndexError):
+        file_of(root, 2)
+
+
+def test_after_damage_the_block_can_be_stored_again(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1])
+    flip(file_of(root, 1), 5000)
+    assert not driver.load([1]).success
+    assert driver.store([1]).success
+    assert driver.load([1]).success
+
+
+def test_swapped_files_give_nobody_another_blocks_bytes(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1, 2])
+    first, second = file_of(root, 1), file_of(root, 2)
+    first.rename(root / "third")
+    second.rename(first)
+    (root / "third").rename(second)
+    result = driver.load([1, 2])
+    assert not result.success
+    assert not result.successful_keys
+    assert driver.tier.stats()["damaged"] == 2
+
+
+def test_a_block_of_another_namespace_in_our_folder_is_a_miss_and_left_alone(
+    start_tier: StartTier, root: Path
+) -> None:
+    driver, other = start_tier(), start_tier("model-b")
+    driver.store([1, 2, 3])
+    ours = file_of(root, 2)
+    other.store([2])
+    (theirs,) = [path for path in root.glob(f"*/*/*/{key_of(2).hex()}.kv") if path != ours]
+    shutil.copy(theirs, ours)
+    assert failed_alone(driver, 2)
+    assert driver.tier.stats()["foreign"] == 1
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert other.load([2]).success
+
+
+def test_a_block_of_another_version_is_a_miss_and_left_alone(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1, 2, 3])
+    path = file_of(root, 2)
+    with path.open("r+b") as file:
+        file.seek(4)
+        file.write((envelope.VERSION + 1).to_bytes(2, "little"))
+    assert failed_alone(driver, 2)
+    assert driver.tier.stats()["foreign"] == 1
+    assert path.exists()
+
+
+def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1, 2, 3])
+    file_of(root, 2).unlink()
+    assert driver.lookup(2)
+    assert failed_alone(driver, 2)
+    assert driver.tier.stats()["absent"] == 1
+    assert not driver.lookup(2)
+
+
+def test_a_block_that_somebody_removed_is_written_again_by_the_next_store(
+    start_tier: StartTier, root: Path
+) -> None:
+    driver = start_tier()
+    driver.store([1])
+    file_of(root, 1).unlink()
+    assert driver.store([1]).success
+    assert driver.load([1]).success
+
+
+def test_an_unreadable_block_is_a_miss_and_kept(start_tier: StartTier, root: Path) -> None:
+    def broken(fd: int, buffers: Buffers, offset: int) -> int:
+        raise OSError(errno.EIO, "broken disk")
+
+    writer, driver = start_tier(), start_tier(calls=SystemCalls(preadv=broken), direct_io=False)
+    writer.store([1])
+    assert driver.lookup(1)
+    assert not driver.load([1]).success
+    assert driver.tier.stats()["io_error"] == 1
+    assert file_of(root, 1).exists()
+    assert writer.load([1]).success
+
+
+def test_a_block_that_cannot_be_written_fails_alone(start_tier: StartTier) -> None:
+    unlucky = content_of(2)
+
+    def broken(fd: int, buffers: Buffers, offset: int) -> int:
+        if bytes(buffers[-1]) == bytes(unlucky):
+            raise OSError(errno.EIO, "broken disk")
+        return os.pwritev(fd, buffers, offset)
+
+    driver = start_tier(calls=SystemCalls(pwritev=broken), direct_io=False)
+    result = driver.store([1, 2, 3])
+    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
+    assert driver.tier.stats()["store_errors"] == 1
+    assert driver.load([1, 3]).success
+
+
+def test_a_folder_that_somebody_removed_is_made_again(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1])
+    shutil.rmtree(file_of(root, 1).parents[2])
+    assert driver.store([1, 2]).success
+    assert driver.load([1, 2]).success
+    assert len(list(root.glob("*/namespace.json"))) == 1
+
+
+def test_a_store_of_a_held_block_writes_nothing(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    driver.store([1])
+    inode = file_of(root, 1).stat().st_ino
+    assert driver.store([1]).success
+    assert start_tier().store([1]).success
+    assert file_of(root, 1).stat().st_ino == inode
+    assert driver.tier.stats()["stored_blocks"] == 1
+
+
+def test_a_job_larger_than_the_capacity_stores_what_fits(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier(capacity_bytes=4 * BLOCK_BYTES, num_threads=1)
+    result = driver.store(list(range(NUM_ROWS)))
+    total_bytes = sum(path.stat().st_size for path in root.glob("*/*/*/*.kv"))
+    assert 0 < total_bytes <= 4 * BLOCK_BYTES
+    assert result.success or result.successful_keys
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None:
+        pytest.skip("there is no mount command here")
+    command = [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run([umount, str(folder)], check=True)
+
+
+def test_a_full_disk_evicts_or_declines_and_what_is_there_stays_right(
+    start_tier: StartTier, small_disk: Path
+) -> None:
+    driver = start_tier(root_dir=small_disk / "blocks", capacity_bytes="1GiB")
+    for first in range(0, 20 * NUM_ROWS, NUM_ROWS):
+        driver.store(list(range(first, first + NUM_ROWS)))
+    stats = driver.tier.stats()
+    assert stats["declined"] > 0
+    assert stats["evicted_blocks"] > 0
+    assert stats["stored_blocks"] > 2 * 2**20 // BLOCK_BYTES, "room that was made was not used"
+    last = list(range(19 * NUM_ROWS, 20 * NUM_ROWS))
+    kept = [number for number in last if driver.load([number]).success]
+    for number in kept:
+        driver.load([number])
+        assert np.array_equal(driver.rows[0], content_of(number))
+    assert driver.tier.shutdown(HANG_GUARD_S)
