@@ -26,6 +26,8 @@ from kvtier.tiering.example import ExampleSecondaryTier
 
 NUM_SLOTS = 4
 DEADLINE_S = 5.0
+RECOVERY_S = 120.0
+"""Longer than any pause of a breaker, of a key whose load failed, or of a lost probe."""
 NUMBERS = st.lists(st.integers(0, 7), min_size=1, max_size=5)
 PREFIXES = st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True)
 PICKS = st.integers(0, 20)
@@ -213,6 +215,30 @@ class TieringModel(RuleBasedStateMachine):
         for request in self.requests:
             request.found = []
 
+    @rule(numbers=PREFIXES, fresh=st.integers(0, 7))
+    def settle(self, numbers: list[int], fresh: int) -> None:
+        """When every tier works again and nothing is under way, each block that is anywhere is served.
+
+        A new store then reaches every tier, and a prefix longer than the primary is served as far as it fits.
+        """
+        self.end_everything()
+        self.driver.clock.advance(RECOVERY_S)
+        for _ in range(3):
+            self.driver.step()
+        if not self.driver.primary.is_ready(key_of(fresh)):
+            self.driver.store([fresh])
+            for _ in range(2):  # the tiers report at the next poll
+                self.driver.step()
+            assert all(key_of(fresh) in inner.blocks for inner in self.inner_tiers()), "not cascaded"
+        # What is in the primary alone may make room for the head of this very prefix before it is looked up.
+        below = [any(key_of(number) in inner.blocks for inner in self.inner_tiers()) for number in numbers]
+        num_below = [*below, False].index(False)
+        request = ReqContext("settled")
+        num_hits = self.driver.search_until_known(numbers, request, max_steps=6)
+        assert num_hits >= min(num_below, NUM_SLOTS), "a block that is there was not found"
+        self.driver.load(numbers[:num_hits], request)
+        self.driver.manager.request_finished(request)
+
     @invariant()
     def the_books_are_right(self) -> None:
         """The manager's own check, after every rule."""
@@ -223,13 +249,11 @@ class TieringModel(RuleBasedStateMachine):
         """Everything ends well: each request is answered, each job reported, each slot can be taken."""
         if not hasattr(self, "driver"):
             return
-        while self.stores:
-            self.driver.end_store(self.stores.pop(0)[0], success=False)
-        while self.loads:
-            self.end_load()
+        requests, self.requests = self.requests, []
+        self.end_everything()
         for tier in self.faulty:
             tier.faults = Faults(delay_ratio=1.0)
-        for request in self.requests:
+        for request in requests:
             if self.driver.search(request.numbers, request.context) is None:
                 self.driver.step()
                 self.driver.clock.advance(DEADLINE_S)
@@ -244,6 +268,21 @@ class TieringModel(RuleBasedStateMachine):
         self.driver.clock.advance(OPEN_S)
         self.driver.evict_everything()
         assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
+
+    def end_everything(self) -> None:
+        """Repair every tier and end what is under way."""
+        for tier in self.faulty:
+            tier.faults = Faults()
+        while self.stores:
+            self.driver.end_store(self.stores.pop(0)[0], success=False)
+        while self.loads:
+            self.end_load()
+        while self.requests:
+            self.driver.manager.request_finished(self.requests.pop().context)
+
+    def inner_tiers(self) -> list[ExampleSecondaryTier]:
+        """The tiers behind the faults."""
+        return [tier.inner for tier in self.faulty if isinstance(tier.inner, ExampleSecondaryTier)]
 
     def content(self, number: int, generation: int) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
         """The bytes of a block before or after a reset."""
@@ -288,6 +327,7 @@ def act_at_random(model: TieringModel, rng: random.Random) -> None:
         (8, lambda: model.search(pick) if model.requests else None),
         (6, lambda: model.begin_load(pick) if any(r.found for r in model.requests) else None),
         (4, lambda: model.end_load() if model.loads else None),
+        (1, lambda: model.settle(numbers, pick % 8)),
         (2, lambda: model.finish(pick) if model.requests else None),
         (10, model.step),
         (3, lambda: model.pass_time(rng.choice([0.1, 1.0, 6.0]))),

@@ -10,11 +10,15 @@ from kvtier.tiering.breaker import (
     MAX_BACKOFF_KEYS,
     MAX_BACKOFF_S,
     OPEN_S,
+    PROBE_TIMEOUT_S,
     BreakerState,
     CircuitBreaker,
     InFlightBudget,
     LoadBackoff,
 )
+
+OLD, PROBE, OTHER = object(), object(), object()
+"""Owners of work: begun before the breaker opened, the probe, and anybody else."""
 
 
 @pytest.fixture
@@ -32,28 +36,28 @@ def breaker(clock: ManualClock) -> CircuitBreaker:
 def open_by_failures(breaker: CircuitBreaker) -> None:
     """Fail as often as it takes."""
     for _ in range(FAILURES_TO_OPEN):
-        breaker.record_failure()
+        breaker.record_failure(OLD)
 
 
 def test_it_stays_closed_below_the_limit(breaker: CircuitBreaker) -> None:
     for _ in range(FAILURES_TO_OPEN - 1):
-        breaker.record_failure()
+        breaker.record_failure(OLD)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.begin()
+    assert breaker.begin(PROBE)
 
 
 def test_consecutive_failures_open_it(breaker: CircuitBreaker) -> None:
     open_by_failures(breaker)
     assert breaker.state is BreakerState.OPEN
-    assert not breaker.begin()
+    assert not breaker.begin(PROBE)
     assert breaker.num_openings == 1
 
 
 def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreaker) -> None:
     for _ in range(FAILURES_TO_OPEN - 1):
-        breaker.record_failure()
-    breaker.record_success()
-    breaker.record_failure()
+        breaker.record_failure(OLD)
+    breaker.record_success(OLD)
+    breaker.record_failure(OLD)
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -63,34 +67,61 @@ def test_after_the_pause_one_probe_and_only_one_gets_through(
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.begin()
-    assert not breaker.allows()
-    assert not breaker.begin()
+    assert breaker.begin(PROBE)
+    assert not breaker.allows(OTHER)
+    assert not breaker.begin(OTHER)
+    assert breaker.begin(PROBE)
 
 
 def test_a_good_probe_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin()
-    breaker.record_success()
+    breaker.begin(PROBE)
+    breaker.record_success(PROBE)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.begin()
+    assert breaker.begin(OTHER)
 
 
 def test_a_bad_probe_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin()
-    breaker.record_failure()
+    breaker.begin(PROBE)
+    breaker.record_failure(PROBE)
     assert breaker.state is BreakerState.OPEN
     clock.advance(OPEN_S)
-    assert breaker.begin()
+    assert breaker.begin(PROBE)
 
 
 def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: CircuitBreaker) -> None:
     open_by_failures(breaker)
-    breaker.record_success()
+    breaker.record_success(OLD)
     assert breaker.state is BreakerState.OPEN
+
+
+def test_reports_of_older_work_decide_nothing_while_a_probe_is_out(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
+    open_by_failures(breaker)
+    clock.advance(OPEN_S)
+    breaker.begin(PROBE)
+    breaker.record_success(OLD)
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.record_failure(OLD)
+    assert not breaker.allows(OTHER)
+
+
+def test_a_probe_that_nobody_reports_makes_room_for_the_next(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
+    open_by_failures(breaker)
+    clock.advance(OPEN_S)
+    breaker.begin(PROBE)
+    clock.advance(PROBE_TIMEOUT_S)
+    assert breaker.begin(OTHER)
+    breaker.record_success(PROBE)
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.record_success(OTHER)
+    assert breaker.allows(OLD)
 
 
 def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> None:

@@ -1,5 +1,6 @@
 """A finished store goes to each usable tier as far as its budget reaches, head first."""
 
+from kvtier.base import ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
@@ -8,6 +9,7 @@ from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.guard import TierGuard
 
 ROW_BYTES = 4096
+REQUEST = ReqContext("a")
 KEYS = [key_of(number) for number in range(4)]
 
 
@@ -19,7 +21,7 @@ def make_guard(max_in_flight_rows: int) -> TierGuard:
 
 
 def test_each_tier_gets_what_fits_its_own_budget() -> None:
-    plans = plan_cascades(KEYS, [make_guard(10), make_guard(3)])
+    plans = plan_cascades(KEYS, [make_guard(10), make_guard(3)], REQUEST)
     assert [(len(plan.keys), plan.num_declined) for plan in plans] == [(4, 0), (3, 1)]
     assert plans[1].keys == tuple(KEYS[:3])
 
@@ -28,18 +30,18 @@ def test_a_tier_that_is_left_out_declines_everything() -> None:
     broken, gone = make_guard(10), make_guard(10)
     broken.breaker.trip()
     gone.is_out_of_service = True
-    plans = plan_cascades(KEYS, [broken, gone])
+    plans = plan_cascades(KEYS, [broken, gone], REQUEST)
     assert [(plan.keys, plan.num_declined) for plan in plans] == [((), 4), ((), 4)]
 
 
 def test_planning_takes_nothing_from_the_budget() -> None:
     guard = make_guard(2)
-    plan_cascades(KEYS, [guard])
-    plan_cascades(KEYS, [guard])
+    plan_cascades(KEYS, [guard], REQUEST)
+    plan_cascades(KEYS, [guard], REQUEST)
     assert guard.budget.used_bytes == 0
 
 
 def test_a_budget_below_one_row_still_lets_one_through() -> None:
     tier = ExampleSecondaryTier(make_config(), make_rows())
     guard = TierGuard(tier, primary_bytes=ROW_BYTES, row_bytes=ROW_BYTES, clock=ManualClock())
-    assert [len(plan.keys) for plan in plan_cascades(KEYS, [guard])] == [1]
+    assert [len(plan.keys) for plan in plan_cascades(KEYS, [guard], REQUEST)] == [1]

@@ -1,15 +1,18 @@
 """Whatever a tier raises, its guard answers; a tier left out is not asked."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
+import pytest
 
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvtier.tiering.breaker import MAX_WAITING_S, BreakerState
-from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.breaker import FAILURES_TO_OPEN, MAX_WAITING_S, BreakerState
+from kvtier.tiering.guard import Submission, TierGuard
 
 
 class BrokenTier(SecondaryTierManager):
@@ -22,6 +25,8 @@ class BrokenTier(SecondaryTierManager):
         self.answer: bool | None = True
         self.answered: Collection[OffloadKey] | None = None
         self.queue_age_s = 0.0
+        self.reports: Sequence[object] = ()
+        self.odd_answer: object = None
 
     @staticmethod
     def get_tier_type() -> str:
@@ -35,7 +40,7 @@ class BrokenTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         self._enter("lookup")
-        return self.answer
+        return self.answer if self.odd_answer is None else cast("bool", self.odd_answer)
 
     def submit_store(self, job: JobMetadata) -> None:
         self._enter("submit")
@@ -45,7 +50,7 @@ class BrokenTier(SecondaryTierManager):
 
     def get_finished(self) -> Iterable[JobResult]:
         self._enter("get_finished")
-        return []
+        return cast("list[JobResult]", self.reports)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._enter("touch")
@@ -59,6 +64,10 @@ class BrokenTier(SecondaryTierManager):
     def take_answered(self) -> Collection[OffloadKey] | None:
         self._enter("take_answered")
         return self.answered
+
+    def stats(self) -> dict[str, float]:
+        self._enter("stats")
+        return {}
 
     def waiting_s(self) -> float:
         self._enter("waiting_s")
@@ -78,7 +87,7 @@ class BrokenTier(SecondaryTierManager):
 
 CALLS = {
     "lookup", "submit", "get_finished", "touch", "request_finished", "end_step", "take_answered", "waiting_s",
-    "reset", "drain", "shutdown",
+    "reset", "drain", "shutdown", "stats",
 }  # fmt: skip
 
 
@@ -98,7 +107,9 @@ def test_no_call_lets_a_raise_through() -> None:
     request = ReqContext("a")
     guard = make_guard(tier)
     assert guard.lookup(key_of(1), request) is False
-    assert guard.submit(make_job()) is False
+    assert guard.submit(make_job()) is Submission.FAILED
+    assert guard.stats()["errors"] > 0
+    assert guard.drain(1.0) is False
     guard.touch([key_of(1)], request)
     guard.request_finished(request)
     guard.end_step()
@@ -116,7 +127,7 @@ def test_a_tier_out_of_service_is_not_asked_any_more() -> None:
     guard.is_out_of_service = True
     request = ReqContext("a")
     assert guard.lookup(key_of(1), request) is False
-    assert guard.submit(make_job()) is False
+    assert guard.submit(make_job()) is Submission.DECLINED
     guard.touch([], request)
     guard.request_finished(request)
     guard.end_step()
@@ -138,18 +149,23 @@ def test_a_queue_that_waits_too_long_opens_the_breaker() -> None:
     guard = make_guard(tier)
     tier.queue_age_s = MAX_WAITING_S
     guard.get_finished()
-    assert guard.breaker.allows()
+    assert guard.breaker.allows(None)
     tier.queue_age_s = MAX_WAITING_S + 0.1
     guard.get_finished()
     assert guard.breaker.state is BreakerState.OPEN
     assert guard.lookup(key_of(1), ReqContext("a")) is False
 
 
-def test_a_tier_that_cannot_tell_wakes_whoever_asked() -> None:
+def test_a_tier_that_does_not_keep_track_is_asked_once_for_each_key() -> None:
     tier = BrokenTier()
     tier.answer = None
     guard = make_guard(tier)
-    guard.lookup(key_of(1), ReqContext("a"))
+    for name in "abc":
+        guard.lookup(key_of(1), ReqContext(name))
+    tier.calls.clear()
+    assert set(guard.take_answered()) == set()
+    assert tier.calls.count("lookup") == 1
+    tier.answer = False
     assert set(guard.take_answered()) == {key_of(1)}
     assert set(guard.take_answered()) == set()
 
@@ -171,3 +187,60 @@ def test_a_key_whose_load_failed_is_not_asked_for() -> None:
     guard.backoff.record_failure(key_of(1))
     assert guard.lookup(key_of(1), ReqContext("a")) is False
     assert guard.lookup(key_of(2), ReqContext("a")) is True
+
+
+def test_raising_lookups_open_the_breaker() -> None:
+    tier = BrokenTier()
+    tier.raising = {"lookup"}
+    guard = make_guard(tier)
+    for number in range(FAILURES_TO_OPEN):
+        guard.lookup(key_of(number), ReqContext("a"))
+    assert guard.breaker.state is BreakerState.OPEN
+
+
+def test_requests_that_wait_in_vain_open_the_breaker() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    guard.lookup(key_of(1), ReqContext("a"))
+    for _ in range(FAILURES_TO_OPEN):
+        guard.record_overdue({key_of(2)}, is_loading=False)
+    assert guard.breaker.allows(None)
+    for _ in range(FAILURES_TO_OPEN):
+        guard.record_overdue({key_of(1)}, is_loading=False)
+    assert not guard.breaker.allows(None)
+
+
+def test_a_job_that_outlives_its_time_out_opens_the_breaker() -> None:
+    tier, clock = BrokenTier(), ManualClock()
+    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard.submit(make_job())
+    clock.advance(tier.settings.job_timeout_s)
+    guard.get_finished()
+    assert guard.breaker.allows(None)
+    clock.advance(0.1)
+    guard.get_finished()
+    assert not guard.breaker.allows(None)
+
+
+@pytest.mark.parametrize("report", [None, "done", 5])
+def test_a_report_that_is_none_puts_the_tier_out_of_service(report: object) -> None:
+    tier = BrokenTier()
+    tier.reports = [report]
+    guard = make_guard(tier)
+    assert guard.get_finished() == []
+    assert guard.is_out_of_service
+
+
+def test_a_report_is_given_the_types_it_should_have() -> None:
+    tier = BrokenTier()
+    tier.reports = [SimpleNamespace(job_id=0, success=True, successful_keys=[key_of(1)], is_fault=1)]
+    (result,) = make_guard(tier).get_finished()
+    assert result == JobResult(JobId(0), success=False, successful_keys=frozenset({key_of(1)}))
+
+
+@pytest.mark.parametrize("answer", [np.zeros(2), np.ones(3)])
+def test_an_answer_that_is_neither_yes_nor_no_is_a_miss(answer: object) -> None:
+    tier = BrokenTier()
+    tier.odd_answer = answer
+    assert make_guard(tier).lookup(key_of(1), ReqContext("a")) is False

@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.waiting import WaitingRequests
+from kvtier.tiering.waiting import MAX_REMEMBERED, WaitingRequests
 
 DEADLINE_S = 5.0
 
@@ -44,7 +44,7 @@ def test_what_was_found_before_the_first_wait_is_held_from_then_on(
 ) -> None:
     request = ReqContext("a")
     waiting.note_found(key_of(1), request)
-    assert waiting.found(request) == [key_of(1)]
+    assert list(waiting.found(request)) == [key_of(1)]
     assert not holder.counts
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
     waiting.note_found(key_of(3), request)
@@ -107,7 +107,8 @@ def test_a_search_that_found_nothing_to_wait_for_leaves_the_request_free(waiting
     assert waiting.begins_search(waiter, 1)
     assert not waiter.is_idle()
     assert waiting.begins_search(waiter, 2)
-    assert waiting.awaited_keys() == []
+    waiting.notify([key_of(2)])
+    assert not waiter.has_news
 
 
 def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holder: CountingHolder) -> None:
@@ -138,15 +139,52 @@ def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) ->
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(1), other, now_s=0.0, step=0, is_held=True)
     waiting.end_wait(request)
-    assert waiting.awaited_keys() == [key_of(1)]
+    waiter = waiting.get(other)
+    assert waiter is not None
+    waiting.notify([key_of(1)])
+    assert waiter.has_news
     waiting.end_wait(other)
-    assert waiting.awaited_keys() == []
+    waiting.notify([key_of(1)])
+    assert len(waiting) == 0
 
 
-def test_clear_releases_every_hold(waiting: WaitingRequests, holder: CountingHolder) -> None:
+def test_an_interruption_releases_every_hold(waiting: WaitingRequests, holder: CountingHolder) -> None:
     for number in range(5):
         waiting.wait_for(key_of(number // 2), ReqContext(str(number)), now_s=0.0, step=0, is_held=True)
-    waiting.clear()
+    waiting.interrupt()
     assert not holder.counts
     assert not waiting.holds()
-    assert waiting.awaited_keys() == []
+    assert len(waiting) == 0
+
+
+def test_an_interruption_does_not_move_the_deadline(waiting: WaitingRequests) -> None:
+    request, later = ReqContext("a"), ReqContext("b")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.interrupt()
+    waiting.wait_for(key_of(2), later, now_s=4.0, step=1, is_held=True)
+    waiting.wait_for(key_of(1), request, now_s=4.0, step=1, is_held=True)
+    assert waiting.expire(DEADLINE_S) == [frozenset({key_of(1)})]
+    waiter = waiting.get(later)
+    assert waiter is not None
+    assert not waiter.is_expired
+
+
+def test_only_who_still_waits_counts_as_overdue(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiter = waiting.get(request)
+    assert waiter is not None
+    waiting.notify([key_of(1)])
+    assert waiting.begins_search(waiter, 1)
+    assert waiting.expire(DEADLINE_S) == []
+    assert waiting.num_expired == 0
+    assert waiter.is_expired
+
+
+def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> None:
+    waiting = WaitingRequests(holder, DEADLINE_S)
+    first = ReqContext("first")
+    for number, request in enumerate([first, *(ReqContext("") for _ in range(MAX_REMEMBERED))]):
+        waiting.wait_for(key_of(number % 7), request, now_s=0.0, step=0, is_held=False)
+    waiting.expire(DEADLINE_S)
+    assert waiting.get(first) is None

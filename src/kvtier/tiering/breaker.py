@@ -10,6 +10,7 @@ Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 
@@ -20,6 +21,10 @@ more would let every waiting request pay for a dead tier."""
 OPEN_S = 5.0
 """Seconds a tier is left out before one probe. Shorter probes a dead server more often; longer misses its
 hits after it came back."""
+
+PROBE_TIMEOUT_S = 30.0
+"""Seconds after which a probe that nobody reports makes room for the next: as long as a job may take by default.
+Without it a probe that is lost would leave a tier out for ever."""
 
 MAX_WAITING_S = 10.0
 """Seconds that the oldest job may wait unattended before the tier counts as overloaded. A disk behind by more
@@ -46,62 +51,80 @@ class BreakerState(Enum):
 class CircuitBreaker:
     """Opens after consecutive failures, lets one probe through after a pause, closes when it succeeds.
 
+    Work is told apart by its owner, any object: while the breaker is not closed only the probe's outcome counts,
+    so that late reports of older work neither close it nor let a second probe through.
+
     Args:
         clock: seconds, monotonic.
         failures_to_open: consecutive failures that open it.
         open_s: pause before the probe.
+        probe_timeout_s: seconds after which a probe without an outcome counts as failed.
     """
 
     def __init__(
-        self, clock: Callable[[], float], failures_to_open: int = FAILURES_TO_OPEN, open_s: float = OPEN_S
+        self,
+        clock: Callable[[], float],
+        failures_to_open: int = FAILURES_TO_OPEN,
+        open_s: float = OPEN_S,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._open_s = open_s
+        self._probe_timeout_s = probe_timeout_s
         self._num_failures = 0
-        self._opened_at: float | None = None
-        self._has_probe = False
+        self._opened_s: float | None = None
+        self._probe: object | None = None
+        self._probe_began_s = 0.0
         self.num_openings = 0
 
     @property
     def state(self) -> BreakerState:
         """What it lets through now."""
-        if self._opened_at is None:
+        if self._opened_s is None:
             return BreakerState.CLOSED
-        is_paused = self._clock() - self._opened_at < self._open_s
+        is_paused = self._clock() - self._opened_s < self._open_s
         return BreakerState.OPEN if is_paused else BreakerState.HALF_OPEN
 
-    def allows(self) -> bool:
-        """Return whether work may start; changes nothing."""
-        state = self.state
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_probe)
-
-    def begin(self) -> bool:
-        """Take leave to start one piece of work; in the half-open state the first becomes the probe."""
-        if not self.allows():
+    def allows(self, owner: object) -> bool:
+        """Return whether work of ``owner`` may start; changes nothing."""
+        if self._opened_s is None:
+            return True
+        if self.state is BreakerState.OPEN:
             return False
-        self._has_probe = self._opened_at is not None
+        is_lapsed = self._clock() - self._probe_began_s >= self._probe_timeout_s
+        return self._probe is None or self._probe is owner or is_lapsed
+
+    def begin(self, owner: object) -> bool:
+        """Take leave to start work; in the half-open state the first owner's is the probe."""
+        if not self.allows(owner):
+            return False
+        if self._opened_s is not None and self._probe is not owner:
+            self._probe = owner
+            self._probe_began_s = self._clock()
         return True
 
-    def record_success(self) -> None:
-        """Close: the tier works. While open, late successes of older work do not count."""
-        if self.state is not BreakerState.OPEN:
+    def record_success(self, owner: object) -> None:
+        """Take note that work has succeeded; the probe's success closes it."""
+        if self._opened_s is None or self._probe is owner:
             self._num_failures = 0
-            self._opened_at = None
-            self._has_probe = False
+            self._opened_s = self._probe = None
 
-    def record_failure(self) -> None:
-        """Count a failure; enough of them in a row, or a failed probe, open it."""
-        self._num_failures += 1
-        if self._num_failures >= self._failures_to_open or self.state is BreakerState.HALF_OPEN:
+    def record_failure(self, owner: object) -> None:
+        """Take note that work has failed; enough in a row, or the probe's failure, open it."""
+        if self._opened_s is None:
+            self._num_failures += 1
+            if self._num_failures >= self._failures_to_open:
+                self.trip()
+        elif self._probe is owner:
             self.trip()
 
     def trip(self) -> None:
         """Open now, or go on being open for another pause."""
         if self.state is not BreakerState.OPEN:
             self.num_openings += 1
-        self._opened_at = self._clock()
-        self._has_probe = False
+        self._opened_s = self._clock()
+        self._probe = None
 
     def __repr__(self) -> str:
         return f"CircuitBreaker({self.state.value}, failures={self._num_failures})"
@@ -131,6 +154,13 @@ class InFlightBudget:
         self.used_bytes -= size_bytes
 
 
+class Pause(NamedTuple):
+    """How long a key is left alone."""
+
+    until_s: float
+    length_s: float
+
+
 class LoadBackoff:
     """Keys whose load failed, each left alone for a doubling while.
 
@@ -142,12 +172,13 @@ class LoadBackoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[OffloadKey, tuple[float, float]] = OrderedDict()
+        self._pauses: OrderedDict[OffloadKey, Pause] = OrderedDict()
 
     def record_failure(self, key: OffloadKey) -> None:
         """Leave ``key`` alone for twice as long as last time."""
-        pause_s = min(2 * self._pauses.pop(key, (0.0, BACKOFF_S / 2))[1], MAX_BACKOFF_S)
-        self._pauses[key] = (self._clock() + pause_s, pause_s)
+        last = self._pauses.pop(key, None)
+        length_s = BACKOFF_S if last is None else min(2 * last.length_s, MAX_BACKOFF_S)
+        self._pauses[key] = Pause(self._clock() + length_s, length_s)
         if len(self._pauses) > MAX_BACKOFF_KEYS:
             self._pauses.popitem(last=False)
 
@@ -158,7 +189,7 @@ class LoadBackoff:
     def is_paused(self, key: OffloadKey) -> bool:
         """Return whether ``key`` is still to be left alone."""
         pause = self._pauses.get(key)
-        return pause is not None and self._clock() < pause[0]
+        return pause is not None and self._clock() < pause.until_s
 
     def clear(self) -> None:
         """Forget every failure."""

@@ -8,7 +8,7 @@ would let the slowest tier take the primary from everybody.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering.guard import TierGuard
 
 
@@ -27,16 +27,19 @@ class PlannedCascade:
     num_declined: int
 
 
-def plan_cascades(ready: Sequence[OffloadKey], guards: Sequence[TierGuard]) -> list[PlannedCascade]:
+def plan_cascades(
+    ready: Sequence[OffloadKey], guards: Sequence[TierGuard], req_context: ReqContext
+) -> list[PlannedCascade]:
     """Decide what each tier gets of blocks that have just become ready in the primary tier. Pure.
 
     Args:
         ready: the blocks, in the order of the store.
         guards: the tiers, in their order.
+        req_context: the request that stored them.
     """
     planned = []
     for guard in guards:
-        is_usable = guard.breaker.allows() and not guard.is_out_of_service
+        is_usable = guard.breaker.allows(req_context) and not guard.is_out_of_service
         num_fitting = guard.budget.room_for(guard.row_bytes) if is_usable else 0
         keys = tuple(ready[:num_fitting])
         planned.append(PlannedCascade(guard, keys, len(ready) - len(keys)))

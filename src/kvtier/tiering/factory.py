@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
 from kvtier.registry import Registry
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
@@ -40,6 +40,7 @@ def create_secondary_tier(
     Raises:
         UnknownNameError: no such tier, or no such setting of this tier; names the known ones.
         ConfigError: ``type`` is missing, or a value cannot work.
+        TierError: the tier cannot start, for whatever reason.
         MissingExtraError: the tier's client library is not installed.
     """
     name = tier_config.get("type")
@@ -57,7 +58,12 @@ def create_secondary_tier(
         inspect.signature(tier_class).bind(config, primary_kv_view, **own)
     except TypeError as error:
         raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
-    tier = tier_class(config, primary_kv_view, **own)
+    try:
+        tier = tier_class(config, primary_kv_view, **own)
+    except KVTierError:
+        raise
+    except Exception as error:  # a foreign tier may raise anything: it cannot start
+        raise TierError(name, f"cannot start: {error}") from error
     tier.settings = settings
     return tier
 

@@ -6,9 +6,10 @@ or lies costs its own hits and nothing else.
 
 import logging
 from collections.abc import Callable, Collection
+from enum import Enum
 from typing import TypeVar
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
 
@@ -16,9 +17,21 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PRIMARY_SHARE = 8
-"""A tier's stores in flight hold at most this fraction (one eighth) of the primary unless set otherwise, so
-that the slowest tier cannot pin it; a larger share would let stores crowd out what requests load."""
+STORE_BUDGET_DIVISOR = 8
+"""A tier's stores in flight hold at most an eighth of the primary unless set otherwise, so that the slowest
+tier cannot pin it; a larger share would let stores crowd out what requests load."""
+
+MAX_ASKED_KEYS = 65_536
+"""Keys remembered per tier whose lookup was answered None. A request that waits for one more is woken by its
+deadline alone."""
+
+
+class Submission(Enum):
+    """What became of handing a job to a tier."""
+
+    STARTED = "started"
+    DECLINED = "declined"
+    FAILED = "failed"
 
 
 class TierGuard:
@@ -40,56 +53,88 @@ class TierGuard:
         self.tier = tier
         self.name = tier.get_tier_type()
         self.row_bytes = row_bytes
-        limit_bytes = tier.settings.max_in_flight_store_bytes or primary_bytes // PRIMARY_SHARE
+        limit_bytes = tier.settings.max_in_flight_store_bytes or primary_bytes // STORE_BUDGET_DIVISOR
         self.budget = InFlightBudget(max(limit_bytes, row_bytes))
-        self.breaker = CircuitBreaker(clock)
+        self.breaker = CircuitBreaker(clock, probe_timeout_s=tier.settings.job_timeout_s)
         self.backoff = LoadBackoff(clock)
         self.is_out_of_service = False
         self.num_declined_cascades = 0
         self.num_promoted_blocks = 0
+        self.num_lookups_left_out = 0
+        self.num_overdue_requests = 0
         self.num_errors = 0
-        self._asked: set[OffloadKey] = set()
+        self._clock = clock
+        # INVARIANT: oldest first, so that the age of the oldest job is one look.
+        self._began_s: dict[JobId, float] = {}
+        self._asked: dict[OffloadKey, ReqContext] = {}
         self._has_logged_error = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Ask the tier; False without asking while it is left out or the key's last load failed."""
-        if self.is_out_of_service or not self.breaker.allows() or self.backoff.is_paused(key):
+        if self.is_out_of_service or not self.breaker.allows(req_context) or self.backoff.is_paused(key):
+            self.num_lookups_left_out += 1
             return False
-        no: bool | None = False
-        answer = self._call("lookup", lambda: self.tier.lookup(key, req_context), no)
-        if answer is None:
-            self._asked.add(key)
+        answer = self._ask(key, req_context)
+        if answer is None and len(self._asked) < MAX_ASKED_KEYS:
+            self._asked[key] = req_context
         return answer
 
-    def submit(self, job: JobMetadata) -> bool:
-        """Hand a job to the tier; False when it did not start it."""
-        if self.is_out_of_service or not self.breaker.begin():
-            return False
+    def submit(self, job: JobMetadata) -> Submission:
+        """Hand a job to the tier, unless it is left out by now."""
+        if self.is_out_of_service or not self.breaker.begin(job.req_context):
+            return Submission.DECLINED
         submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
         num_errors = self.num_errors
         self._call("submit", lambda: submit(job), None)
         if self.num_errors > num_errors:
-            self.breaker.record_failure()
-        return self.num_errors == num_errors
+            self.breaker.record_failure(job.req_context)
+            return Submission.FAILED
+        self._began_s[job.job_id] = self._clock()
+        return Submission.STARTED
 
     def get_finished(self) -> list[JobResult]:
         """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
         if self.is_out_of_service:
             return []
-        if self._call("waiting_s", self.tier.waiting_s, 0.0) > MAX_WAITING_S:
-            self.breaker.trip()
-        results = self._call("get_finished", lambda: list(self.tier.get_finished()), None)
+        results = self._call("get_finished", lambda: [as_result(r) for r in self.tier.get_finished()], None)
         self.is_out_of_service = results is None
+        for result in results or ():
+            self._began_s.pop(result.job_id, None)
+        if self._is_stale():
+            self.breaker.trip()
         return results or []
 
-    def take_answered(self) -> Collection[OffloadKey]:
-        """Return the keys whose pending lookup may have an answer now: each of them if nobody can tell."""
-        is_silent = self.is_out_of_service
-        answered = None if is_silent else self._call("take_answered", self.tier.take_answered, None)
-        if answered is None:
-            answered, self._asked = self._asked, set()
+    def record_end(self, job: JobMetadata, *, is_well: bool) -> None:
+        """Tell the breaker how a job of this tier has ended."""
+        if is_well:
+            self.breaker.record_success(job.req_context)
         else:
-            self._asked.difference_update(answered)
+            self.breaker.record_failure(job.req_context)
+
+    def record_overdue(self, keys: Collection[OffloadKey], *, is_loading: bool) -> None:
+        """Count a request that passed its deadline waiting for this tier: for a load, or for an answer.
+
+        Without it a tier that hangs would cost every request its whole deadline.
+        """
+        if is_loading or any(key in self._asked for key in keys):
+            self.num_overdue_requests += 1
+            self.breaker.record_failure(None)
+
+    def take_answered(self) -> Collection[OffloadKey]:
+        """Return the keys whose pending lookup has an answer now.
+
+        A tier that does not keep track is asked once more for each key, which is cheaper than waking every
+        request that waits for one of them.
+        """
+        if self.is_out_of_service:
+            answered: Collection[OffloadKey] | None = list(self._asked)
+        else:
+            answered = self._call("take_answered", self._tracked_answers, None)
+        if answered is None:
+            asked = self._asked.items()
+            answered = [key for key, context in asked if self._ask(key, context) is not None]
+        for key in answered:
+            self._asked.pop(key, None)
         return answered
 
     def end_step(self) -> None:
@@ -123,24 +168,51 @@ class TierGuard:
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the tier; False when one of its threads may still touch the primary's rows."""
-        return self._call("shutdown", lambda: self.tier.shutdown(timeout_s), fallback=False)
+        return self._call("shutdown", lambda: bool(self.tier.shutdown(timeout_s)), fallback=False)
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
-        return self.tier.stats() | {
-            "declined_cascades": self.num_declined_cascades,
-            "promoted_blocks": self.num_promoted_blocks,
-            "errors": self.num_errors,
-            "breaker_openings": self.breaker.num_openings,
-            "in_flight_store_bytes": self.budget.used_bytes,
+        none: dict[str, float] = {}
+        own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()}, none)
+        return own | {
+            "declined_cascades": float(self.num_declined_cascades),
+            "promoted_blocks": float(self.num_promoted_blocks),
+            "lookups_left_out": float(self.num_lookups_left_out),
+            "overdue_requests": float(self.num_overdue_requests),
+            "errors": float(self.num_errors),
+            "breaker_openings": float(self.breaker.num_openings),
+            "in_flight_store_bytes": float(self.budget.used_bytes),
             "out_of_service": float(self.is_out_of_service),
         }
+
+    def _ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        def ask() -> bool | None:
+            answer = self.tier.lookup(key, req_context)
+            return answer if answer is None else bool(answer)
+
+        num_errors = self.num_errors
+        no: bool | None = False
+        answer = self._call("lookup", ask, no)
+        if self.num_errors > num_errors:
+            self.breaker.record_failure(req_context)
+        return answer
+
+    def _tracked_answers(self) -> list[OffloadKey] | None:
+        answered = self.tier.take_answered()
+        return None if answered is None else list(answered)
+
+    def _is_stale(self) -> bool:
+        """Return whether work waits for too long, or a job outlives even the tier's own time-out."""
+        oldest_s = next(iter(self._began_s.values()), None)
+        if oldest_s is not None and self._clock() - oldest_s > self.tier.settings.job_timeout_s:
+            return True
+        return self._call("waiting_s", lambda: float(self.tier.waiting_s()), 0.0) > MAX_WAITING_S
 
     def _call(self, name: str, call: Callable[[], T], fallback: T) -> T:
         """Return what the tier answers, or ``fallback`` when it raises, whatever it raises."""
         try:
             return call()
-        except Exception:  # tier boundary: a foreign tier may raise anything and costs its own hits only
+        except Exception:  # a foreign tier may raise anything; it costs its own hits and nothing else
             self.num_errors += 1
             # One line with its traceback: a tier that raises on each lookup must not fill the log.
             if not self._has_logged_error:
@@ -151,3 +223,15 @@ class TierGuard:
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
         return f"TierGuard({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
+
+
+def as_result(result: JobResult) -> JobResult:
+    """Return a tier's report with the types that it should have. Pure.
+
+    What a report says of single keys counts for more than what it says of the whole: in doubt, a miss.
+
+    Raises:
+        TypeError, AttributeError: it is no report at all.
+    """
+    keys = None if result.successful_keys is None else frozenset(result.successful_keys)
+    return JobResult(result.job_id, result.success is True and keys is None, keys, bool(result.is_fault))

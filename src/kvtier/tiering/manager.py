@@ -85,6 +85,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
+        if not self._guards:
+            return self.primary.lookup(key, req_context)
         self._poll()
         waiter = self._waiting.get(req_context)
         if (
@@ -134,13 +136,15 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Complete the store in the primary, then hand what became ready to the tiers that admit it."""
         # A promotion of the same key is the tier's to complete: its slot is still being written.
-        own = [key for key in dict.fromkeys(keys) if key not in self._transfers.promoting]
+        distinct = dict.fromkeys(keys)
+        own = [key for key in distinct if key not in self._transfers.promoting]
+        self.primary.settle_old_stores([key for key in distinct if key in self._transfers.promoting])
         in_flight = [key for key in own if self.primary.is_in_flight(key)]
         self.primary.complete_store(own, req_context, success)
         self._waiting.notify(in_flight)
         ready = [key for key in in_flight if self.primary.is_ready(key)]
         if ready:
-            for planned in plan_cascades(ready, self._guards):
+            for planned in plan_cascades(ready, self._guards, req_context):
                 self._transfers.cascade(planned, req_context)
 
     def is_waiting(self, req_context: ReqContext) -> bool:
@@ -177,7 +181,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Forget every block and move every tier to a new epoch; jobs in flight only settle their slots."""
         for planned in self._wanted.take():
             self._transfers.cancel(planned)
-        self._waiting.clear()
+        self._waiting.interrupt()
         self.primary.reset()
         self._transfers.orphan()
         epoch = self._make_epoch()
@@ -198,7 +202,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return counters and gauges; those of a tier stand under ``tier.<position>.<type>``."""
         stats = self.primary.stats() | {
             "waiting_requests": float(len(self._waiting)),
-            "expired_lookups": float(self._waiting.num_expired),
+            "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
             "open_jobs": float(len(self._transfers.jobs)),
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
@@ -212,8 +216,15 @@ class TieringOffloadingManager(OffloadingManager):
         if self._is_shut_down:
             return
         self._is_shut_down = True
+        end_s = self._clock() + self._shutdown_timeout_s
+        for planned in self._wanted.take():
+            self._waiting.notify(planned.keys)
+            self._transfers.cancel(planned)
         self.drain(self._shutdown_timeout_s)
-        are_gone = [guard.shutdown(self._shutdown_timeout_s) for guard in self._guards]
+        are_gone = [guard.shutdown(max(0.0, end_s - self._clock())) for guard in self._guards]
+        self._is_polled = False
+        self._poll()
+        self._guards.clear()  # a tier that is still referred to would keep the rows mapped
         if all(are_gone):
             self.primary.shutdown()
         else:
@@ -239,7 +250,8 @@ class TieringOffloadingManager(OffloadingManager):
         for guard in self._guards:
             self._waiting.notify(self._transfers.poll(guard))
             self._waiting.notify(guard.take_answered())
-        self._waiting.expire(self._now_s)
+        for overdue in self._waiting.expire(self._now_s):
+            self._transfers.record_overdue(overdue, self._guards)
 
     def _end_step(self) -> None:
         self._poll()
@@ -259,7 +271,7 @@ class TieringOffloadingManager(OffloadingManager):
             if answer is None:
                 is_pending = True
             elif answer:
-                slot = self._transfers.reserve(key, req_context, self._waiting.found(req_context))
+                slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
                 if slot is None:
                     return False
                 self._wanted.add(guard, req_context, key, slot)

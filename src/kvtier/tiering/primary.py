@@ -54,7 +54,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Pin ready ``keys`` for a tier that will read them."""
-        return self.prepare_load(keys, req_context)
+        spec = self.prepare_load(keys, req_context)
+        self._num_loaded -= len(keys)  # a cascade is no load
+        return spec
 
     def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin ``keys`` after a tier has read them."""
@@ -72,10 +74,14 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         Args:
             keys: the blocks.
             req_context: the request on whose behalf.
-            protected: further keys that must not be evicted for it.
+            protected: further keys that must not be evicted for it; its ``in`` should not search.
         """
         del req_context
-        return self._reserve(keys, protected=frozenset(protected))
+        return self._reserve(keys, protected=protected)
+
+    def has_room(self) -> bool:
+        """Return whether a slot is free or a block can leave; what is protected may still stand against it."""
+        return self.num_free + self.num_evictable > 0
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -99,6 +105,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             raise InvariantError(f"the primary tier prepared {spec!r}, which has no slots")
         slots: list[int] = spec.block_ids.tolist()
         return slots
+
+    def settle_old_stores(self, keys: Collection[OffloadKey]) -> None:
+        """Settle what a reset left of stores of ``keys``, and touch no newer block under them."""
+        self._orphans.settle_keys(keys, is_write=True)
 
     def is_in_flight(self, key: OffloadKey) -> bool:
         """Return whether a write of ``key`` is in flight."""

@@ -8,6 +8,7 @@ so that the kernel takes the memory back however the processes die.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager
@@ -130,6 +131,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                     logger.warning("secondary tier left out, the engine starts without it: %s", error)
         except BaseException:
             for tier in tiers:
-                tier.shutdown(0.0)
+                with suppress(Exception):  # what ended the start is told, not what a foreign tier says now
+                    tier.shutdown(0.0)
             raise
         return tiers

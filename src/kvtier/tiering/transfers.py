@@ -4,13 +4,13 @@ It decides neither what is promoted nor what is cascaded. A job pins (cascade) o
 from here until its tier reports it; whatever the tier does, the slots come back once and only then.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import JobResult
 from kvtier.tiering.cascade import PlannedCascade
-from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.guard import Submission, TierGuard
 from kvtier.tiering.jobs import JobTable, OpenJob
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotion import PlannedPromotion
@@ -24,24 +24,30 @@ class TierTransfers:
 
     Attributes:
         jobs: what is in flight.
-        promoting: keys with a slot reserved for a promotion, submitted or not.
+        promoting: keys with a slot reserved for a promotion, submitted or not, and the tier they come from.
         num_failed_promotions: blocks that a tier was to load and did not.
     """
 
     def __init__(self, primary: CPUPrimaryTierOffloadingManager) -> None:
         self._primary = primary
         self.jobs = JobTable()
-        self.promoting: set[OffloadKey] = set()
+        self.promoting: dict[OffloadKey, TierGuard] = {}
         self.num_failed_promotions = 0
 
     def reserve(
-        self, key: OffloadKey, req_context: ReqContext, protected: Iterable[OffloadKey]
+        self, guard: TierGuard, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
     ) -> int | None:
-        """Reserve a slot for a promotion of ``key`` and return it; None when nothing can make room."""
-        output = self._primary.prepare_write([key], req_context, frozenset(protected))
+        """Reserve a slot for a promotion of ``key`` and return it; None when nothing can make room.
+
+        A tier that is being probed is promised to this request: others are not led to wait for it.
+        """
+        if not self._primary.has_room() or not guard.breaker.allows(req_context):
+            return None
+        output = self._primary.prepare_write([key], req_context, protected)
         if output is None:
             return None
-        self.promoting.add(key)
+        guard.breaker.begin(req_context)
+        self.promoting[key] = guard
         return self._primary.slots_of(output.store_spec)[0]
 
     def promote(self, planned: PlannedPromotion) -> list[OffloadKey]:
@@ -53,7 +59,7 @@ class TierTransfers:
 
     def cancel(self, planned: PlannedPromotion) -> None:
         """Give back what was reserved for a promotion that has not been submitted."""
-        self.promoting.difference_update(planned.keys)
+        self._end_promoting(planned.keys)
         self._primary.complete_write(planned.keys, planned.req_context, success=False)
 
     def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
@@ -91,49 +97,67 @@ class TierTransfers:
             if not self._primary.is_in_flight(key):
                 raise InvariantError(f"{key.hex()} is being promoted but no write of it is in flight")
 
+    def record_overdue(self, keys: Collection[OffloadKey], guards: Iterable[TierGuard]) -> None:
+        """Tell each tier that a request passed its deadline waiting for ``keys`` from it."""
+        loading = {id(self.promoting[key]) for key in keys if key in self.promoting}
+        for guard in guards:
+            guard.record_overdue(keys, is_loading=id(guard) in loading)
+
     def _submit(self, job: OpenJob) -> list[OffloadKey]:
-        if job.guard.submit(job.metadata):
+        submission = job.guard.submit(job.metadata)
+        if submission is Submission.STARTED:
             return []
         self.jobs.close(job.metadata.job_id, job.guard)
-        return self._settle(job, frozenset())
+        return self._settle(job, frozenset(), is_tried=submission is Submission.FAILED)
 
     def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
-        keys = job.metadata.keys
-        arrived = frozenset(keys) if result.success else (result.successful_keys or frozenset())
-        if result.is_fault and not result.success and arrived.isdisjoint(keys):
-            job.guard.breaker.record_failure()
-        else:
-            job.guard.breaker.record_success()
+        keys = frozenset(job.metadata.keys)
+        arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
+        job.guard.record_end(job.metadata, is_well=result.success or bool(arrived) or not result.is_fault)
         return self._settle(job, arrived)
 
-    def _settle(self, job: OpenJob, arrived: frozenset[OffloadKey]) -> list[OffloadKey]:
-        """Give back what a job pinned or reserved; return the keys of a promotion."""
+    def _settle(
+        self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True
+    ) -> list[OffloadKey]:
+        """Give back what a job pinned or reserved; return the keys of a promotion.
+
+        Args:
+            job: the job, closed.
+            arrived: which of its keys arrived.
+            is_tried: whether the tier had a chance; keys that it was never asked for are not left alone.
+        """
         metadata = job.metadata
         if not metadata.is_promotion:
             job.guard.budget.give_back(len(metadata.keys) * job.guard.row_bytes)
         if job.is_stale:
             self._primary.settle_orphans(metadata.block_ids.tolist(), is_write=metadata.is_promotion)
         elif metadata.is_promotion:
-            return self._settle_promotion(job, arrived)
+            return self._settle_promotion(job, arrived, is_tried=is_tried)
         else:
             self._primary.complete_read(metadata.keys, metadata.req_context)
         return []
 
-    def _settle_promotion(self, job: OpenJob, arrived: frozenset[OffloadKey]) -> list[OffloadKey]:
+    def _settle_promotion(
+        self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool
+    ) -> list[OffloadKey]:
         """Make ready what arrived and give back the slots of the rest, which is left alone for a while."""
         metadata = job.metadata
         came = [key for key in metadata.keys if key in arrived]
         failed = [key for key in metadata.keys if key not in arrived]
-        self.promoting.difference_update(metadata.keys)
+        self._end_promoting(metadata.keys)
         self._primary.complete_write(came, metadata.req_context, success=True)
         self._primary.complete_write(failed, metadata.req_context, success=False)
         self.num_failed_promotions += len(failed)
         job.guard.num_promoted_blocks += len(came)
         for key in came:
             job.guard.backoff.record_success(key)
-        for key in failed:
+        for key in failed if is_tried else ():
             job.guard.backoff.record_failure(key)
         return list(metadata.keys)
+
+    def _end_promoting(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            self.promoting.pop(key, None)
 
     def _bury(self, guard: TierGuard) -> list[OffloadKey]:
         """Give back the slots of a tier that is out of service, once it is gone for good."""

@@ -5,11 +5,20 @@ request_finished or its deadline. While it waits, what it has found is held agai
 key and request, and it is searched again only when something it waits for has changed.
 """
 
-from collections.abc import Iterable
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.base import OffloadKey, ReqContext
+
+T = TypeVar("T")
+
+MAX_REMEMBERED = 65_536
+"""Requests whose deadline is remembered beyond their wait: those that have passed it, and those that a reset
+interrupted. An engine ends its requests, so this only bounds one that does not; the oldest is forgotten first."""
 
 
 class Holder(Protocol):
@@ -60,11 +69,14 @@ class WaitingRequests:
     def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
         self._holder = holder
         self._lookup_deadline_s = lookup_deadline_s
-        # INVARIANT: in order of their deadlines, because every request is allowed the same time.
         self._waiting: dict[ReqContext, Waiter] = {}
-        self._expired: dict[ReqContext, Waiter] = {}
+        self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
+        self._interrupted_s: OrderedDict[ReqContext, float] = OrderedDict()
         self._by_key: dict[OffloadKey, dict[ReqContext, Waiter]] = {}
-        self._found_this_step: dict[ReqContext, list[OffloadKey]] = {}
+        self._found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
+        # A waiter that has ended stays in here until its deadline would have come.
+        self._by_deadline: list[tuple[float, int, Waiter]] = []
+        self._order = itertools.count()
         self.num_expired = 0
 
     def get(self, req_context: ReqContext) -> Waiter | None:
@@ -87,13 +99,13 @@ class WaitingRequests:
         """Note a ready key: held at once for a waiting request, remembered for one that may start to wait."""
         waiter = self._waiting.get(req_context)
         if waiter is None:
-            self._found_this_step.setdefault(req_context, []).append(key)
+            self._found_this_step.setdefault(req_context, {})[key] = None
         else:
             self._hold(waiter, key)
 
-    def found(self, req_context: ReqContext) -> list[OffloadKey]:
-        """Return what a request that does not wait has found in this step."""
-        return self._found_this_step.get(req_context, [])
+    def found(self, req_context: ReqContext) -> Collection[OffloadKey]:
+        """Return what a request that does not wait has found in this step; asking for one key is cheap."""
+        return self._found_this_step.get(req_context, {})
 
     def wait_for(
         self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, is_held: bool
@@ -109,8 +121,9 @@ class WaitingRequests:
         """
         waiter = self._waiting.get(req_context)
         if waiter is None:
-            waiter = Waiter(req_context, now_s + self._lookup_deadline_s, step)
-            self._waiting[req_context] = waiter
+            deadline_s = self._interrupted_s.pop(req_context, now_s + self._lookup_deadline_s)
+            waiter = self._waiting[req_context] = Waiter(req_context, deadline_s, step)
+            heapq.heappush(self._by_deadline, (deadline_s, next(self._order), waiter))
             for found in self._found_this_step.pop(req_context, ()):
                 self._hold(waiter, found)
         if is_held:
@@ -125,21 +138,26 @@ class WaitingRequests:
                 waiter.has_news = True
                 waiter.awaited.discard(key)
 
-    def awaited_keys(self) -> list[OffloadKey]:
-        """Return every key that somebody waits for."""
-        return list(self._by_key)
+    def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
+        """End the waits whose deadline has passed; the requests keep that verdict until they end.
 
-    def expire(self, now_s: float) -> None:
-        """End the waits whose deadline has passed; the requests keep that verdict until they end."""
-        while self._waiting:
-            waiter = next(iter(self._waiting.values()))
-            if now_s < waiter.deadline_s:
-                return
+        Returns:
+            For each request that was still waiting the keys that did not come.
+        """
+        overdue: list[frozenset[OffloadKey]] = []
+        while self._by_deadline and self._by_deadline[0][0] <= now_s:
+            _, _, waiter = heapq.heappop(self._by_deadline)
+            if self._waiting.get(waiter.req_context) is not waiter:
+                continue
+            if waiter.awaited:
+                overdue.append(frozenset(waiter.awaited))
             self._stop(waiter)
             waiter.is_expired = True
             waiter.has_news = True
             self._expired[waiter.req_context] = waiter
-            self.num_expired += 1
+            forget_oldest(self._expired)
+        self.num_expired += len(overdue)
+        return overdue
 
     def end_wait(self, req_context: ReqContext) -> None:
         """Forget the request and release what it holds."""
@@ -147,17 +165,19 @@ class WaitingRequests:
         if waiter is not None:
             self._stop(waiter)
         self._expired.pop(req_context, None)
+        self._interrupted_s.pop(req_context, None)
         self._found_this_step.pop(req_context, None)
 
     def end_step(self) -> None:
         """Forget what requests that do not wait have found."""
         self._found_this_step.clear()
 
-    def clear(self) -> None:
-        """Forget every request and release every hold."""
+    def interrupt(self) -> None:
+        """End every wait and release every hold, as a reset does; deadlines stay what they were."""
         for waiter in list(self._waiting.values()):
             self._stop(waiter)
-        self._expired.clear()
+            self._interrupted_s[waiter.req_context] = waiter.deadline_s
+            forget_oldest(self._interrupted_s)
         self._found_this_step.clear()
 
     def holds(self) -> dict[OffloadKey, int]:
@@ -191,3 +211,9 @@ class WaitingRequests:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+def forget_oldest(remembered: OrderedDict[ReqContext, T]) -> None:
+    """Keep ``remembered`` within its bound."""
+    if len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)

@@ -120,7 +120,10 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))
         is_whole = done.issuperset(job.keys)
-        self.completed_jobs.append(JobResult(job.job_id, is_whole, None if is_whole else done))
+        # A block that was evicted before its load speaks not against the tier.
+        self.completed_jobs.append(
+            JobResult(job.job_id, is_whole, None if is_whole else done, is_fault=False)
+        )
 
     def _store(self, job: JobMetadata) -> Iterable[OffloadKey]:
         # A memoryview of more than one dimension has no rows of its own, so the rows are cut from the bytes.

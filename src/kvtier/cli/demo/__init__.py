@@ -1,0 +1,1 @@
+"""``kvtier demo``: a real model whose prefixes outlive its device memory, measured against the same without kvtier."""

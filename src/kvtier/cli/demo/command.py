@@ -1,0 +1,128 @@
+"""``kvtier demo``: answer questions about documents with a small device pool, with kvtier and without.
+
+It parses, calls and prints. Everything that can be wrong with the arguments is found before torch is imported.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
+from kvtier.cli.demo.directory import open_directory
+from kvtier.cli.demo.documents import read_documents
+from kvtier.cli.demo.leftovers import remove_dead_regions
+from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp, read_size, require_new_file
+from kvtier.cli.demo.plan import choose_device_blocks
+from kvtier.cli.demo.plot import require_plot, write_plot
+from kvtier.cli.demo.report import Report, to_json
+from kvtier.cli.demo.signals import ended_like_interrupted
+from kvtier.cli.demo.table import print_report
+from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
+from kvtier.errors import ConfigError
+
+DIFFERENT_TOKENS_STATUS = 1
+
+
+def demo(
+    docs: Annotated[
+        Path | None, typer.Option(help="Documents to talk about; kvtier's own by default.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(help="Conversations, each about a document.")] = 5,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.")] = 4,
+    document_tokens: Annotated[int, typer.Option(help="Tokens of the passage each is about.")] = 1000,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens generated in each turn, at most.")] = 8,
+    trace: Annotated[
+        Path | None, typer.Option(help="Serve a request trace instead of conversations.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 40,
+    scale: Annotated[float, typer.Option(help="What the trace's lengths are multiplied by.")] = 0.03125,
+    model: Annotated[str | None, typer.Option(help="A local model; by default a random Llama.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 10,
+    hidden: Annotated[int, typer.Option(help="Width of the random model.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Seed of its weights.")] = 0,
+    device_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of 16 tokens in the device pool; by default just enough.")
+    ] = None,
+    cpu_bytes: Annotated[str, typer.Option(help="Host memory behind the device pool.")] = "48MiB",
+    tier: Annotated[str, typer.Option(help="The tier behind the host memory.")] = "fs",
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The tier's directory; by default one removed at the end.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time to first token per turn.")] = None,
+) -> None:
+    """Answer a multi-turn workload with a device pool that is too small for it, with kvtier and without.
+
+    The same engine serves it twice: with its own prefix cache alone, then with host memory and a tier behind.
+    A new process then serves the last turns again. Tokens are bytes. Exit status 1 when any answer differs.
+    """
+    settings = {name: _plain(value) for name, value in locals().items()}
+    model_options = ModelOptions(model, layers, hidden, seed)
+    host_bytes = read_size("--cpu-bytes", cpu_bytes)
+    if trace is None:
+        shape = ConversationShape(conversations, turns, document_tokens, answer_tokens)
+        planned = plan_conversations(read_documents(docs), shape)
+    else:
+        planned = _plan_trace(trace, TraceShape(requests, scale, answer_tokens))
+    pools = PoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
+    _require_outputs(json_file, plot)
+    with ended_like_interrupted(), open_directory(directory) as tier_directory:
+        remove_dead_regions()
+        set_up = SetUp(model_options, pools, str(tier_directory.path))
+        with show_progress(Console(stderr=True)) as begin_stage:
+            from kvtier.cli.demo.runner import run_demo  # its imports take seconds; wrong arguments need none
+
+            report = run_demo(set_up, tier_directory, planned, settings, begin_stage)
+    publish(report, json_file, plot)
+    if not report.is_identical:
+        raise typer.Exit(DIFFERENT_TOKENS_STATUS)
+
+
+def publish(report: Report, json_file: Path | None, plot_file: Path | None) -> None:
+    """Print the report and write the files that were asked for.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    print_report(report, Console())
+    if json_file is not None:
+        try:
+            json_file.write_text(json.dumps(to_json(report), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError("--json", str(json_file), f"cannot be written: {error.strerror}") from error
+    if plot_file is not None:
+        write_plot(report, plot_file)
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Yield a function that opens a stage under a progress bar of its own."""
+    columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def begin_stage(name: str, num_steps: int) -> Callable[[], None]:
+            task = progress.add_task(name, total=num_steps)
+            return lambda: progress.advance(task)
+
+        yield begin_stage
+
+
+def _plan_trace(path: Path, shape: TraceShape) -> list[Turn]:
+    return plan_trace(read_trace(path, shape.num_requests), shape)
+
+
+def _require_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    require_new_file("--json", json_file)
+    require_new_file("--plot", plot_file)
+    if plot_file is not None:
+        require_plot()
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,121 @@
+"""What a user of ``kvtier demo`` asked for, checked before anything slow begins.
+
+It reads no document and builds nothing. The values cross to the process that shows the restart as JSON.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from kvtier.config import parse_bytes
+from kvtier.errors import ConfigError, UnknownNameError
+
+TIER_TYPES = ("fs",)
+"""Secondary tiers that the demo can run on."""
+
+HIDDEN_SIZE_STEP = 256
+"""The random model has four heads of 64 to one head of keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model answers.
+
+    Attributes:
+        path: a local model; None makes a random one of the Llama architecture from the other values.
+        num_layers: layers of the random model.
+        hidden_size: width of the random model.
+        seed: of its weights.
+    """
+
+    path: str | None
+    num_layers: int
+    hidden_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.path is not None and not Path(self.path).is_dir():
+            raise ConfigError("--model", self.path, "must be a directory with a model of transformers")
+        require_at_least("--layers", self.num_layers, 1)
+        require_at_least("--seed", self.seed, 0)
+        if self.hidden_size < 1 or self.hidden_size % HIDDEN_SIZE_STEP:
+            raise ConfigError("--hidden", self.hidden_size, f"must be a multiple of {HIDDEN_SIZE_STEP}")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How much memory each level gets.
+
+    Attributes:
+        num_device_blocks: blocks of the device pool, the same with kvtier and without.
+        cpu_bytes: host memory behind it.
+        tier: type of the secondary tier behind that.
+    """
+
+    num_device_blocks: int
+    cpu_bytes: int
+    tier: str
+
+    def __post_init__(self) -> None:
+        require_at_least("--device-blocks", self.num_device_blocks, 1)
+        if self.tier not in TIER_TYPES:
+            raise UnknownNameError("tier for --tier", self.tier, TIER_TYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """Everything that two processes of the demo must have in common.
+
+    Attributes:
+        model: which model answers.
+        pools: how much memory each level gets.
+        directory: where the secondary tier keeps its blocks.
+    """
+
+    model: ModelOptions
+    pools: PoolOptions
+    directory: str
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the values as JSON objects."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:  # Any: JSON
+        """Return the set-up that ``to_json`` wrote.
+
+        Raises:
+            ConfigError: a value that cannot work.
+        """
+        model, pools = ModelOptions(**values["model"]), PoolOptions(**values["pools"])
+        return cls(model, pools, values["directory"])
+
+
+def require_at_least(option: str, value: int, minimum: int) -> None:
+    """Refuse a number below ``minimum``.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if value < minimum:
+        raise ConfigError(option, value, f"must be at least {minimum}")
+
+
+def require_new_file(option: str, path: Path | None) -> None:
+    """Refuse a file that could not be written at the end of the demo.
+
+    Raises:
+        ConfigError: its directory does not exist, or it is a directory itself.
+    """
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(option, str(path), "must be a file in an existing directory")
+
+
+def read_size(option: str, value: str) -> int:
+    """Return a size such as ``"64MiB"`` in bytes.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return parse_bytes(option, value)

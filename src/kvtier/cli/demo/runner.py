@@ -1,0 +1,74 @@
+"""Runs the demo: the planned turns without kvtier, then with it, then the last ones again in a new process.
+
+It prints nothing. The two runs do not overlap, because stores on their way to the tier would slow the other one.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvtier.cli.demo.conversation import Turn
+from kvtier.cli.demo.directory import TierDirectory
+from kvtier.cli.demo.model import build_model
+from kvtier.cli.demo.options import SetUp
+from kvtier.cli.demo.report import Report, compare
+from kvtier.cli.demo.restart import choose_last_turns, serve_after_restart
+from kvtier.cli.demo.serving import config_with, config_without, serve_turns, warm_up
+from kvtier.engines.transformers import KVTierEngine
+from kvtier.errors import EngineStateError
+
+BeginStage = Callable[[str, int], Callable[[], None]]
+"""Opens a stage of so many steps under a name; what it returns is called after each."""
+
+MAX_RESTART_TURNS = 5
+"""Turns that the new process serves. Each takes a load and an answer; more would show the same again."""
+
+DRAIN_S = 60.0
+"""How long the tier may take for what is still on its way to it, in seconds."""
+
+
+def run_demo(
+    set_up: SetUp,
+    directory: TierDirectory,
+    turns: Sequence[Turn],
+    settings: Mapping[str, Any],  # Any: JSON
+    begin_stage: BeginStage,
+    clock: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Serve ``turns`` three times over and return what was found.
+
+    Args:
+        set_up: model, sizes, directory.
+        directory: where the tier keeps its blocks.
+        turns: in the order in which they are served.
+        settings: how the demo was called, for the report.
+        begin_stage: shows progress.
+        clock: seconds, monotonic.
+
+    Raises:
+        ModelError: the model has no KV cache.
+        DevicePoolError: a prompt does not fit the device pool.
+        RestartError: the new process failed.
+    """
+    started_s = clock()
+    note_built = begin_stage("model", 1)
+    model = build_model(set_up.model)
+    note_built()
+    with KVTierEngine(model, config_without(set_up.pools)) as engine:
+        warm_up(engine)
+        without = serve_turns(engine, turns, begin_stage("without kvtier", len(turns)))
+    with KVTierEngine(model, config_with(set_up)) as engine:
+        warm_up(engine)
+        with_tiers = serve_turns(engine, turns, begin_stage("with kvtier", len(turns)))
+        if not engine.drain(DRAIN_S):
+            raise EngineStateError(f"{set_up.directory}: took no more blocks within {DRAIN_S:.0f} s")
+    before = choose_last_turns(without, MAX_RESTART_TURNS)
+    after = serve_after_restart(set_up, directory, before, begin_stage("new process", len(before)))
+    return Report(
+        tier=set_up.pools.tier,
+        model=f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters",
+        turns=compare(with_tiers, without),
+        restarted=compare(after, before),
+        settings=settings,
+        wall_s=clock() - started_s,
+    )

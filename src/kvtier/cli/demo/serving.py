@@ -1,0 +1,94 @@
+"""Serves planned turns on an engine, with kvtier's tiers or with the device's prefix cache alone.
+
+It plans nothing and compares nothing. The engine without is what its user has without kvtier: the same engine,
+the same device pool, the same prefix cache on the device, and no tier behind it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from kvtier.cli.demo.conversation import Turn
+from kvtier.cli.demo.options import PoolOptions, SetUp
+from kvtier.cli.demo.report import ServedTurn
+from kvtier.engines.transformers import EngineConfig, GenerationResult
+
+WARM_UP_TOKENS = tuple(range(8))
+"""A prompt shorter than a block: it makes the libraries allocate their buffers and leaves nothing in a cache."""
+
+LOOKUP_DEADLINE_S = 20.0
+"""How long a turn may wait for the tier. The demo shows what a tier brings, so a slow disk should show as a long
+wait rather than as a recomputed prefix; an engine in production wants less."""
+
+STORES_IN_FLIGHT_RATIO = 0.75
+"""Share of host memory that unfinished writes to the tier may hold. The default, an eighth, protects an engine with
+gigabytes of it; here an eighth is less than one step of prefill stores, and the tier would be given holes."""
+
+TIER_CAPACITY = "16GiB"
+"""What the tier may keep on disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
+
+
+class Engine(Protocol):
+    """What serves a turn: KVTierEngine."""
+
+    def run(self, token_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
+        """Generate every token and return the result."""
+
+
+def config_without(pools: PoolOptions) -> EngineConfig:
+    """Return the settings of an engine that has its own prefix cache and nothing else. Pure."""
+    return EngineConfig(num_device_blocks=pools.num_device_blocks)
+
+
+def config_with(set_up: SetUp) -> EngineConfig:
+    """Return the settings of the same engine with host memory and a tier behind it. Pure."""
+    tier = {
+        "type": set_up.pools.tier,
+        "root_dir": set_up.directory,
+        "capacity_bytes": TIER_CAPACITY,
+        "max_in_flight_store_bytes": max(1, int(set_up.pools.cpu_bytes * STORES_IN_FLIGHT_RATIO)),
+    }
+    return EngineConfig(
+        num_device_blocks=set_up.pools.num_device_blocks,
+        extra_config={
+            "cpu_bytes_to_use": set_up.pools.cpu_bytes,
+            "lookup_deadline_s": LOOKUP_DEADLINE_S,
+            "secondary_tiers": [tier],
+        },
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """Let the first forward pass pay for what the libraries set up once."""
+    engine.run(WARM_UP_TOKENS, 1)
+
+
+def serve_turns(engine: Engine, turns: Iterable[Turn], note_served: Callable[[], None]) -> list[ServedTurn]:
+    """Serve ``turns`` one after another; each prompt is its conversation so far, answers included.
+
+    Args:
+        engine: what serves them.
+        turns: in the order in which they are served.
+        note_served: called after each.
+    """
+    histories: dict[int, list[int]] = defaultdict(list)
+    served = []
+    for turn in turns:
+        history = histories[turn.conversation]
+        history.extend(turn.token_ids)
+        served.append(serve_prompt(engine, turn, tuple(history)))
+        history.extend(served[-1].token_ids)
+        note_served()
+    return served
+
+
+def serve_prompt(engine: Engine, turn: Turn, prompt: tuple[int, ...]) -> ServedTurn:
+    """Serve one prompt and return what became of it."""
+    result = engine.run(prompt, turn.num_answer_tokens)
+    return ServedTurn(
+        turn=turn,
+        prompt=prompt,
+        token_ids=tuple(result.tokens),
+        sources=dict(result.sources),
+        first_token_s=result.time_to_first_token_s,
+    )

@@ -1,0 +1,32 @@
+"""Makes a terminated demo end like an interrupted one: with its context managers.
+
+It handles no Ctrl-C itself. An engine defers that while its books are half done, so the other signals take the
+same way.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a demo from outside: a supervisor, a closed terminal."""
+
+
+@contextmanager
+def ended_like_interrupted() -> Iterator[None]:
+    """Treat SIGTERM and SIGHUP as Ctrl-C inside the block. Main thread only."""
+    previous = {number: signal.signal(number, _interrupt) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    # A shell starts background jobs with SIGINT ignored; SIGTERM must end them all the same.
+    if not callable(handler):
+        raise KeyboardInterrupt
+    handler(signal.SIGINT, frame)

@@ -1,0 +1,37 @@
+"""kill -9 at 20 seeded instants: the next start answers rightly and gives back what the dead process left."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
+
+CRASH_RUNS = Path(__file__).with_name("crash_runs.py")
+SEED = 20260521
+NUM_INSTANTS = 20
+TIMEOUT_S = 280.0
+
+
+def test_a_process_killed_at_any_instant_costs_no_token_and_leaves_nothing(tmp_path: Path) -> None:
+    search_path = os.pathsep.join(str(CRASH_RUNS.parents[2] / folder) for folder in ("src", "."))
+    ended = subprocess.run(
+        [sys.executable, str(CRASH_RUNS), str(tmp_path), str(SEED)],
+        env=os.environ | {"PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    runs = [json.loads(line) for line in ended.stdout.splitlines()]
+
+    assert len(runs) == NUM_INSTANTS, ended.stderr
+    assert all(run["was_killed"] for run in runs if not run["is_timed"]), runs
+    assert [run for run in runs if not run["next"]["is_right"]] == []
+    assert [run for run in runs if run["left_after"]] == []
+    # The test has teeth only if the dead left something: blocks to inherit, names, and files half written.
+    left = [name for run in runs for name in run["left_before"]]
+    assert sum(run["next"]["inherited_tokens"] for run in runs) > 1_000
+    assert any(name.startswith(str(SHARED_MEMORY_DIRECTORY)) for name in left)
+    assert any(name.startswith(str(tmp_path / "tmp")) for name in left)
