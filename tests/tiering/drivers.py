@@ -1,11 +1,13 @@
 """Managers over example tiers, well-behaved or faulty, for the tests of tiering."""
 
 import random
+from collections.abc import Collection, Iterable
 
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tier_suite import make_config
-from kvtier.testing.tiering_driver import TieringDriver
-from kvtier.tiering.base import TierSettings
+from kvtier.testing.tiering_driver import ArrayRegion, TieringDriver
+from kvtier.tiering.base import JobResult, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 ALWAYS = 1.0
@@ -49,3 +51,52 @@ def example_of(driver: TieringDriver, position: int = 0) -> ExampleSecondaryTier
     tier = driver.tiers[position]
     assert isinstance(tier, ExampleSecondaryTier)
     return tier
+
+
+class NotingTier(ExampleSecondaryTier):
+    """Notes in which order it is told what, and whether the memory was still there."""
+
+    def __init__(self, view: memoryview, notes: list[str]) -> None:
+        super().__init__(make_config(), view)
+        self.settings = ROOMY
+        self.notes = notes
+        self.answered: list[OffloadKey] = []
+        self.is_asking = False
+        self.is_gone = True
+        self.region: ArrayRegion | None = None
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return None if self.is_asking else super().lookup(key, req_context)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        self.notes.append("poll")
+        return super().get_finished()
+
+    def take_answered(self) -> Collection[OffloadKey] | None:
+        answered, self.answered = self.answered, []
+        return answered
+
+    def end_step(self) -> None:
+        self.notes.append("end_step")
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        self.notes.append(f"finished {req_context.req_id}")
+
+    def drain(self, timeout_s: float) -> bool:
+        self.notes.append("drain")
+        return super().drain(timeout_s)
+
+    def shutdown(self, timeout_s: float) -> bool:
+        has_memory = self.region is not None and not self.region.is_cleaned
+        self.notes.append(f"shutdown with memory {has_memory}")
+        super().shutdown(timeout_s)
+        return self.is_gone
+
+
+def make_noting_driver() -> tuple[TieringDriver, NotingTier]:
+    """A manager over a tier that notes what it is told."""
+    driver = TieringDriver(4, lambda view: [NotingTier(view, [])])
+    (tier,) = driver.tiers
+    assert isinstance(tier, NotingTier)
+    tier.region = driver.region
+    return driver, tier

@@ -7,12 +7,25 @@ from tests.tiering.drivers import (
     make_driver,
     make_example,
     make_faulty_driver,
+    make_noting_driver,
 )
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import BlockNotReadyError
+from kvtier.testing.manager_suite import ManagerSuite
 from kvtier.testing.tier_suite import key_of
-from kvtier.testing.tiering_driver import TieringDriver, number_of
+from kvtier.testing.tiering_driver import ArrayRegion, TieringDriver, number_of
+from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+
+
+class TestWithoutTiers(ManagerSuite):
+    """Without secondary tiers it behaves as the plain manager."""
+
+    def make_manager(self, num_blocks: int, *, enable_events: bool = False) -> TieringOffloadingManager:
+        primary = CPUPrimaryTierOffloadingManager(
+            num_blocks, ArrayRegion(num_blocks), enable_events=enable_events
+        )
+        return TieringOffloadingManager(primary, enable_events=enable_events)
 
 
 def test_a_block_evicted_from_the_primary_comes_back_with_its_bytes() -> None:
@@ -268,13 +281,76 @@ def test_after_a_reset_no_old_block_is_found_anywhere() -> None:
     assert driver.search([1], ReqContext("b")) == 1
 
 
-def test_shutdown_ends_the_tiers_before_the_memory_and_is_idempotent() -> None:
-    driver = make_driver()
+def test_shutdown_drains_and_ends_the_tiers_before_the_memory_once() -> None:
+    driver, tier = make_noting_driver()
+    view = driver.primary.get_kv_memoryview()
     driver.store([1])
-    del driver.rows
+    tier.notes.clear()
     driver.manager.shutdown()
     driver.manager.shutdown()
+    told = [note for note in tier.notes if note != "poll"]
+    assert told == ["drain", "shutdown with memory True"]
     assert driver.region.is_cleaned
+    with pytest.raises(ValueError, match="released"):
+        view.nbytes  # noqa: B018 - a released view refuses every use
+
+
+def test_rows_stay_mapped_while_a_tier_that_did_not_end_may_touch_them() -> None:
+    driver, tier = make_noting_driver()
+    tier.is_gone = False
+    view = driver.primary.get_kv_memoryview()
+    driver.manager.shutdown()
+    assert view.nbytes > 0
+    assert driver.region.is_cleaned
+
+
+def test_tiers_are_polled_once_a_step() -> None:
+    driver, tier = make_noting_driver()
+    for _ in range(2):
+        tier.notes.clear()
+        driver.search([1, 2], ReqContext("a"))
+        driver.store([3])
+        assert tier.notes == ["poll"]
+        driver.step()
+        assert tier.notes == ["poll", "end_step"]
+
+
+def test_an_answer_that_a_tier_has_fetched_wakes_who_waits_for_it() -> None:
+    driver, tier = make_noting_driver()
+    request = ReqContext("a")
+    tier.is_asking = True
+    assert driver.search([1], request) is None
+    driver.step()
+    assert driver.manager.is_waiting(request)
+    driver.step()
+    tier.is_asking = False
+    tier.answered = [key_of(1)]
+    assert not driver.manager.is_waiting(request)
+    assert driver.search([1], request) == 0
+
+
+def test_the_end_of_a_request_reaches_the_tiers() -> None:
+    driver, tier = make_noting_driver()
+    driver.manager.request_finished(ReqContext("a"))
+    assert "finished a" in tier.notes
+
+
+def test_events_are_silent_unless_they_are_wanted() -> None:
+    driver = make_driver()
+    quiet = TieringOffloadingManager(driver.primary, driver.tiers, enable_events=False)
+    driver.store([1])
+    assert list(quiet.take_events()) == []
+
+
+def test_a_waiter_for_a_device_store_is_woken_by_its_end() -> None:
+    driver, request = make_driver(), ReqContext("a")
+    store = driver.begin_store([1], ReqContext("b"))
+    assert store is not None
+    assert driver.search([1], request) is None
+    driver.step()
+    assert driver.manager.is_waiting(request)
+    driver.end_store(store)
+    assert driver.search([1], request) == 1
 
 
 def test_numbers_and_keys_are_inverse() -> None:

@@ -1,5 +1,6 @@
 """The tiering spec builds both halves over one region, and leaves nothing behind when it cannot."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from kvtier.base import (
     TransferSpec,
 )
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
-from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
-from kvtier.errors import ConfigError, KVTierError, UnknownNameError
+from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
+from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.factory import TIERS
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.spec import TieringOffloadingSpec
 from kvtier.worker.worker import OffloadingWorker
@@ -111,6 +114,52 @@ def test_a_tier_that_cannot_work_leaves_no_memory_behind() -> None:
     assert leftovers("bad-tier") == []
 
 
+class UnableTier(ExampleSecondaryTier):
+    """Cannot start: its server is not there, for example."""
+
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
+        raise ConnectionError("nobody listens")
+
+
+@pytest.fixture
+def unable_tier() -> str:
+    """The name under which a tier that cannot start is known."""
+    if "unable" not in TIERS:
+        TIERS.register("unable", f"{__name__}:UnableTier")
+    return "unable"
+
+
+def test_a_tier_that_cannot_start_is_left_out_unless_it_is_required(unable_tier: str) -> None:
+    entries = [{"type": unable_tier}, {"type": "example"}]
+    spec = TieringOffloadingSpec(make_config(None, "optional", secondary_tiers=entries))
+    assert [name for name in spec.get_manager().stats() if name.endswith(".blocks")] == [
+        "tier.0.example.blocks"
+    ]
+    spec.shutdown()
+    entries[0]["required"] = True  # type: ignore[assignment]  # JSON has values of any type
+    with pytest.raises(TierError, match="nobody listens"):
+        TieringOffloadingSpec(make_config(None, "strict", secondary_tiers=entries)).get_manager()
+    assert leftovers("strict") == []
+
+
+def test_a_region_of_a_dead_engine_is_removed_when_the_next_one_starts() -> None:
+    dead = make_region_path("dead-engine", Path(SHARED_MEMORY_DIRECTORY))
+    dead.write_bytes(b"\0" * 4096)
+    spec = TieringOffloadingSpec(make_config(None, "next-engine"))
+    spec.get_manager()
+    assert not dead.exists()
+    spec.shutdown()
+
+
+def test_after_shutdown_nothing_of_the_region_stays_mapped() -> None:
+    spec = TieringOffloadingSpec(make_config(None, "mapped"))
+    manager = spec.get_manager()
+    assert "mapped" in Path("/proc/self/maps").read_text()
+    spec.shutdown()
+    assert manager.stats()["primary.held_blocks"] == 0
+    assert "kvtier_" + str(os.getuid()) + "_mapped" not in Path("/proc/self/maps").read_text()
+
+
 def test_a_worker_without_a_rank_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank"):
         list(TieringOffloadingSpec(make_config(None, "no-rank")).get_handlers(make_caches()))
@@ -128,9 +177,11 @@ def test_a_second_engine_of_other_geometry_is_refused_while_the_first_lives() ->
 
 
 def test_settings_of_the_primary_reach_it() -> None:
-    spec = TieringOffloadingSpec(make_config(None, "settings", eviction_policy="arc", store_threshold=2))
+    config = make_config(None, "settings", eviction_policy="arc", store_threshold=2, lookup_deadline_s=1.5)
+    spec = TieringOffloadingSpec(config)
     manager = spec.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
     assert manager.primary.counts is not None
     assert type(manager.primary._policy).__name__ == "ARCCachePolicy"
+    assert manager._waiting._lookup_deadline_s == 1.5
     spec.shutdown()

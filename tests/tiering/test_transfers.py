@@ -92,6 +92,87 @@ def test_a_tier_whose_poll_raises_is_out_of_service_and_the_rest_goes_on() -> No
     assert driver.search([1], ReqContext("c")) == 0
 
 
+def test_slots_of_a_tier_out_of_service_come_back_only_when_it_is_gone() -> None:
+    driver, tier = make_faulty_driver(num_blocks=2)
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    driver.search([1], ReqContext("a"))
+    driver.step()
+    tier.faults.refuses_to_end = True
+    tier.faults.poll_raise_ratio = ALWAYS
+    for _ in range(3):
+        driver.step()
+    assert driver.begin_store([8, 9], ReqContext("b")) is None
+    tier.faults.refuses_to_end = False
+    driver.step()
+    assert driver.begin_store([8, 9], ReqContext("b")) is not None
+
+
+def test_a_block_that_is_gone_does_not_speak_against_its_tier() -> None:
+    driver = TieringDriver(16, lambda view: [make_example(view)])
+    tier = example_of(driver)
+    for number in range(FAILURES_TO_OPEN + 1):
+        driver.store([number])
+    driver.evict_everything()
+    for number in range(FAILURES_TO_OPEN):
+        request = ReqContext(str(number))
+        driver.search([number], request)
+        del tier.blocks[key_of(number)]
+        assert driver.search_until_known([number], request) in (0, 1)
+    assert state_of(driver) is BreakerState.CLOSED
+    assert driver.search_until_known([FAILURES_TO_OPEN], ReqContext("last")) == 1
+
+
+def test_a_report_in_parts_is_believed_in_parts() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1, 2])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.lose_ratio = ALWAYS
+    tier.faults.claims_success = True
+    assert driver.search_until_known([1, 2], ReqContext("a")) <= 1
+    ready = [number for number in (1, 2) if driver.primary.is_ready(key_of(number))]
+    assert len(ready) == 1
+    driver.load(ready, ReqContext("b"))
+
+
+def test_a_tier_that_hangs_costs_only_the_first_requests_their_deadline() -> None:
+    driver, tier = make_faulty_driver(num_blocks=16)
+    numbers = list(range(FAILURES_TO_OPEN + 1))
+    driver.store(numbers)
+    driver.step()
+    driver.evict_everything()
+    tier.faults.delay_ratio = ALWAYS
+    for number in numbers[:-1]:
+        request = ReqContext(str(number))
+        assert driver.search([number], request) is None
+        driver.step()
+        driver.clock.advance(5.0)
+        assert driver.search([number], request) == 0
+    assert driver.search([numbers[-1]], ReqContext("last")) == 0
+
+
+def test_while_a_tier_is_probed_other_requests_are_not_led_to_wait() -> None:
+    driver, tier = make_faulty_driver(num_blocks=16)
+    numbers = list(range(FAILURES_TO_OPEN + 2))
+    driver.store(numbers)
+    driver.step()
+    driver.evict_everything()
+    tier.faults.fail_ratio = ALWAYS
+    for number in numbers[:FAILURES_TO_OPEN]:
+        driver.search_until_known([number], ReqContext(str(number)))
+    tier.faults.fail_ratio = 0.0
+    driver.clock.advance(OPEN_S)
+    driver.step()
+    probe, other = ReqContext("probe"), ReqContext("other")
+    assert driver.search([numbers[-1]], probe) is None
+    assert driver.search([numbers[-2]], other) == 0
+    assert driver.search_until_known([numbers[-1]], probe) == 1
+    assert driver.search_until_known([numbers[-2]], other) == 1
+
+
 def test_failing_loads_open_the_breaker_and_a_probe_closes_it() -> None:
     driver, tier = make_faulty_driver(num_blocks=16)
     numbers = list(range(FAILURES_TO_OPEN + 2))

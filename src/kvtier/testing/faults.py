@@ -28,6 +28,8 @@ class Faults:
         lose_ratio: at a load, one of its blocks is gone.
         poll_raise_ratio: a poll raises.
         claims_everything: every lookup is answered True, whatever the inner tier holds.
+        claims_success: a job that failed in parts is reported as a success, with the parts.
+        refuses_to_end: a shutdown says that threads are still running.
     """
 
     refuse_ratio: float = 0.0
@@ -40,6 +42,8 @@ class Faults:
     lose_ratio: float = 0.0
     poll_raise_ratio: float = 0.0
     claims_everything: bool = False
+    claims_success: bool = False
+    refuses_to_end: bool = False
 
 
 class FaultyTier(SecondaryTierManager):
@@ -124,9 +128,19 @@ class FaultyTier(SecondaryTierManager):
 
     def shutdown(self, timeout_s: float) -> bool:
         """Report what is due as failed and end the inner tier."""
+        if self.faults.refuses_to_end:
+            return False
         self._results += [JobResult(job.job_id, success=False) for job in self._due]
         self._due.clear()
         return self.inner.shutdown(timeout_s)
+
+    def end_step(self) -> None:
+        """Pass on."""
+        self.inner.end_step()
+
+    def waiting_s(self) -> float:
+        """Pass on."""
+        return self.inner.waiting_s()
 
     def stats(self) -> dict[str, float]:
         """Return the inner tier's numbers."""
@@ -166,7 +180,7 @@ class FaultyTier(SecondaryTierManager):
         lost = self._rng.choice(job.keys)
         self._spoil(int(job.block_ids[job.keys.index(lost)]))
         came = frozenset(job.keys) if result.success else (result.successful_keys or frozenset())
-        return JobResult(job.job_id, success=False, successful_keys=came - {lost})
+        return JobResult(job.job_id, success=self.faults.claims_success, successful_keys=came - {lost})
 
     def _spoil(self, slot: int) -> None:
         whole = self.primary_kv_view.cast("B")

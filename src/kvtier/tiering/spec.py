@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager
 from kvtier.config import OffloadingConfig
+from kvtier.cpu.dead_regions import remove_dead_regions
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
@@ -50,12 +51,13 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         self._region: SharedOffloadRegion | None = None
 
     def make_manager(self) -> OffloadingManager:
-        """Build the scheduler side over a region mapped without a rank.
+        """Build the scheduler side over a region mapped without a rank; regions of dead engines are removed first.
 
         Raises:
             RegionError: the region cannot be made; nothing is left behind.
             KVTierError: a tier's settings cannot work, or one that is required cannot start; likewise.
         """
+        remove_dead_regions()
         region = self.make_region(rank=None)
         return self._keep(region, lambda: self._make_tiering_manager(region))
 

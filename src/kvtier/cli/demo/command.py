@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
 from kvtier.cli.demo.directory import open_directory
 from kvtier.cli.demo.documents import read_documents
-from kvtier.cli.demo.leftovers import remove_dead_regions
 from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp, read_size, require_new_file
 from kvtier.cli.demo.plan import choose_device_blocks
 from kvtier.cli.demo.plot import require_plot, write_plot
@@ -73,7 +72,6 @@ def demo(
     pools = PoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
     _require_outputs(json_file, plot)
     with ended_like_interrupted(), open_directory(directory) as tier_directory:
-        remove_dead_regions()
         set_up = SetUp(model_options, pools, str(tier_directory.path))
         with show_progress(Console(stderr=True)) as begin_stage:
             from kvtier.cli.demo.runner import run_demo  # its imports take seconds; wrong arguments need none

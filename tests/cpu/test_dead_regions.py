@@ -4,7 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvtier.cli.demo.leftovers import remove_dead_regions
+from kvtier.cpu.dead_regions import remove_dead_regions
 from kvtier.cpu.region_file import RegionGeometry, make_region_path, open_region_file
 
 GEOMETRY = RegionGeometry(num_blocks=2, row_stride=4096, num_workers=1, cpu_page_size=4096)
