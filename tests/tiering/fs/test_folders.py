@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 def put_block(root: Path, number: int, namespace: Namespace = NAMESPACE) -> Path:
     """Write a block's file and return it."""
     path = layout.block_path(layout.namespace_path(root, namespace.name), key_of(number))
-    make_block_folder(root, namespace, path, 0o600)
+    make_block_folder(root, namespace, path, 0o600, current_owner())
     Path(path).write_bytes(b"x" * number)
     return Path(path)
 
@@ -79,6 +79,27 @@ def test_temporaries_of_dead_processes_go_and_others_stay_and_count(root: Path) 
     assert sweep_temporaries(root / "tmp", here, NOW_S) == 8
     assert {path.name for path in (root / "tmp").iterdir()} == {f"{here}-aa", f"{elsewhere}-cc", "notes"}
     assert sweep_temporaries(root / "tmp", here, NOW_S + FOREIGN_OWNER_IDLE_S) == 4
+
+
+def test_a_description_that_was_half_written_at_a_crash_is_swept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = current_owner()
+    dead = Owner(here.host, here.pid, here.start_ticks + 1)
+    path = layout.block_path(layout.namespace_path(root, NAMESPACE.name), key_of(1))
+
+    def crash(*_: object) -> int:
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "write", crash)
+        make_block_folder(root, NAMESPACE, path, 0o600, dead)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list((root / "tmp").iterdir())) == 1
+    sweep_temporaries(root / "tmp", here, NOW_S)
+    assert list((root / "tmp").iterdir()) == []
 
 
 def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:

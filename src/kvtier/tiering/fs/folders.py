@@ -63,8 +63,17 @@ def make_folder(path: Path, file_mode: int) -> None:
         path.chmod(mode)
 
 
-def make_block_folder(root: Path, namespace: Namespace, block_path: str, file_mode: int) -> None:
+def make_block_folder(
+    root: Path, namespace: Namespace, block_path: str, file_mode: int, owner: Owner
+) -> None:
     """Make the folders above a block, and the readable description of its namespace.
+
+    Args:
+        root: the tier's directory.
+        namespace: whose block it is.
+        block_path: the block's file.
+        file_mode: permissions of files.
+        owner: this process; what it leaves half written is known as its own.
 
     Raises:
         OSError: the system refused.
@@ -73,7 +82,8 @@ def make_block_folder(root: Path, namespace: Namespace, block_path: str, file_mo
     make_folder(top, file_mode)
     document = top / NAMESPACE_DOCUMENT_NAME
     if not document.exists():
-        _write_document(document, root / TEMPORARY_NAME, namespace.document, file_mode)
+        temporary = root / TEMPORARY_NAME / f"{owner}-{secrets.token_hex(8)}"
+        _write_document(document, temporary, namespace.document, file_mode)
     leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     make_folder(leaf, file_mode)
@@ -102,10 +112,8 @@ def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:
         owner, status = parse_owner(entry.name), _status(entry)
         if owner is None or status is None:
             continue
-        if owner.is_dead(here, now_s - status.st_mtime):
-            Path(entry.path).unlink(missing_ok=True)
-        else:
-            kept_bytes += status.st_size
+        is_gone = owner.is_dead(here, now_s - status.st_mtime) and _is_removed(entry.path)
+        kept_bytes += 0 if is_gone else status.st_size
     return kept_bytes
 
 
@@ -129,15 +137,23 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except FileNotFoundError:
-        return []
+    except (FileNotFoundError, PermissionError):
+        return []  # gone meanwhile, or private to another user who shares the directory
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
     try:
         return entry.stat(follow_symlinks=False)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return None
+
+
+def _is_removed(path: str) -> bool:
+    try:
+        Path(path).unlink(missing_ok=True)
+    except PermissionError:
+        return False  # another user's, who shares the directory: its own process or root removes it
+    return True
 
 
 def _remove_if_idle(folder: Path, now_s: float) -> None:
@@ -151,8 +167,7 @@ def _remove_if_idle(folder: Path, now_s: float) -> None:
         return  # not empty, or gone, or made again meanwhile: each is somebody's work
 
 
-def _write_document(path: Path, temporary_folder: Path, text: str, file_mode: int) -> None:
-    temporary = temporary_folder / f"{path.name}-{secrets.token_hex(8)}"
+def _write_document(path: Path, temporary: Path, text: str, file_mode: int) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
     try:
         os.fchmod(fd, file_mode)

@@ -190,7 +190,7 @@ class BlockStore:
             return self._files.publish(path, buffers)
         except FileNotFoundError:
             directory = self._directory
-            make_block_folder(directory.root, space.namespace, path, directory.file_mode)
+            make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)
             return self._files.publish(path, buffers)
 
     def _read(self, space: Space, key: OffloadKey, row: memoryview) -> TierFailure | None:
