@@ -22,7 +22,6 @@ import torch
 
 from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
 from kvtier.cli.demo.documents import Document
-from kvtier.cli.demo.leftovers import remove_dead_regions
 from kvtier.cli.demo.model import build_model
 from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
 from kvtier.cli.demo.report import ServedTurn
@@ -167,8 +166,7 @@ def die_while_serving(root: Path, number: int, instant: Instant) -> bool:
 
 
 def start_next(root: Path, number: int) -> dict[str, int | bool]:
-    """Start as the demo does, serve the same turns, and compare with an engine that has no tier."""
-    remove_dead_regions()
+    """Start an engine as the demo does, serve the same turns, and compare with one that has no tier."""
     with_tiers = serve(root, number)
     with KVTierEngine(build_model(MODEL), config_without(POOLS)) as engine:
         without = serve_turns(engine, plan(number), lambda: None)
