@@ -215,6 +215,25 @@ class TieringModel(RuleBasedStateMachine):
         for request in self.requests:
             request.found = []
 
+    @rule(numbers=PREFIXES, stored=NUMBERS)
+    def reset_while_loading(self, numbers: list[int], stored: list[int]) -> None:
+        """The weights change while promotions are under way, which write their slots only afterwards."""
+        for tier in self.faulty:
+            tier.faults = Faults(delay_ratio=1.0)
+        request = ReqContext("reset")
+        self.driver.search(numbers, request)
+        self.step()
+        self.reset(is_due=True)
+        self.begin_store(stored)
+        self.repair(0)
+        self.repair(1)
+        for _ in range(2):
+            self.step()
+        self.driver.manager.request_finished(request)
+        while self.stores:
+            self.end_store(success=True)
+        self.serve(stored[:1])
+
     @rule(numbers=PREFIXES, fresh=st.integers(0, 7))
     def settle(self, numbers: list[int], fresh: int) -> None:
         """When every tier works again and nothing is under way, each block that is anywhere is served.
@@ -328,6 +347,7 @@ def act_at_random(model: TieringModel, rng: random.Random) -> None:
         (6, lambda: model.begin_load(pick) if any(r.found for r in model.requests) else None),
         (4, lambda: model.end_load() if model.loads else None),
         (1, lambda: model.settle(numbers, pick % 8)),
+        (1, lambda: model.reset_while_loading(numbers, numbers[:3])),
         (2, lambda: model.finish(pick) if model.requests else None),
         (10, model.step),
         (3, lambda: model.pass_time(rng.choice([0.1, 1.0, 6.0]))),

@@ -120,16 +120,24 @@ class TieringDriver:
         self.end_store(store)
 
     def search(self, numbers: Sequence[int], req_context: ReqContext) -> int | None:
-        """Look a prefix up as a connector does: leading hits, None while any of them is in flight."""
+        """Look a prefix up as a connector does: leading hits, None while any of them is in flight.
+
+        What the search has found it still finds when it ends: no reservation of its own may evict it.
+        """
         num_hits = 0
         is_pending = False
+        found: list[OffloadKey] = []
         for number in numbers:
             answer = self.manager.lookup(key_of(number), req_context)
             self.manager.check()
             if answer is False:
                 break
+            if answer:
+                found.append(key_of(number))
             is_pending |= answer is None
             num_hits += 1
+        lost = [number_of(key) for key in found if not self.primary.is_ready(key)]
+        assert not lost, f"the search for {numbers} has evicted {lost}, which it had found"
         return None if is_pending else num_hits
 
     def step(self) -> None:
