@@ -1,6 +1,9 @@
 """The copier moves the right bytes in every mode and with any number of threads; errors stop everybody."""
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +105,31 @@ def test_an_error_is_raised_only_when_no_other_thread_copies_any_more() -> None:
         copier._run([copy_slowly_or_fail, copy_slowly_or_fail])
 
     assert ended == ["copy"]
+    copier.release()
+
+
+class ExhaustedPool(ThreadPoolExecutor):
+    """A pool whose second thread cannot be started; the item stays queued, as in the real one."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.num_submitted = 0
+
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:  # Any: passed on
+        self.num_submitted += 1
+        future = super().submit(*arguments, **options)
+        if self.num_submitted == 2:
+            raise RuntimeError("can't start new thread")
+        return future
+
+
+def test_without_threads_to_be_had_one_copies_alone_and_nothing_is_left_queued() -> None:
+    copier = RowCopier(layout_of([16], 1), [random_bytes(NUM_BLOCKS, 16)], np.zeros((4, 16), np.int8), 3)
+    copier._helpers.shutdown()
+    copier._helpers = ExhaustedPool()
+    copied: list[int] = []
+    copier._run([partial(copied.append, number) for number in range(6)])
+    assert copied == list(range(6))
     copier.release()
 
 

@@ -6,10 +6,12 @@ its own piece and not the transfer. numpy drops the interpreter lock while it co
 fast, but they bring a second OpenMP team whose idle threads spin and take cores from the engine's.
 """
 
+import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -19,6 +21,8 @@ import numpy.typing as npt
 
 from kvtier.base import BlockIds
 from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
+
+logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.int8]
 Piece = Callable[[], None]
@@ -64,6 +68,9 @@ class RowCopier:
             for g in layout.groups
         ]
         self._num_helpers = (num_threads or min(MAX_COPY_THREADS, _num_usable_cores())) - 1
+        # Stores and loads share the helpers; the lock lets one of them start the threads.
+        self._has_started = False
+        self._starting = threading.Lock()
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvtier-copy-helper")
 
     def store(self, moves: Sequence[GroupMoves]) -> None:
@@ -106,9 +113,30 @@ class RowCopier:
 
         return zero_tail
 
+    def _start_helpers(self) -> None:
+        """Start every helper's thread before any of them gets work, or do without them.
+
+        A thread that cannot be started in the middle of a transfer would leave its share queued: a helper could
+        take it up after the transfer was reported, and write into slots that belong to others by then.
+        """
+        self._has_started = True
+        may_go = threading.Event()
+        started: list[Future[bool]] = []
+        try:
+            started = [self._helpers.submit(may_go.wait) for _ in range(self._num_helpers)]
+        except RuntimeError as error:
+            logger.warning("copies are made by one thread, since no other can be started: %s", error)
+            self._num_helpers = 0
+        finally:
+            may_go.set()
+        wait(started)
+
     def _run(self, pieces: Sequence[Piece]) -> None:
         """Carry out ``pieces``; when one fails, none is running any more by the time the error is raised."""
         todo = deque(pieces)
+        with self._starting:
+            if not self._has_started:
+                self._start_helpers()
         num_helpers = min(self._num_helpers, len(todo) - 1)
         helpers = [self._helpers.submit(_work_off, todo) for _ in range(num_helpers)]
         try:

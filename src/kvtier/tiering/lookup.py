@@ -135,11 +135,8 @@ class AsyncLookup:
         self._take_answers()
         if not self._batch or self._is_closed:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name=f"kvtier-{self._name}-lookup", daemon=True
-            )
-            self._thread.start()
+        if self._thread is None and not self._is_started():
+            return
         self._num_asked_keys += len(self._batch)
         self._batches.put((self._era, self._batch))
         self._batch = []
@@ -176,6 +173,24 @@ class AsyncLookup:
             return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _is_started(self) -> bool:
+        """Start the thread; when the system has none to give, this step's questions are answered False."""
+        thread = threading.Thread(target=self._work, name=f"kvtier-{self._name}-lookup", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning(
+                "tier %s: no thread for lookups, %d are misses: %s", self._name, len(self._batch), error
+            )
+            self._num_failed_keys += len(self._batch)
+            self._answers.extend(
+                _Answer(self._era, key, is_held=False, is_to_question=True) for key in self._batch
+            )
+            self._batch = []
+            return False
+        self._thread = thread
+        return True
 
     def _take_answers(self) -> None:
         while self._answers:

@@ -126,3 +126,56 @@ def test_a_sequence_larger_than_the_pool_is_refused_at_commit(
     with pytest.raises(DevicePoolError, match="raise num_device_blocks"):
         cache.commit(output)
     assert cache.commit() == 75
+
+
+def test_a_cache_from_before_a_reset_keeps_nothing(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
+) -> None:
+    engine = make_engine(llama, extra_config=HOST)
+    cache = engine.cache_for(prompt)
+    output, _ = generate(llama, prompt, cache)
+    engine.reset()
+    assert cache.commit(output) == 0
+    assert engine.run(prompt, max_new_tokens=1).sources == {"computed": len(prompt)}
+
+
+def test_a_cache_that_was_rolled_back_takes_no_more(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
+) -> None:
+    cache = make_engine(llama, extra_config=HOST).cache_for(prompt)
+    generate(llama, prompt, cache)
+    cache.crop(0)
+    cache.crop(-2)
+    with pytest.raises(ModelError, match="assisted decoding"):
+        generate(llama, [*prompt, 1, 2, 3], cache)
+    with pytest.raises(ModelError, match="negative"):
+        cache.crop(3)
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_prompt_lookup_is_refused_or_right(
+    llama: LlamaForCausalLM, prompt: list[int], plain: Plain, make_engine: MakeEngine, is_warm: bool
+) -> None:
+    tokens, _ = plain(llama, prompt, NUM_NEW_TOKENS)
+    engine = make_engine(llama, extra_config=HOST)
+    if is_warm:
+        with engine.cache_for(prompt) as first:
+            generate(llama, prompt, first)
+    cache = engine.cache_for(prompt)
+    try:
+        output = cast("Any", llama).generate(  # Any: as above
+            torch.tensor([prompt]),
+            past_key_values=cache,
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NUM_NEW_TOKENS,
+            prompt_lookup_num_tokens=3,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    except ModelError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert output[0].tolist() == prompt + tokens
+    assert refusal == "" or "prompt lookup" in refusal

@@ -262,3 +262,23 @@ def test_a_shutdown_ends_the_request_that_is_being_served(
     with pytest.raises(EngineStateError, match="ended by shutdown"):
         next(stream)
     assert len(stream.result.tokens) == 1
+
+
+def test_blocks_are_free_again_even_when_the_end_of_a_request_fails(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
+) -> None:
+    engine = make_engine(llama, extra_config=HOST)
+    link = engine._link
+    assert link is not None
+    finish = link.finish
+
+    def fail(request: Request) -> None:
+        finish(request)
+        raise OSError("the end failed")
+
+    link.finish = fail  # type: ignore[method-assign]  # a fault that no public switch can plant
+    with pytest.raises(OSError, match="the end failed"):
+        engine.run(prompt, max_new_tokens=2)
+    link.finish = finish  # type: ignore[method-assign]  # the fault is over
+    assert engine.stats()["device.free_blocks"] == engine.stats()["device.num_blocks"]
+    assert len(engine.run(prompt, max_new_tokens=2).tokens) == 2

@@ -170,6 +170,22 @@ def test_a_load_renews_the_time_once_a_minute_at_most(make_files: MakeFiles, tmp
     assert path.stat().st_mtime > NOW_S
 
 
+def test_a_disk_that_takes_no_change_still_gives_its_blocks(
+    make_files: MakeFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, files = tmp_path / "a", make_files()
+    path.write_bytes(b"x")
+    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "mounted read-only meanwhile")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    buffers = parts(b".")
+    files.read(str(path), buffers)
+    assert bytes(buffers[0]) == b"x"
+
+
 def test_renewing_says_whether_the_file_is_there(make_files: MakeFiles, tmp_path: Path) -> None:
     path, files = tmp_path / "a", make_files()
     assert not files.renew(str(path))

@@ -8,6 +8,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.book import Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.evictor import SLACK_SHARE, WALK_TTL_S, plan_excess
 from kvtier.tiering.fs.owner import Owner, current_owner
@@ -190,3 +191,32 @@ def test_an_evictor_that_nobody_needs_does_not_walk(start_tier: StartTier, root:
     store_each(driver, *range(8))
     assert driver.tier.stats()["evicted_blocks"] == 0
     assert len(blocks_in(root)) == 8
+
+
+def test_a_directory_beyond_the_capacity_is_cut_back_at_the_start(start_tier: StartTier, root: Path) -> None:
+    first = start_tier(capacity_bytes=64 * BLOCK_BYTES)
+    store_each(first, *range(6))
+    first.tier.shutdown(HANG_GUARD_S)
+    second = start_tier(capacity_bytes=3 * BLOCK_BYTES)
+    second.poll_until(lambda: len(blocks_in(root)) <= 3)
+    assert len(blocks_in(root)) == 3
+
+
+def test_a_child_forked_during_a_round_does_not_keep_the_lock(start_tier: StartTier, root: Path) -> None:
+    tier = start_tier(capacity_bytes=4 * BLOCK_BYTES).tier
+    assert isinstance(tier, FSTier)
+    read_fd, write_fd = os.pipe()
+    with tier._evictor._leadership() as is_leader:
+        assert is_leader
+        child = os.fork()
+        if child == 0:
+            os.read(read_fd, 1)
+            os._exit(0)
+    try:
+        with tier._evictor._leadership() as is_leader:
+            assert is_leader
+    finally:
+        os.write(write_fd, b"x")
+        os.waitpid(child, 0)
+        os.close(read_fd)
+        os.close(write_fd)

@@ -38,6 +38,10 @@ class PrefixStore(Protocol):
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def epoch(self) -> int:
+        """How often everything was forgotten; keys and values of an older epoch must not be kept."""
+
     def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
         """Fill ``sequence`` with a known prefix of ``token_ids``; return tokens by origin."""
 
@@ -65,6 +69,7 @@ class KVTierCache(SequenceCache):
         self._store = store
         self._prompt = read_token_ids(input_ids, store.vocabulary_size)
         self._is_committed = False
+        self._epoch = store.epoch
         super().__init__(store.shape, len(self._prompt) + SPARE_TOKENS)
         found = store.load_prefix(self._prompt, self)
         num_computed = len(self._prompt) - sum(found.values())
@@ -78,7 +83,7 @@ class KVTierCache(SequenceCache):
                 because the cache does not know the tokens it was given later.
 
         Returns:
-            How many tokens were handed over, counted from the first.
+            How many tokens were handed over, counted from the first; none when the engine was reset meanwhile.
 
         Raises:
             ConfigError: ``output_ids`` does not begin with the prompt.
@@ -89,7 +94,9 @@ class KVTierCache(SequenceCache):
             if token_ids[: len(self._prompt)] != self._prompt:
                 raise ConfigError("output_ids", token_ids[:8], "must begin with the prompt of this cache")
         self._is_committed = True
-        num_tokens = min(len(token_ids), self.num_tokens)
+        # The last token of an output was never given back to the model.
+        num_known = len(token_ids) - (output_ids is not None)
+        num_tokens = min(num_known, self.num_tokens) if self._epoch == self._store.epoch else 0
         if num_tokens:
             self._store.store_sequence(token_ids[:num_tokens], self)
         return num_tokens

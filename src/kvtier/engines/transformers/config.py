@@ -50,6 +50,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         parse_settings(self.extra_config or {})
+        if not isinstance(self.salt, str):
+            raise ConfigError("salt", self.salt, "must be a string")
         _require_positive("num_device_blocks", self.num_device_blocks)
         _require_positive("block_size_tokens", self.block_size_tokens)
         _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)

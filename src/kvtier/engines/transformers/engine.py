@@ -70,10 +70,15 @@ class KVTierEngine:
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             self._link = ConnectorLink(*specs, self._pages.canonical, clock, pause)
             num_blocks = worker.block_size_factor
-        self._scheduler = RequestScheduler(
-            self._pool, self._pages, self._link, num_blocks * config.block_size_tokens
-        )
-        self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+        try:
+            self._scheduler = RequestScheduler(
+                self._pool, self._pages, self._link, num_blocks * config.block_size_tokens
+            )
+            self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+        except BaseException:
+            if self._link is not None:
+                self._link.shutdown(0.0)
+            raise
 
     def generate(
         self,
@@ -142,6 +147,7 @@ class KVTierEngine:
     def reset(self) -> None:
         """Forget every block, on the device and in every tier; what others may share stays with them."""
         self._server.require_idle()
+        self._server.epoch += 1
         self._pool.drop_cached()
         if self._link is not None:
             self._link.reset()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.connector_link import ConnectorLink
+from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.origin import count_promoted_blocks, split_origins
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
@@ -47,7 +48,8 @@ class RequestScheduler:
         Raises:
             DevicePoolError: the pool is too small for the request's tokens.
         """
-        request.block_ids = self._pool.take_prefix(request.block_hashes)
+        with DeferredInterrupt():  # blocks that were taken and not written down would be lost
+            request.block_ids = self._pool.take_prefix(request.block_hashes)
         num_device_tokens = len(request.block_ids) * request.block_size_tokens
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
@@ -100,11 +102,14 @@ class RequestScheduler:
         request.num_computed_tokens += num_tokens
 
     def finish(self, request: Request) -> None:
-        """End the request, done or not: its blocks are free, its stores go on without it."""
-        if self._link is not None:
-            self._link.finish(request)
-        self._pool.free(request.block_ids)
-        request.block_ids = []
+        """End the request, done or not: its blocks are free whatever happens, its stores go on without it."""
+        with DeferredInterrupt():
+            try:
+                if self._link is not None:
+                    self._link.finish(request)
+            finally:
+                self._pool.free(request.block_ids)
+                request.block_ids = []
 
     def _search_tiers(self, request: Request) -> tuple[int, Counter[str]]:
         """Return how many tokens the tiers hold after the device's, and what each promoted for that."""
@@ -133,8 +138,9 @@ class RequestScheduler:
     def _grow(self, request: Request, num_tokens: int) -> list[int]:
         """Allocate what the request lacks for that many tokens, and return it."""
         num_missing = request.num_blocks_for(num_tokens) - len(request.block_ids)
-        new_block_ids = self._pool.allocate(max(0, num_missing))
-        request.block_ids.extend(new_block_ids)
+        with DeferredInterrupt():
+            new_block_ids = self._pool.allocate(max(0, num_missing))
+            request.block_ids.extend(new_block_ids)
         return new_block_ids
 
     def _keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:

@@ -47,6 +47,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.key_buffer = _empty(keys, dtype, device)
         self.value_buffer = _empty(values, dtype, device)
         self.num_tokens = 0
+        self._is_rolled_back = False
         self.is_initialized = True
         self.set_num_tokens(0)
 
@@ -90,6 +91,11 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
             raise ModelError(
                 f"batch of {key_states.shape[0]} sequences: a KVTierCache holds one; use one each"
             )
+        if self._is_rolled_back:
+            raise ModelError(
+                "a KVTierCache cannot go on after tokens were taken back: generate without assisted decoding, "
+                "prompt lookup and the like"
+            )
         first = self.num_tokens
         last = first + key_states.shape[2]
         if last > len(self.key_buffer):
@@ -111,11 +117,24 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens; transformers gives their number as zero or a negative one."""
-        self.set_num_tokens(self.num_tokens - min(abs(tokens_to_remove), self.num_tokens))
+        """Drop the last tokens, after which the layer takes no more: generate does so when it ends.
+
+        Args:
+            tokens_to_remove: zero, or how many as a negative number.
+
+        Raises:
+            ModelError: a positive number, which transformers once took for a length.
+        """
+        if tokens_to_remove > 0:
+            raise ModelError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one"
+            )
+        self._is_rolled_back |= tokens_to_remove < 0
+        self.set_num_tokens(max(0, self.num_tokens + tokens_to_remove))
 
     def reset(self) -> None:
         """Drop every token."""
+        self._is_rolled_back = False
         self.set_num_tokens(0)
 
 

@@ -54,6 +54,7 @@ class RequestServer:
         self._request_numbers = itertools.count()
         self._active: Request | None = None
         self._is_closed = False
+        self.epoch = 0
 
     @property
     def shape(self) -> KVShape:
@@ -180,9 +181,9 @@ class RequestServer:
     def _serving(self, request: Request) -> Iterator[None]:
         """Hold the engine for one request; its blocks are free and its transfers in order afterwards."""
         self.require_idle()
-        self._active = request
-        request.started_s = self._clock()
         try:
+            request.started_s = self._clock()
+            self._active = request
             yield
         finally:
             self._end(request)
@@ -191,8 +192,8 @@ class RequestServer:
         """Let go of a request; one that shutdown has ended is ended already."""
         if self._active is not request:
             return
-        self._active = None
         try:
             self._scheduler.finish(request)
         finally:
+            self._active = None
             request.ended_s = self._clock()

@@ -148,7 +148,11 @@ class BlockFiles:
 
     def _open_new(self, path: str, flags: int) -> int:
         fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
-        set_file_mode(fd, self._file_mode)
+        try:
+            set_file_mode(fd, self._file_mode)
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def _fill(self, fd: int, buffers: Buffers) -> None:
@@ -160,8 +164,8 @@ class BlockFiles:
             return
         try:
             os.utime(file)
-        except PermissionError:
-            return  # another user's file that we may read and not write: its owner's uses decide its age
+        except OSError:
+            return  # another user's, or a disk that takes no change: the bytes are right all the same
 
 
 def folder_mode(file_mode: int) -> int:

@@ -140,7 +140,7 @@ class Evictor:
             self._guard(self._run_round)
         self._guard(self._directory.ledger.leave)
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _guard(self, work: Callable[[], object]) -> None:
         try:
             work()
         except Exception:  # thread top
@@ -161,7 +161,7 @@ class Evictor:
                     self._has_work = False
                     self._is_running = True
                     return True
-            self._directory.ledger.refresh()
+            self._guard(self._directory.ledger.refresh)
 
     def _begin(self) -> None:
         directory = self._directory
@@ -169,7 +169,9 @@ class Evictor:
         try:
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
             with self._leadership() as is_leader:
-                self._walk(space, is_recount=is_leader)
+                book = self._walk(space, is_recount=is_leader)
+            if book is not None and book.used_bytes > book.limit_bytes:
+                self.note(book)
         finally:
             # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.
             space.index.set_complete()
@@ -189,14 +191,18 @@ class Evictor:
     def _leadership(self) -> Iterator[bool]:
         """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours."""
         fd = open_shared_file(self._directory.root / LOCK_NAME, self._directory.file_mode)
+        is_leader = False
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_leader = True
             except BlockingIOError:
-                is_leader = False
+                pass
             yield is_leader
         finally:
+            # Closing alone would not do: a child that was forked meanwhile has the same lock.
+            if is_leader:
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _evict(self) -> None:

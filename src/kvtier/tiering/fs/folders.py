@@ -129,7 +129,7 @@ def _walk_folders(folder: Path | str, depth: int, level: int = 0) -> Iterator[st
         yield str(folder)
         return
     for entry in _entries(str(folder)):
-        if FOLDER_PATTERNS[level].fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        if FOLDER_PATTERNS[level].fullmatch(entry.name) and _is_folder(entry):
             yield from _walk_folders(entry.path, depth, level + 1)
 
 
@@ -137,22 +137,29 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, PermissionError):
-        return []  # gone meanwhile, or private to another user who shares the directory
+    except OSError:
+        return []  # gone meanwhile, private to another user who shares the directory, or on a bad sector
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
 
 
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
     try:
         return entry.stat(follow_symlinks=False)
-    except (FileNotFoundError, PermissionError):
+    except OSError:
         return None
 
 
 def _is_removed(path: str) -> bool:
     try:
         Path(path).unlink(missing_ok=True)
-    except PermissionError:
-        return False  # another user's, who shares the directory: its own process or root removes it
+    except OSError:
+        return False  # another user's, who shares the directory, or no file at all
     return True
 
 

@@ -5,16 +5,21 @@ a key missing from it may have been written by another one. Both errors cost a h
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 
 from kvtier.base import OffloadKey
+
+BATCH_KEYS = 1024
+"""Keys added under one hold of the lock, some 100 us; more would keep the scheduler's lookups waiting."""
 
 
 class KeyIndex:
     """A bounded set of keys.
 
     Mutable are the keys and whether the first scan has ended. ``_lock`` guards both; it is held for
-    thousands of set operations at most.
+    a thousand operations at most, because the scheduler's thread looks keys up under it.
 
     Args:
         max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
@@ -25,18 +30,19 @@ class KeyIndex:
     def __init__(self, max_keys: int, *, is_complete: bool) -> None:
         self._max_keys = max_keys
         self._lock = threading.Lock()
-        self._keys: dict[OffloadKey, None] = {}
+        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
         self._complete = threading.Event()
         if is_complete:
             self._complete.set()
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
         """Note that the blocks of ``keys`` are on the disk."""
-        with self._lock:
-            for key in keys:
-                self._keys[key] = None
-            while len(self._keys) > self._max_keys:
-                del self._keys[next(iter(self._keys))]
+        rest = iter(keys)
+        while batch := list(islice(rest, BATCH_KEYS)):
+            with self._lock:
+                self._keys.update(dict.fromkeys(batch))
+                while len(self._keys) > self._max_keys:
+                    self._keys.popitem(last=False)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Note that the blocks of ``keys`` are gone."""

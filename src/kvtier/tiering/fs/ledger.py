@@ -140,6 +140,8 @@ class Ledger:
             os.pwrite(fd, after.pack(), 0)
             return after
         finally:
+            # Closing alone would not do: a child that was forked meanwhile has the same lock.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 

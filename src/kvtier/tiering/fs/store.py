@@ -6,6 +6,7 @@ stored or loaded costs itself only, and is counted with its reason.
 
 import errno
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,7 +129,7 @@ class BlockStore:
 
     def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return which of ``keys`` the disk has, and remember them. Thread: the lookup's; blocks."""
-        found = [key for key in keys if Path(space.block_path(key)).exists()]
+        found = [key for key in keys if _exists(space.block_path(key))]
         space.index.add(found)
         return found
 
@@ -177,7 +178,7 @@ class BlockStore:
         try:
             if self._publish(space, path, [page, row]):
                 return StoreOutcome.WRITTEN
-            self._files.renew(path)
+            # Not renewed: should it be a file that we cannot read, it has to age until it is evicted.
             return StoreOutcome.EXISTED
         except OSError as error:
             if error.errno in NO_ROOM:
@@ -212,11 +213,24 @@ class BlockStore:
         failure = FAILURE_OF_VERDICT[verdict]
         logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
         if failure is TierFailure.DAMAGED:
-            self._ledger.remove(self._files.remove(path, status))
+            self._remove_damaged(path, status)
         return failure
+
+    def _remove_damaged(self, path: str, status: os.stat_result) -> None:
+        try:
+            self._ledger.remove(self._files.remove(path, status))
+        except OSError as error:
+            logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 
     def _header_page(self) -> memoryview:
         page: memoryview | None = getattr(self._of_thread, "page", None)
         if page is None:
             page = self._of_thread.page = allocate_page()
         return page
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False  # what cannot be looked at cannot be loaded either

@@ -19,7 +19,8 @@ PRIVATE_MODE = 0o600
 def set_file_mode(fd: int, file_mode: int) -> None:
     """Give a file that this user made the permissions that sharing needs and a umask took away."""
     if file_mode != PRIVATE_MODE and stat.S_IMODE(os.fstat(fd).st_mode) != file_mode:
-        with suppress(PermissionError):  # another user's: it was set when that user made it
+        # Another user's file was set when that user made it; a file system without modes needs none.
+        with suppress(OSError):
             os.fchmod(fd, file_mode)
 
 
