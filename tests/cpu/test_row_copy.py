@@ -115,7 +115,7 @@ class ExhaustedPool(ThreadPoolExecutor):
         super().__init__(2)
         self.num_submitted = 0
 
-    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:  # Any: passed on
+    def submit(self, *arguments: Any, **options: Any) -> Future[Any]:  # noqa: ANN401  # passed on as it is
         self.num_submitted += 1
         future = super().submit(*arguments, **options)
         if self.num_submitted == 2:
