@@ -1,6 +1,6 @@
 """The engine answers like plain transformers, wherever keys and values came from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
-from kvtier.errors import DevicePoolError
+from kvtier.errors import ConfigError, DevicePoolError
 
 HOST = {"cpu_bytes_to_use": "2MiB"}
 WAIT_S = 30.0
@@ -207,3 +207,11 @@ def test_the_last_stores_of_a_request_are_begun_before_its_last_token_is_out(
     assert engine._link is not None
     assert not engine._link._scheduler.has_deferred_stores()
     assert engine.stats()["connector.store_jobs"] > 0
+
+
+@pytest.mark.parametrize("prompt", ["text", None, 5, [None], [[1, 2]], [1.5], [True], torch.rand(3), []])
+def test_a_prompt_that_is_no_sequence_of_tokens_is_refused(
+    llama: LlamaForCausalLM, make_engine: MakeEngine, prompt: Sequence[int]
+) -> None:
+    with pytest.raises(ConfigError, match="token_ids"):
+        make_engine(llama).run(prompt, max_new_tokens=1)

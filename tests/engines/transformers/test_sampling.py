@@ -1,5 +1,7 @@
 """Tokens are chosen from the logits and the request's own random numbers alone."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,3 +32,24 @@ def test_a_request_ends_at_its_length_or_its_end_token() -> None:
 def test_impossible_parameters_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         SamplingParams(**arguments)  # type: ignore[arg-type]  # bad values are the point
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", "3"),
+        ("max_new_tokens", float("nan")),
+        ("temperature", float("nan")),
+        ("temperature", 1e-42),
+        ("temperature", "warm"),
+        ("seed", 1.5),
+        ("seed", -1),
+        ("seed", 2**70),
+        ("eos_token_ids", frozenset({"end"})),
+    ],
+)
+def test_what_is_no_such_number_is_refused_by_name(setting: str, value: object) -> None:
+    arguments: dict[str, Any] = {"max_new_tokens": 1} | {setting: value}
+    with pytest.raises(ConfigError, match=setting.removesuffix("s")):
+        SamplingParams(**arguments)

@@ -87,7 +87,7 @@ class KVTierEngine:
         *,
         temperature: float = 0.0,
         seed: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> TokenStream:
         """Return the stream of tokens that follow a prompt; it starts when its first token is asked for.
@@ -104,7 +104,10 @@ class KVTierEngine:
             ConfigError: an argument cannot work.
             DevicePoolError: prompt and output do not fit the device pool.
         """
-        eos_token_ids = (eos_token_id,) if isinstance(eos_token_id, int) else (eos_token_id or ())
+        if isinstance(eos_token_id, torch.Tensor):
+            eos_token_id = eos_token_id.reshape(-1).tolist()
+        several = eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id]
+        eos_token_ids = [token_id for token_id in several if token_id is not None]
         params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
         # The last token's keys and values are never computed, so it needs no room.
         request = self._server.make_request(token_ids, max_new_tokens - 1)
@@ -118,7 +121,7 @@ class KVTierEngine:
         *,
         temperature: float = 0.0,
         seed: int | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> GenerationResult:
         """Generate every token and return the result; the arguments are those of ``generate``."""

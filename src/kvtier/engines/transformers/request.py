@@ -4,8 +4,9 @@ It decides nothing; the scheduler writes it. It has the attributes that ``kvtier
 asks for, so the connector reads it as it is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -94,16 +95,26 @@ def read_token_ids(token_ids: Sequence[int] | torch.Tensor, vocabulary_size: int
         vocabulary_size: ids are below this.
 
     Raises:
-        ConfigError: there is no token, more than one sequence, or an id that the model does not have.
+        ConfigError: there is no token, more than one sequence, or something that is no id of the model.
     """
     if isinstance(token_ids, torch.Tensor):
         if token_ids.dim() > 2 or (token_ids.dim() == 2 and len(token_ids) != 1):
             raise ConfigError("token_ids", tuple(token_ids.shape), "give one sequence at a time")
         token_ids = token_ids.reshape(-1).tolist()
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+        raise ConfigError("token_ids", token_ids, "must be a sequence of whole numbers: tokenize text first")
     prompt = list(token_ids)
     if not prompt:
         raise ConfigError("token_ids", prompt, "give at least one token")
+    odd = [token_id for token_id in prompt if not is_whole(token_id)]
+    if odd:
+        raise ConfigError("token_ids", odd[0], "every id must be a whole number")
     if min(prompt) < 0 or max(prompt) >= vocabulary_size:
         worst = next(token_id for token_id in prompt if not 0 <= token_id < vocabulary_size)
         raise ConfigError("token_ids", worst, f"the model's ids are below {vocabulary_size}")
     return prompt
+
+
+def is_whole(value: object) -> bool:
+    """Return whether ``value`` is a whole number, of Python or numpy; True and False are none. Pure."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

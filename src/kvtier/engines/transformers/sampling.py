@@ -5,10 +5,16 @@ values came from cannot change it.
 """
 
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 
 import torch
 
+from kvtier.engines.transformers.request import is_whole
 from kvtier.errors import ConfigError
+
+MIN_TEMPERATURE = 1e-4
+"""Below it logits divided by the temperature overflow; zero says plainly what such a value means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +34,16 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError("max_new_tokens", self.max_new_tokens, "generate at least one token")
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError("temperature", self.temperature, "must be a number, zero or more")
+        if not is_whole(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise ConfigError("max_new_tokens", self.max_new_tokens, "must be a whole number of at least one")
+        is_number = isinstance(self.temperature, Real) and not isinstance(self.temperature, bool)
+        if not is_number or not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < inf):
+            raise ConfigError("temperature", self.temperature, f"must be zero, or at least {MIN_TEMPERATURE}")
+        if self.seed is not None and not (is_whole(self.seed) and 0 <= self.seed < 2**64):
+            raise ConfigError("seed", self.seed, "must be a whole number from 0, below 2**64")
+        odd = [token_id for token_id in self.eos_token_ids if not is_whole(token_id)]
+        if odd:
+            raise ConfigError("eos_token_id", odd[0], "must be a whole number, or several")
 
     def is_last(self, token_id: int, num_tokens: int) -> bool:
         """Return whether a token ends the request that has ``num_tokens`` with it. Pure."""
