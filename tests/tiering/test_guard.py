@@ -85,6 +85,11 @@ class BrokenTier(SecondaryTierManager):
         return True
 
 
+def always(_key: OffloadKey) -> bool:
+    """Somebody waits for every key."""
+    return True
+
+
 CALLS = {
     "lookup", "submit", "get_finished", "touch", "request_finished", "end_step", "take_answered", "waiting_s",
     "reset", "drain", "shutdown", "stats",
@@ -113,7 +118,7 @@ def test_no_call_lets_a_raise_through() -> None:
     guard.touch([key_of(1)], request)
     guard.request_finished(request)
     guard.end_step()
-    assert list(guard.take_answered()) == []
+    assert list(guard.take_answered(always)) == []
     assert guard.get_finished() == []
     assert guard.is_out_of_service
     guard.reset(b"")
@@ -163,11 +168,23 @@ def test_a_tier_that_does_not_keep_track_is_asked_once_for_each_key() -> None:
     for name in "abc":
         guard.lookup(key_of(1), ReqContext(name))
     tier.calls.clear()
-    assert set(guard.take_answered()) == set()
+    assert set(guard.take_answered(always)) == set()
     assert tier.calls.count("lookup") == 1
     tier.answer = False
-    assert set(guard.take_answered()) == {key_of(1)}
-    assert set(guard.take_answered()) == set()
+    assert set(guard.take_answered(always)) == {key_of(1)}
+    assert set(guard.take_answered(always)) == set()
+
+
+def test_a_key_that_nobody_waits_for_is_not_asked_for_again() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    guard.lookup(key_of(1), ReqContext("a"))
+    guard.lookup(key_of(2), ReqContext("a"))
+    tier.calls.clear()
+    guard.take_answered(lambda key: key == key_of(2))
+    guard.take_answered(always)
+    assert tier.calls.count("lookup") == 2
 
 
 def test_a_tier_that_can_tell_wakes_only_those() -> None:
@@ -176,9 +193,9 @@ def test_a_tier_that_can_tell_wakes_only_those() -> None:
     guard = make_guard(tier)
     guard.lookup(key_of(1), ReqContext("a"))
     tier.answered = ()
-    assert set(guard.take_answered()) == set()
+    assert set(guard.take_answered(always)) == set()
     tier.answered = [key_of(1)]
-    assert set(guard.take_answered()) == {key_of(1)}
+    assert set(guard.take_answered(always)) == {key_of(1)}
 
 
 def test_a_key_whose_load_failed_is_not_asked_for() -> None:
@@ -223,7 +240,9 @@ def test_a_job_that_outlives_its_time_out_opens_the_breaker() -> None:
     assert not guard.breaker.allows(None)
 
 
-@pytest.mark.parametrize("report", [None, "done", 5])
+@pytest.mark.parametrize(
+    "report", [None, "done", 5, SimpleNamespace(job_id=[], success=True, successful_keys=None, is_fault=True)]
+)
 def test_a_report_that_is_none_puts_the_tier_out_of_service(report: object) -> None:
     tier = BrokenTier()
     tier.reports = [report]

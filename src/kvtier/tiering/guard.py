@@ -120,17 +120,21 @@ class TierGuard:
             self.num_overdue_requests += 1
             self.breaker.record_failure(None)
 
-    def take_answered(self) -> Collection[OffloadKey]:
+    def take_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
 
         A tier that does not keep track is asked once more for each key, which is cheaper than waking every
         request that waits for one of them.
+
+        Args:
+            is_awaited: whether anybody still waits for a key; such a tier is not asked for the others again.
         """
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
             answered = self._call("take_answered", self._tracked_answers, None)
         if answered is None:
+            self._asked = {key: context for key, context in self._asked.items() if is_awaited(key)}
             asked = self._asked.items()
             answered = [key for key, context in asked if self._ask(key, context) is not None]
         for key in answered:
@@ -231,7 +235,9 @@ def as_result(result: JobResult) -> JobResult:
     What a report says of single keys counts for more than what it says of the whole: in doubt, a miss.
 
     Raises:
-        TypeError, AttributeError: it is no report at all.
+        TypeError, ValueError, AttributeError: it is no report at all.
     """
     keys = None if result.successful_keys is None else frozenset(result.successful_keys)
-    return JobResult(result.job_id, result.success is True and keys is None, keys, bool(result.is_fault))
+    return JobResult(
+        JobId(int(result.job_id)), result.success is True and keys is None, keys, bool(result.is_fault)
+    )

@@ -249,7 +249,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._now_s = self._clock()
         for guard in self._guards:
             self._waiting.notify(self._transfers.poll(guard))
-            self._waiting.notify(guard.take_answered())
+            self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)
 

@@ -138,6 +138,10 @@ class WaitingRequests:
                 waiter.has_news = True
                 waiter.awaited.discard(key)
 
+    def is_awaited(self, key: OffloadKey) -> bool:
+        """Return whether somebody waits for ``key``."""
+        return key in self._by_key
+
     def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
         """End the waits whose deadline has passed; the requests keep that verdict until they end.
 
