@@ -67,6 +67,11 @@ class BenchRequest:
     block_hashes: list[bytes]
     kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Return its tokens: none of them is an answer."""
+        return self.num_tokens
+
 
 @dataclass(slots=True)
 class BenchBlocks:

@@ -43,6 +43,7 @@ def test_every_setting_is_read() -> None:
         "store_threshold": 2,
         "max_tracker_size": 10,
         "block_size": 64,
+        "offload_prompt_only": True,
         "spec_name": "Mine",
         "spec_module_path": "my.module",
         "lookup_deadline_s": 1,
@@ -53,7 +54,19 @@ def test_every_setting_is_read() -> None:
     }
     assert set(given) == set(Settings.__dataclass_fields__)
     assert parse_settings(given) == Settings(
-        2 * 2**30, "arc", 2, 10, 64, "Mine", "my.module", 1.0, LoadIf.ALWAYS, "one", "salt", ({"type": "fs"},)
+        cpu_bytes_to_use=2 * 2**30,
+        eviction_policy="arc",
+        store_threshold=2,
+        max_tracker_size=10,
+        block_size=64,
+        offload_prompt_only=True,
+        spec_name="Mine",
+        spec_module_path="my.module",
+        lookup_deadline_s=1.0,
+        load_if=LoadIf.ALWAYS,
+        instance_id="one",
+        tenant_salt="salt",
+        secondary_tiers=({"type": "fs"},),
     )
 
 
@@ -80,6 +93,8 @@ def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
         ("store_threshold", 1.5),
         ("max_tracker_size", 0),
         ("block_size", "16"),
+        ("offload_prompt_only", 1),
+        ("offload_prompt_only", "true"),
         ("lookup_deadline_s", -1),
         ("lookup_deadline_s", float("inf")),
         ("lookup_deadline_s", float("nan")),

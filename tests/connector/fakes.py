@@ -45,11 +45,15 @@ def _hash_tuple(tokens: tuple[int, ...]) -> tuple[bytes, ...]:
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A request whose tokens are all confirmed."""
+    """A request whose tokens are all confirmed; those it begins with are its prompt."""
 
     request_id: str
     tokens: list[int]
     kv_transfer_params: dict[str, Any] | None = None
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -124,12 +128,16 @@ class FakeOutput:
 def make_config(
     num_workers: int = 1,
     groups: tuple[KVGroup, ...] = (KVGroup(HASH_TOKENS, ("layer",), 64),),
-    block_size: int | None = None,
+    **extra_config: object,
 ) -> OffloadingConfig:
     """Return a configuration; by default one group of blocks of four tokens on one worker."""
-    extra = {} if block_size is None else {"block_size": block_size}
     return OffloadingConfig(
-        "engine", ModelIdentity("model"), groups, HASH_TOKENS, world_size=num_workers, extra_config=extra
+        "engine",
+        ModelIdentity("model"),
+        groups,
+        HASH_TOKENS,
+        world_size=num_workers,
+        extra_config=extra_config,
     )
 
 

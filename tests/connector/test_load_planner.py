@@ -4,7 +4,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.load_planner import list_load_keys, plan_load
+from kvtier.connector.load_planner import iterate_load_keys, plan_load
 from kvtier.errors import InvariantError
 
 FULL = GroupLayout(0, 4, 2, 2, None)
@@ -32,8 +32,8 @@ def test_device_blocks_are_ordered_by_group_and_a_window_loads_its_tail_only() -
     assert plan.device_spec.block_indices == (0, 3)
 
 
-def test_keys_alone_are_listed_as_the_plan_reads_them() -> None:
-    assert list_load_keys([FULL, WINDOW], KEYS, 8, 24) == [*KEYS[0][1:3], KEYS[1][2]]
+def test_keys_alone_come_as_the_plan_reads_them() -> None:
+    assert list(iterate_load_keys([FULL, WINDOW], KEYS, 8, 24)) == [*KEYS[0][1:3], KEYS[1][2]]
 
 
 def test_fewer_device_blocks_than_promised_are_refused() -> None:

@@ -81,9 +81,9 @@ class Engine:
             connector.shutdown()
 
 
-def make_config(*, is_tiered: bool) -> OffloadingConfig:
+def make_config(*, is_tiered: bool, **settings: object) -> OffloadingConfig:
     """Return a configuration with eight slots."""
-    extra: dict[str, object] = {"cpu_bytes_to_use": 8 * (4096 if is_tiered else PAGE_BYTES)}
+    extra = settings | {"cpu_bytes_to_use": 8 * (4096 if is_tiered else PAGE_BYTES)}
     if is_tiered:
         extra |= {"secondary_tiers": TIERS, "instance_id": "connector-test"}
     group = KVGroup(HASH_TOKENS, ("layer",), PAGE_BYTES)
@@ -103,9 +103,7 @@ def test_what_was_stored_comes_back_whole_after_the_device_has_forgotten_it(engi
     first, second = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT)
     engine.compute(first, [0, 1, 2, 3, 4])
     engine.scheduler.request_finished(first)
-    assert engine.connectors[0].has_pending_push_work()
     engine.settle()
-    assert not engine.connectors[0].has_pending_push_work()
     engine.pages.zero_()
 
     assert engine.scheduler.get_num_new_matched_tokens(second, 0) == (16, True)
@@ -115,6 +113,32 @@ def test_what_was_stored_comes_back_whole_after_the_device_has_forgotten_it(engi
     assert engine.ended == {"b": None}
     assert [int(engine.pages[block_id].min()) for block_id in (11, 10, 9, 8)] == [1, 2, 3, 4]
     assert [int(engine.pages[block_id].max()) for block_id in (11, 10, 9, 8, 7)] == [1, 2, 3, 4, 0]
+
+
+def test_an_engine_that_steps_while_work_is_pending_rests_with_every_store_ended(engine: Engine) -> None:
+    request = FakeRequest("a", PROMPT)
+    engine.compute(request, [0, 1, 2, 3, 4])
+    engine.scheduler.request_finished(request)
+
+    num_steps = 0
+    while engine.connectors[0].has_pending_push_work() and num_steps < STEP_LIMIT:
+        engine.step()
+        num_steps += 1
+
+    assert 0 < num_steps < STEP_LIMIT
+    assert engine.scheduler.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (16, True)
+
+
+def test_prompt_only_blocks_with_generated_tokens_are_not_found_again() -> None:
+    engine = Engine(make_config(is_tiered=False, offload_prompt_only=True))
+    engine.step()
+    request = FakeRequest("a", PROMPT)
+    request.num_prompt_tokens = 11
+    engine.compute(request, [0, 1, 2, 3, 4])
+    engine.settle()
+
+    assert engine.scheduler.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (8, True)
+    engine.shutdown()
 
 
 def test_a_load_into_blocks_that_the_device_lacks_fails_and_the_request_is_computed(engine: Engine) -> None:

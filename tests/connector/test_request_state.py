@@ -28,6 +28,13 @@ def test_limits_are_read_from_the_clients_hints(params: dict[str, Any] | None, l
     assert parse_request_limits(params) == limits
 
 
+@pytest.mark.parametrize(("limit", "expected"), [(None, 9), (5, 5), (0, 0), (12, 9)])
+def test_within_the_prompt_the_smaller_limit_counts_and_loads_are_not_touched(
+    limit: int | None, expected: int
+) -> None:
+    assert RequestLimits(20, limit).within_prompt(9) == RequestLimits(20, expected)
+
+
 @pytest.mark.parametrize("value", ["7", -1, True, 1.5, [1]])
 def test_a_limit_that_makes_no_sense_is_said_and_ignored(
     value: object, caplog: pytest.LogCaptureFixture

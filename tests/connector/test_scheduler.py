@@ -347,14 +347,23 @@ def test_a_store_that_ended_is_flushed_by_nobody() -> None:
     assert bench.compute(FakeRequest("b", [7, 8]), 2).jobs_to_flush is None
 
 
-def test_stores_are_deferred_until_the_next_step_even_an_empty_one() -> None:
-    bench = Bench()
-    assert not bench.half.has_deferred_stores()
+def test_a_store_is_open_from_the_step_that_computed_it_until_every_worker_has_reported_it() -> None:
+    bench = Bench(num_workers=2)
+    assert not bench.half.has_open_stores()
 
-    bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
-    assert bench.half.has_deferred_stores()
+    stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
     bench.half.build_connector_meta(FakeStep())
-    assert not bench.half.has_deferred_stores()
+    bench.half.update_connector_output(report_jobs(stored))
+    assert bench.half.has_open_stores()
+    bench.half.update_connector_output(report_jobs(stored))
+    assert not bench.half.has_open_stores()
+
+
+def test_a_step_is_idle_when_it_computes_no_token() -> None:
+    bench = Bench()
+
+    assert not bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4).is_idle
+    assert bench.half.build_connector_meta(FakeStep()).is_idle
 
 
 @pytest.mark.parametrize("identities", [((1, 2),), ((1, 2), (1, 3))])

@@ -39,10 +39,16 @@ class Room:
 
 
 def running(
-    num_tokens: int, num_computed_tokens: int, *tables: list[int], params: dict[str, int] | None = None
+    num_tokens: int,
+    num_computed_tokens: int,
+    *tables: list[int],
+    params: dict[str, int] | None = None,
+    num_prompt_tokens: int | None = None,
 ) -> RequestState:
-    """Return a running request."""
-    state = make_request_state(FakeRequest("r", list(range(num_tokens)), params), len(tables))
+    """Return a running request; with ``num_prompt_tokens`` nothing beyond those is stored."""
+    request = FakeRequest("r", list(range(num_tokens)), params)
+    request.num_prompt_tokens = num_prompt_tokens or num_tokens
+    state = make_request_state(request, len(tables), is_prompt_only=num_prompt_tokens is not None)
     state.replace_blocks(tables, num_computed_tokens)
     return state
 
@@ -77,6 +83,40 @@ def test_the_clients_limit_ends_what_is_storable() -> None:
     state = running(16, 0, [1, 2, 3, 4], params={"max_store_tokens": 9})
 
     assert blocks_of([FULL], state, 16) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(3, 0), (7, 1), (8, 2), (99, 4)])
+def test_prompt_only_a_block_with_one_generated_token_is_not_storable(
+    num_prompt_tokens: int, num_blocks: int
+) -> None:
+    state = running(16, 0, [1, 2, 3, 4], num_prompt_tokens=num_prompt_tokens)
+
+    assert blocks_of([FULL], state, 16) == [(0, block) for block in range(num_blocks)]
+
+
+def test_of_the_prompt_and_the_clients_limit_the_smaller_ends_what_is_storable() -> None:
+    short = running(16, 0, [1, 2, 3, 4], params={"max_store_tokens": 5}, num_prompt_tokens=12)
+    long = running(16, 0, [1, 2, 3, 4], params={"max_store_tokens": 13}, num_prompt_tokens=8)
+
+    assert [len(blocks_of([FULL], state, 16)) for state in (short, long)] == [1, 2]
+
+
+def test_prompt_only_what_was_generated_before_a_pre_emption_is_no_prompt_after_it() -> None:
+    state = running(16, 0, [1, 2], num_prompt_tokens=8)
+    state.drop_blocks()
+    state.replace_blocks([[5, 6, 7, 8]], 0)
+
+    assert blocks_of([FULL], state, 16) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "may_fill"), [(7, False), (8, True)])
+def test_a_request_is_planned_for_until_no_further_block_can_be_within_its_limit(
+    num_prompt_tokens: int, may_fill: bool
+) -> None:
+    state = running(9, 0, [1, 2, 3], num_prompt_tokens=num_prompt_tokens)
+    store(state, [FULL], Room(9), 4)
+
+    assert state.may_fill_block(1_000) is may_fill
 
 
 def test_stale_blocks_are_not_storable() -> None:

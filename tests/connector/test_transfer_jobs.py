@@ -70,6 +70,18 @@ def test_a_key_is_being_loaded_until_its_load_ends() -> None:
     assert jobs.find_load_of([KEY]) is None
 
 
+def test_a_store_counts_as_open_until_its_last_worker_has_ended_it_and_a_load_never() -> None:
+    jobs = TransferJobs(num_workers=2)
+    store, load = jobs.open(JobKind.STORE, STATE, [KEY]), jobs.open(JobKind.LOAD, STATE, [KEY])
+
+    counts = [jobs.num_stores]
+    for _ in range(2):
+        jobs.count(report(store, load))
+        counts.append(jobs.num_stores)
+
+    assert counts == [1, 1, 0]
+
+
 def test_void_jobs_fail_and_keep_their_keys_from_being_stored_until_they_end() -> None:
     jobs = TransferJobs(num_workers=1)
     load = jobs.open(JobKind.LOAD, STATE, [KEY])

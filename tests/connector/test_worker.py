@@ -34,11 +34,15 @@ def device() -> GPULoadStoreSpec:
 
 
 def load_step(
-    job_id: TransferJobId = LOAD, req_id: str = "r", source: LoadStoreSpec | None = None
+    job_id: TransferJobId = LOAD,
+    req_id: str = "r",
+    source: LoadStoreSpec | None = None,
+    *,
+    is_idle: bool = False,
 ) -> OffloadingConnectorMetadata:
     """Return a step that loads."""
     spec = TransferSpec(source or CPULoadStoreSpec([0, 1]), device())
-    return OffloadingConnectorMetadata({job_id: TransferJob(req_id, spec)}, {})
+    return OffloadingConnectorMetadata({job_id: TransferJob(req_id, spec)}, {}, is_idle=is_idle)
 
 
 def store_step(job_id: TransferJobId = STORE) -> OffloadingConnectorMetadata:
@@ -48,24 +52,30 @@ def store_step(job_id: TransferJobId = STORE) -> OffloadingConnectorMetadata:
 
 
 def empty_step(
-    flush: Collection[TransferJobId] = (), fail: Collection[TransferJobId] = ()
+    flush: Collection[TransferJobId] = (), fail: Collection[TransferJobId] = (), *, is_idle: bool = False
 ) -> OffloadingConnectorMetadata:
     """Return a step without transfers."""
-    return OffloadingConnectorMetadata({}, {}, set(flush) or None, set(fail) or None)
+    return OffloadingConnectorMetadata({}, {}, set(flush) or None, set(fail) or None, is_idle)
 
 
 class Bench:
-    """A worker half whose handlers end jobs when told to."""
+    """A worker half whose handlers end jobs when told to, and its loads while it pauses."""
 
     def __init__(self, *, is_declining: bool = False) -> None:
+        self.pauses_s: list[float] = []
         self.loads = FakeHandler(TransferType("CPU", "GPU"), is_declining=is_declining)
         self.stores = FakeHandler(TransferType("GPU", "CPU"), is_declining=is_declining)
         entries = [
             HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self.loads),
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
         ]
-        self.half = OffloadingConnectorWorker(FakeSpec(make_config(), entries=entries))
+        self.half = OffloadingConnectorWorker(FakeSpec(make_config(), entries=entries), self.pause)
         self.half.register_kv_caches(NO_CACHES)
+
+    def pause(self, seconds: float) -> None:
+        """Let the thread that copies run."""
+        self.pauses_s.append(seconds)
+        self.loads.end(*self.loads.begun)
 
     def step(self, metadata: OffloadingConnectorMetadata) -> tuple[set[str], OffloadingWorkerMetadata | None]:
         """Do one step; return the requests whose load ended, and the report."""
@@ -128,6 +138,30 @@ def test_a_load_begins_at_once_and_is_reported_once() -> None:
     assert bench.step(empty_step()) == ({"r"}, OffloadingWorkerMetadata({LOAD: 1}))
     assert bench.half.take_failed_loads() == {}
     assert bench.step(empty_step()) == (set(), None)
+
+
+def test_an_idle_step_lets_the_copies_run_before_it_looks_for_loads_that_ended() -> None:
+    bench = Bench()
+
+    assert bench.step(load_step(is_idle=True)) == ({"r"}, OffloadingWorkerMetadata({LOAD: 1}))
+
+
+def test_a_step_that_computes_does_not_pause() -> None:
+    bench = Bench()
+    bench.step(load_step())
+    bench.step(empty_step())
+
+    assert bench.pauses_s == []
+
+
+def test_an_idle_step_pauses_once() -> None:
+    bench = Bench()
+    bench.step(load_step())
+    bench.loads.begun.clear()
+    bench.step(empty_step(is_idle=True))
+    bench.half.get_finished(set())
+
+    assert len(bench.pauses_s) == 1
 
 
 def test_a_load_of_a_request_that_was_aborted_is_reported_all_the_same() -> None:

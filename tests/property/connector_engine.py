@@ -72,6 +72,10 @@ class SimRequest:
     run: Run | None = None
     reports: dict[int, bool] = field(default_factory=dict)
     num_loaded: int = 0
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -117,7 +121,7 @@ class SimWorker:
             HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self.loads),
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
         ]
-        self.half = OffloadingConnectorWorker(FakeSpec(config, entries=entries))
+        self.half = OffloadingConnectorWorker(FakeSpec(config, entries=entries), pause=lambda _: None)
         self.half.register_kv_caches(CanonicalKVCaches([], []))
 
 

@@ -229,6 +229,44 @@ def test_a_waiting_request_costs_no_search_until_something_has_changed() -> None
     assert driver.search([1], request) == 1
 
 
+def test_blocks_that_came_up_for_a_request_are_known_by_their_tier_until_it_loads_them() -> None:
+    driver = make_driver()
+    first, second, late = ReqContext("first"), ReqContext("second"), ReqContext("late")
+    driver.store([1, 2])
+    driver.evict_everything()
+    driver.store([3])
+    for request in (first, second):
+        assert driver.search([3, 1, 2], request) is None
+    assert driver.manager.promoted_for(first) == {}
+    for request in (first, second):
+        assert driver.search_until_known([3, 1, 2], request) == 3
+    assert driver.search([3, 1, 2], late) == 3
+    expected = {key_of(1): "example", key_of(2): "example"}
+    assert [driver.manager.promoted_for(request) for request in (first, second, late)] == [
+        expected,
+        expected,
+        {},
+    ]
+    driver.load([3, 1, 2], first)
+    assert driver.manager.promoted_for(first) == {}
+
+
+def test_a_block_that_failed_to_come_up_wakes_who_waits_and_counts_as_stored_when_it_is() -> None:
+    driver, tier = make_faulty_driver()
+    request = ReqContext("a")
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.fail_ratio = ALWAYS
+    assert driver.search([1], request) is None
+    driver.step()
+    driver.step()
+    assert not driver.manager.is_waiting(request)
+    driver.store([1])
+    assert driver.search([1], request) == 1
+    assert driver.manager.promoted_for(request) == {}
+
+
 def test_a_key_that_is_gone_at_prepare_load_is_an_error_and_ends_the_wait() -> None:
     driver, request = make_driver(), ReqContext("a")
     with pytest.raises(BlockNotReadyError):

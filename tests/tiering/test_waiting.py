@@ -126,6 +126,30 @@ def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holde
     assert len(waiting) == 0
 
 
+def test_what_a_tier_has_brought_up_is_noted_for_each_request_that_holds_it_and_waits(
+    waiting: WaitingRequests,
+) -> None:
+    first, second, asking = ReqContext("first"), ReqContext("second"), ReqContext("asking")
+    for request in (first, second):
+        waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.wait_for(key_of(1), asking, now_s=0.0, step=0, is_held=False)
+    waiting.notify([key_of(1), key_of(2)], promoted_from="fs")
+    waiters = [waiting.get(request) for request in (first, second, asking)]
+    assert [waiter.promoted for waiter in waiters if waiter] == [{key_of(1): "fs"}, {key_of(1): "fs"}, {}]
+
+
+def test_what_came_up_stays_noted_after_the_deadline(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    for number in (1, 2):
+        waiting.wait_for(key_of(number), request, now_s=0.0, step=0, is_held=True)
+    waiting.notify([key_of(1)], promoted_from="fs")
+    waiting.expire(DEADLINE_S)
+    waiting.notify([key_of(2)], promoted_from="fs")
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert waiter.promoted == {key_of(1): "fs"}
+
+
 def test_an_expired_request_is_forgotten_when_it_ends(waiting: WaitingRequests) -> None:
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)

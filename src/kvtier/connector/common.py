@@ -52,12 +52,14 @@ class OffloadingConnectorMetadata:
         store_jobs: to begin in the step after; their blocks are computed by this step or before.
         jobs_to_flush: stores to finish before anything writes to a device block in this step.
         jobs_to_fail: loads whose bytes became void after they were begun; they are reported as failed.
+        is_idle: whether the step computes no token.
     """
 
     load_jobs: dict[TransferJobId, TransferJob]
     store_jobs: dict[TransferJobId, TransferJob]
     jobs_to_flush: set[TransferJobId] | None = None
     jobs_to_fail: set[TransferJobId] | None = None
+    is_idle: bool = False
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """Which keys a load reads and which device blocks it writes. It pins nothing and asks nobody."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.base import GPULoadStoreSpec, OffloadKey
@@ -21,12 +21,13 @@ class LoadPlan:
     device_spec: GPULoadStoreSpec
 
 
-def list_load_keys(
+def iterate_load_keys(
     layouts: Sequence[GroupLayout], keys: Sequence[Sequence[OffloadKey]], first_token: int, end_token: int
-) -> list[OffloadKey]:
-    """Return the keys that a load of the tokens in between reads, ordered by group. Pure."""
-    spans = [(layout.idx, layout.span(first_token, end_token)) for layout in layouts]
-    return [key for idx, span in spans for key in keys[idx][span.first_block : span.end_block]]
+) -> Iterator[OffloadKey]:
+    """Yield the keys that a load of the tokens in between reads, ordered by group. Pure."""
+    for layout in layouts:
+        span = layout.span(first_token, end_token)
+        yield from keys[layout.idx][span.first_block : span.end_block]
 
 
 def plan_load(
@@ -56,6 +57,6 @@ def plan_load(
         group_sizes.append(len(ids))
         block_indices.append(span.first_device_block)
     return LoadPlan(
-        list_load_keys(layouts, keys, first_token, end_token),
+        list(iterate_load_keys(layouts, keys, first_token, end_token)),
         GPULoadStoreSpec(device_ids, group_sizes, block_indices),
     )

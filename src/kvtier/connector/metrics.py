@@ -81,6 +81,7 @@ class SchedulerCounters:
         failed_store_jobs: stores that failed on a worker or became void.
         refused_stores: offers for which the manager had no room.
         flushed_store_jobs: stores that had to end before a device block was written again.
+        loaded_tokens: tokens of loads that ended well, by the tier they came from.
     """
 
     load_jobs: int = 0
@@ -90,7 +91,16 @@ class SchedulerCounters:
     failed_store_jobs: int = 0
     refused_stores: int = 0
     flushed_store_jobs: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+
+    def count_loaded(self, tokens_by_source: Mapping[str, int]) -> None:
+        """Add the tokens of a load."""
+        for source, num_tokens in tokens_by_source.items():
+            self.loaded_tokens[source] = self.loaded_tokens.get(source, 0) + num_tokens
 
     def snapshot(self) -> Mapping[str, float]:
         """Return the counts by dotted name."""
-        return {f"connector.{item.name}": float(getattr(self, item.name)) for item in fields(self)}
+        jobs = [item.name for item in fields(self) if item.name != "loaded_tokens"]
+        return {f"connector.{name}": float(getattr(self, name)) for name in jobs} | {
+            f"connector.loaded_tokens.{source}": float(count) for source, count in self.loaded_tokens.items()
+        }

@@ -31,11 +31,12 @@ class OffloadingConnector:
             self.connector_worker = OffloadingConnectorWorker(self.spec)
 
     def has_pending_push_work(self) -> bool:
-        """Return True while one more step, which may be empty, is needed to begin deferred stores.
+        """Return True while stores are under way, deferred or begun; further steps, which may be empty, end them.
 
-        An engine that runs out of requests asks this before it rests.
+        An engine that runs out of requests asks this before it rests. If it rested earlier, its last stores
+        would be neither found nor handed to the secondary tiers before another request comes.
         """
-        return self.connector_scheduler is not None and self.connector_scheduler.has_deferred_stores()
+        return self.connector_scheduler is not None and self.connector_scheduler.has_open_stores()
 
     def shutdown(self) -> None:
         """End the half that this process runs; idempotent."""

@@ -15,7 +15,7 @@ One step of the engine, in order:
    ``request_finished`` for each request that ended.
 
 Step 2 of the next step may come before step 4 of this one. A step without tokens is a step too: a request
-that was answered None, or whose load is under way, needs steps to go on.
+that was answered None, or whose load is under way, needs steps to go on, and so does a store until it has ended.
 
 Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 """
@@ -23,6 +23,7 @@ Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.common import OffloadingWorkerMetadata
 
 
@@ -36,6 +37,10 @@ class Request(Protocol):
     @property
     def num_tokens(self) -> int:
         """Prompt and confirmed output tokens; drafts and placeholders do not count."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of them are the prompt as it arrived; pre-emption makes no output part of it."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -118,6 +123,17 @@ class ConnectorOutput(Protocol):
 
 
 @runtime_checkable
+class PromotingManager(Protocol):
+    """An optional ability of a manager: it brings blocks from other tiers, and knows for whom it did."""
+
+    def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Return the blocks that came up while the request waited for them, each with its tier's type.
+
+        Asked before the request's prepare_load, which ends its wait.
+        """
+
+
+@runtime_checkable
 class RegionOwner(Protocol):
     """An optional ability of a spec: both halves share one region and can prove that it is the same.
 
@@ -132,3 +148,18 @@ class RegionOwner(Protocol):
 
     def seal_region(self) -> None:
         """Unlink the region's name: all processes have mapped it."""
+
+
+@runtime_checkable
+class KVCacheDetacher(Protocol):
+    """An optional ability of a spec: the engine may take its KV cache away, to free the device's memory.
+
+    A spec without it keeps the tensors it was given as long as it lives, so the engine cannot be put to sleep.
+    """
+
+    def detach_kv_caches(self) -> None:
+        """Let go of every device tensor when begun copies have ended; what was stored stays. Idempotent.
+
+        Handlers report what they have begun, and decline transfers, until ``get_handlers`` is called again: with
+        tensors of the same layout, between which and the same slots its handlers copy from then on.
+        """

@@ -7,7 +7,7 @@ tokens grow; everything else here is the connector's.
 import heapq
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_key
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the client allows, from ``kv_transfer_params``.
+    """What may be loaded and stored: what the client allows, and what the settings leave of it.
 
     Attributes:
         max_load_tokens: tokens from this position on are not loaded; None sets no limit.
@@ -28,6 +28,13 @@ class RequestLimits:
 
     max_load_tokens: int | None = None
     max_store_tokens: int | None = None
+
+    def within_prompt(self, num_prompt_tokens: int) -> "RequestLimits":
+        """Return the same limits with nothing stored beyond the prompt. Pure."""
+        limit = num_prompt_tokens
+        if self.max_store_tokens is not None:
+            limit = min(limit, self.max_store_tokens)
+        return replace(self, max_store_tokens=limit)
 
 
 def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
@@ -58,7 +65,7 @@ class RequestState:
     Attributes:
         request: the engine's own object.
         context: what every manager and tier call for this request gets.
-        limits: what the client allows.
+        limits: what may be loaded and stored.
         keys: for each group the keys of its full blocks, as far as hashed.
         block_ids: for each group the device block table; empty while the request has none.
         next_store_blocks: for each group the first offloaded block that was not offered to the manager yet.
@@ -72,6 +79,7 @@ class RequestState:
         store_batch_blocks: blocks to offer in one call; None means as many as there are.
         num_freed_tokens: tokens computed when the engine last freed what had left a window.
         next_store_tokens: below so many storable tokens no further block is full.
+        hit_sources: where the tokens of its last load came from.
     """
 
     request: Request
@@ -90,6 +98,7 @@ class RequestState:
     store_batch_blocks: int | None = None
     num_freed_tokens: int = 0
     next_store_tokens: int = 0
+    hit_sources: Mapping[str, int] = field(default_factory=dict)
 
     def may_fill_block(self, num_scheduled_tokens: int) -> bool:
         """Return whether so many more tokens could make another block full; a thousand ask in every step."""
@@ -142,13 +151,20 @@ class RequestState:
         self.next_store_tokens = 0
 
 
-def make_request_state(request: Request, num_groups: int) -> RequestState:
-    """Return the state of a request that was never seen before. Pure."""
+def make_request_state(request: Request, num_groups: int, *, is_prompt_only: bool = False) -> RequestState:
+    """Return the state of a request that was never seen before. Pure.
+
+    Args:
+        request: the request.
+        num_groups: number of KV groups.
+        is_prompt_only: whether nothing beyond its prompt is stored.
+    """
     params = request.kv_transfer_params
+    limits = parse_request_limits(params)
     return RequestState(
         request=request,
         context=ReqContext(request.request_id, params),
-        limits=parse_request_limits(params),
+        limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
         keys=[[] for _ in range(num_groups)],
         block_ids=[[] for _ in range(num_groups)],
         next_store_blocks=[0] * num_groups,

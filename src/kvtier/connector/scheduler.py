@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
 It moves no byte and never blocks. What it decides lives beside it: how much of a prefix can be loaded
-(prefix_search), which device blocks a load writes (load_planner), what can be stored (store_planner), which
-stores others must wait for (fences), what is in flight (transfer_jobs), whether it may start at all (handshake).
-The order of a step stands in ``protocols``.
+(prefix_search), which device blocks a load writes (load_planner), which tiers it comes from (hit_sources), what
+can be stored (store_planner), which stores others must wait for (fences), what is in flight (transfer_jobs),
+whether it may start at all (handshake). The order of a step stands in ``protocols``.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -32,10 +32,17 @@ from kvtier.connector.common import (
 from kvtier.connector.fences import BlockFences
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import RegionHandshake
-from kvtier.connector.load_planner import list_load_keys, plan_load
+from kvtier.connector.hit_sources import count_hit_sources
+from kvtier.connector.load_planner import iterate_load_keys, plan_load
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
-from kvtier.connector.protocols import ConnectorOutput, DeviceBlocks, Request, SchedulerOutput
+from kvtier.connector.protocols import (
+    ConnectorOutput,
+    DeviceBlocks,
+    PromotingManager,
+    Request,
+    SchedulerOutput,
+)
 from kvtier.connector.request_state import RequestState, make_request_state
 from kvtier.connector.store_planner import list_storable_blocks, offer_blocks
 from kvtier.connector.transfer_jobs import JobKind, OpenJob, TransferJobs
@@ -69,7 +76,7 @@ class OffloadingConnectorScheduler:
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
-        self._has_deferred_stores = False
+        self._is_prompt_only = spec.config.settings.offload_prompt_only
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -86,7 +93,9 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = make_request_state(request, len(self._layouts))
+            state = self._requests[request.request_id] = make_request_state(
+                request, len(self._layouts), is_prompt_only=self._is_prompt_only
+            )
         elif num_computed_tokens == state.num_local_tokens and (
             self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
         ):
@@ -97,8 +106,12 @@ class OffloadingConnectorScheduler:
         end_token = self._find_loadable_end(state, num_computed_tokens)
         if end_token is None:
             return WAIT
-        if end_token > num_computed_tokens and self._is_loaded_for_another(state, end_token):
-            return WAIT
+        if end_token > num_computed_tokens:
+            # What is being loaded for another request is waited for and not loaded twice.
+            wanted = iterate_load_keys(self._layouts, state.keys, num_computed_tokens, end_token)
+            state.blocking_job = self._jobs.find_load_of(wanted)
+            if state.blocking_job is not None:
+                return WAIT
         if not state.is_touched:
             state.is_touched = True
             self._touch(state, request.num_tokens)
@@ -124,6 +137,10 @@ class OffloadingConnectorScheduler:
         end_token = first_token + num_external_tokens
         plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
         state.has_blocks = True
+        promoted = (
+            self.manager.promoted_for(state.context) if isinstance(self.manager, PromotingManager) else {}
+        )
+        state.hit_sources = count_hit_sources(self._layouts, state, promoted, num_external_tokens)
         self.counters.load_jobs += 1
         try:
             transfer = TransferSpec(self.manager.prepare_load(plan.keys, state.context), plan.device_spec)
@@ -137,6 +154,21 @@ class OffloadingConnectorScheduler:
             job_id = self._jobs.open(JobKind.LOAD, state, [])
         self._load_jobs[job_id] = TransferJob(request.request_id, transfer)
         self._flush(plan.device_spec.block_ids.tolist())
+
+    def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
+        """Say where the tokens of a load come from; ask when update_state_after_alloc has begun it.
+
+        Args:
+            req_id: the request.
+            num_external_tokens: tokens of the load.
+
+        Returns:
+            Tokens by "CPU", for the primary tier, or a secondary tier's type, for blocks that were promoted
+            while the request waited for them. They sum to ``num_external_tokens``; empty when that is 0 or the
+            request is unknown.
+        """
+        state = self._requests.get(req_id)
+        return {} if state is None or num_external_tokens == 0 else dict(state.hit_sources)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return what the workers have to do in this step, and end the manager's step.
@@ -152,11 +184,13 @@ class OffloadingConnectorScheduler:
                 if state is not None and state.may_fill_block(num_tokens):
                     store_jobs.update(self._prepare_stores(state, num_tokens))
         metadata = OffloadingConnectorMetadata(
-            self._load_jobs, store_jobs, self._jobs_to_flush or None, self._jobs_to_fail or None
+            self._load_jobs,
+            store_jobs,
+            self._jobs_to_flush or None,
+            self._jobs_to_fail or None,
+            is_idle=not scheduler_output.num_scheduled_tokens,
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
-        # The workers begin these with the next metadata, which also tells that those before have begun.
-        self._has_deferred_stores = bool(store_jobs)
         self.manager.end_step()
         return metadata
 
@@ -192,9 +226,12 @@ class OffloadingConnectorScheduler:
             events.append(made)
         return events
 
-    def has_deferred_stores(self) -> bool:
-        """Return True when stores wait for one more step, which may be empty, to be begun."""
-        return self._has_deferred_stores
+    def has_open_stores(self) -> bool:
+        """Return True until every worker has reported each store; steps, which may be empty, bring that about.
+
+        What tiers still write does not count: they go on without steps.
+        """
+        return self._jobs.num_stores > 0
 
     def reset(self) -> None:
         """Forget every block: nothing stored so far is found again.
@@ -250,14 +287,6 @@ class OffloadingConnectorScheduler:
             lambda keys, size: self._sliding_window_lookup(keys, size, state.context),
         )
 
-    def _is_loaded_for_another(self, state: RequestState, end_token: int) -> bool:
-        """Return whether a load under way brings what this request would load; it then waits for that one."""
-        if not self._jobs.loading:
-            return False
-        keys = list_load_keys(self._layouts, state.keys, state.num_local_tokens or 0, end_token)
-        state.blocking_job = self._jobs.find_load_of(keys)
-        return state.blocking_job is not None
-
     def _flush(self, block_ids: list[int]) -> None:
         """Make the workers finish, before this step writes to ``block_ids``, every store that reads them."""
         job_ids = self._fences.take(block_ids)
@@ -295,7 +324,9 @@ class OffloadingConnectorScheduler:
             logger.warning("request %s: its load failed, it is computed", job.state.context.req_id)
             job.state.has_failed_load = True
             self.counters.failed_load_jobs += 1
-        elif self._requests.get(job.state.context.req_id) is job.state:
+            return
+        self.counters.count_loaded(job.state.hit_sources)
+        if self._requests.get(job.state.context.req_id) is job.state:
             self._touch(job.state, job.state.request.num_tokens)
 
     def _end_store(self, job: OpenJob) -> None:

@@ -6,6 +6,7 @@ order of their positions. When the manager has no room the offer is halved until
 longer than the primary tier is stored as far as it goes; what did not fit is offered again in the next step.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,6 +14,9 @@ from typing import NamedTuple
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.request_state import RequestState
+
+NEVER_TOKENS = sys.maxsize
+"""More tokens than a request can have."""
 
 StoreOffer = Callable[[list[OffloadKey]], PrepareStoreOutput | None]
 
@@ -138,6 +142,7 @@ def _plan_store(
 
 def _note_next_store(layouts: Sequence[GroupLayout], state: RequestState) -> None:
     """Remember the token at which the next block will be full: below it a step costs one comparison."""
-    state.next_store_tokens = min(
-        (state.next_store_blocks[layout.idx] + 1) * layout.block_tokens for layout in layouts
-    )
+    next_tokens = min((state.next_store_blocks[layout.idx] + 1) * layout.block_tokens for layout in layouts)
+    limit = state.limits.max_store_tokens
+    # A request that decodes past its limit would otherwise be planned for in each step, and for nothing.
+    state.next_store_tokens = next_tokens if limit is None or next_tokens <= limit else NEVER_TOKENS

@@ -4,7 +4,7 @@ It calls no manager. A job ends when every worker has counted it; a failure on o
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,6 +52,7 @@ class TransferJobs:
         num_workers: workers that report each job.
 
     Attributes:
+        num_stores: how many of them are stores.
         loading: for each key that is being loaded the load.
         void_keys: keys of open jobs that a reset made void. They are not stored again before those jobs end:
             the manager is told of an end by key, and could not tell the old transfer from the new.
@@ -61,6 +62,7 @@ class TransferJobs:
         self._num_workers = num_workers
         self._open: dict[TransferJobId, OpenJob] = {}
         self._num_jobs = 0
+        self.num_stores = 0
         self.loading: dict[OffloadKey, TransferJobId] = {}
         self.void_keys: set[OffloadKey] = set()
 
@@ -69,6 +71,7 @@ class TransferJobs:
         job_id = TransferJobId(self._num_jobs)
         self._num_jobs += 1
         self._open[job_id] = OpenJob(job_id, kind, state, keys, self._num_workers)
+        self.num_stores += kind is JobKind.STORE
         if kind is JobKind.LOAD:
             self.loading.update(dict.fromkeys(keys, job_id))
         return job_id
@@ -88,8 +91,8 @@ class TransferJobs:
                 ended.append(self._close(job))
         return ended
 
-    def find_load_of(self, keys: Sequence[OffloadKey]) -> TransferJobId | None:
-        """Return a load under way that reads one of ``keys``, or None."""
+    def find_load_of(self, keys: Iterable[OffloadKey]) -> TransferJobId | None:
+        """Return a load under way that reads one of ``keys``, or None; while nothing loads, none is looked at."""
         if not self.loading:
             return None
         return next((self.loading[key] for key in keys if key in self.loading), None)
@@ -104,6 +107,7 @@ class TransferJobs:
 
     def _close(self, job: OpenJob) -> OpenJob:
         del self._open[job.job_id]
+        self.num_stores -= job.kind is JobKind.STORE
         if job.is_void:
             self.void_keys.difference_update(job.keys)
         elif job.kind is JobKind.LOAD:

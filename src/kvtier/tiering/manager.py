@@ -12,7 +12,7 @@ Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pul
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -154,17 +154,34 @@ class TieringOffloadingManager(OffloadingManager):
         waiter = self._waiting.get(req_context)
         return waiter is not None and waiter.is_idle()
 
+    def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Return the blocks that came up while the request waited for them, each with its tier's type.
+
+        Asked before prepare_load, which ends the wait. What was in the primary, or written to it by the
+        device, when the request asked for it is not among them; neither is what came after its deadline.
+        """
+        waiter = self._waiting.get(req_context)
+        return {} if waiter is None else waiter.promoted
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the primary's events; for a caller that never uses end_step this ends the step first."""
         if not self._is_stepped:
-            self._end_step()
+            self.end_step()
+            self._is_stepped = False  # by this call, not by the caller
         events = self.primary.take_events()
         return events if self._enable_events else ()
 
     def end_step(self) -> None:
         """Submit the promotions that this step's lookups wished for, and open the next step."""
         self._is_stepped = True
-        self._end_step()
+        self._poll()
+        for planned in self._wanted.take():
+            self._waiting.notify(self._transfers.promote(planned))
+        for guard in self._guards:
+            guard.end_step()
+        self._waiting.end_step()
+        self._step += 1
+        self._is_polled = False
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Release what the request holds; promotions on their way go on, others may wait for them."""
@@ -248,20 +265,12 @@ class TieringOffloadingManager(OffloadingManager):
         self._is_polled = True
         self._now_s = self._clock()
         for guard in self._guards:
-            self._waiting.notify(self._transfers.poll(guard))
+            ended = self._transfers.poll(guard)
+            self._waiting.notify(filter(self.primary.is_ready, ended), promoted_from=guard.name)
+            self._waiting.notify(ended)
             self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)
-
-    def _end_step(self) -> None:
-        self._poll()
-        for planned in self._wanted.take():
-            self._waiting.notify(self._transfers.promote(planned))
-        for guard in self._guards:
-            guard.end_step()
-        self._waiting.end_step()
-        self._step += 1
-        self._is_polled = False
 
     def _lookup_below(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Ask the tiers in order; the first that has the block reserves a slot for its promotion."""

@@ -43,6 +43,7 @@ class Waiter:
         is_expired: True once the deadline has passed: what is not ready is then absent for it.
         held: keys it holds.
         awaited: keys whose change is news for it.
+        promoted: keys that a tier has brought up while it waited for them, each with the tier's type.
     """
 
     req_context: ReqContext
@@ -52,6 +53,7 @@ class Waiter:
     is_expired: bool = False
     held: set[OffloadKey] = field(default_factory=set)
     awaited: set[OffloadKey] = field(default_factory=set)
+    promoted: dict[OffloadKey, str] = field(default_factory=dict)
 
     def is_idle(self) -> bool:
         """Return whether searching again could not change anything yet."""
@@ -131,12 +133,20 @@ class WaitingRequests:
         waiter.awaited.add(key)
         self._by_key.setdefault(key, {})[req_context] = waiter
 
-    def notify(self, keys: Iterable[OffloadKey]) -> None:
-        """Tell whoever waits for one of ``keys`` that it has changed."""
+    def notify(self, keys: Iterable[OffloadKey], promoted_from: str | None = None) -> None:
+        """Tell whoever waits for one of ``keys`` that it has changed.
+
+        Args:
+            keys: what has changed.
+            promoted_from: type of the tier that has just brought all of them up; None for other news.
+        """
         for key in keys:
             for waiter in self._by_key.pop(key, {}).values():
                 waiter.has_news = True
                 waiter.awaited.discard(key)
+                # A key that is not held may leave again, and come back from elsewhere.
+                if promoted_from is not None and key in waiter.held:
+                    waiter.promoted[key] = promoted_from
 
     def is_awaited(self, key: OffloadKey) -> bool:
         """Return whether somebody waits for ``key``."""

@@ -52,7 +52,8 @@ class ConnectorLink:
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
         self._scheduler = OffloadingConnectorScheduler(scheduler_spec)
-        self._worker = OffloadingConnectorWorker(worker_spec)
+        # Whoever waits here pauses between two steps; pausing in each step as well would delay the first token.
+        self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
             self._worker.register_kv_caches(kv_caches)
         except BaseException:
