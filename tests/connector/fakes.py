@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvtier.base import (
+    BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     HandlerEntry,
     LoadStoreSpec,
@@ -20,6 +21,7 @@ from kvtier.base import (
     TransferResult,
     TransferSpec,
     TransferType,
+    make_offload_key,
 )
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
@@ -234,3 +236,14 @@ def report_jobs(
     """Return the output of a step in which ``num_workers`` workers ended each job of ``metadata``."""
     jobs = [*metadata.load_jobs, *metadata.store_jobs]
     return FakeOutput(OffloadingWorkerMetadata(dict.fromkeys(jobs, num_workers), frozenset(failed)))
+
+
+def block_ids_of(spec: LoadStoreSpec) -> list[int]:
+    """Return the block numbers of a spec."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    return [int(block_id) for block_id in spec.block_ids]
+
+
+def keys_of(tokens: list[int]) -> list[OffloadKey]:
+    """Return the keys of the full blocks of ``tokens``."""
+    return [make_offload_key(block_hash, 0) for block_hash in hash_tokens(tokens)]

@@ -3,9 +3,24 @@
 import logging
 
 import pytest
-from tests.connector.fakes import FakeRegionSpec, FakeSpec, make_config
+from tests.connector.fakes import (
+    FakeNewRequest,
+    FakeOutput,
+    FakeRegionSpec,
+    FakeRequest,
+    FakeSpec,
+    FakeStep,
+    TableManager,
+    block_ids_of,
+    keys_of,
+    make_config,
+)
 
-from kvtier.connector.handshake import RegionHandshake
+from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.handshake import MAX_AWAITED_STEPS, RegionHandshake
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+
+PROMPT = list(range(17))
 
 
 def test_a_spec_without_region_may_start_at_once() -> None:
@@ -43,3 +58,66 @@ def test_one_worker_with_another_region_keeps_it_shut(
 
     assert (handshake.is_open, spec.num_seals) == (False, 0)
     assert "instance_id" in caplog.text
+
+
+class Bench:
+    """A scheduler half whose blocks are all held, over a region that two workers have to report."""
+
+    def __init__(self) -> None:
+        manager = TableManager(dict.fromkeys(keys_of(PROMPT), True))
+        self.half = OffloadingConnectorScheduler(FakeRegionSpec(make_config(num_workers=2), manager))
+
+    def report(self, *identities: tuple[int, int]) -> None:
+        """Let workers report their regions."""
+        self.half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=identities)))
+
+    def search(self) -> tuple[int | None, bool]:
+        """Ask for a request."""
+        return self.half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0)
+
+    def num_stores(self) -> int:
+        """Compute a request and return how many stores that makes."""
+        step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 17})
+        return len(self.half.build_connector_meta(step).store_jobs)
+
+
+def test_the_first_request_waits_for_the_reports_and_then_finds_what_is_held() -> None:
+    bench = Bench()
+    bench.report((1, 2))
+
+    assert bench.search() == (None, False)
+    bench.report((1, 2))
+    assert bench.search() == (16, True)
+
+
+def test_nothing_is_loaded_or_stored_over_a_foreign_region() -> None:
+    bench = Bench()
+    bench.report((1, 2), (1, 3))
+
+    assert bench.search() == (0, False)
+    assert bench.num_stores() == 0
+
+
+def test_nobody_waits_for_a_worker_that_never_reports() -> None:
+    bench = Bench()
+    bench.report((1, 2))
+    for _ in range(MAX_AWAITED_STEPS):
+        assert bench.search() == (None, False)
+        bench.half.build_connector_meta(FakeStep())
+
+    assert bench.search() == (0, False)
+    assert bench.num_stores() == 0
+
+
+def test_blocks_computed_before_the_workers_were_known_are_stored_afterwards() -> None:
+    half = OffloadingConnectorScheduler(FakeRegionSpec(make_config()))
+    half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0)
+    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 16})
+    half.build_connector_meta(step)
+    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=((1, 2),))))
+
+    step = FakeStep(num_scheduled_tokens={"a": 1})
+    step.scheduled_cached_reqs.add("a", 16)
+
+    [job] = half.build_connector_meta(step).store_jobs.values()
+    assert block_ids_of(job.transfer_spec.source) == [0, 1, 2, 3]

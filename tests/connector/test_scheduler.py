@@ -1,34 +1,28 @@
 """The scheduler half against the real books of the primary tier."""
 
-import pytest
 from tests.connector.fakes import (
     FakeBlocks,
     FakeNewRequest,
-    FakeOutput,
-    FakeRegionSpec,
     FakeRequest,
     FakeSpec,
     FakeStep,
     TableManager,
+    block_ids_of,
     hash_tokens,
+    keys_of,
     make_config,
     report_jobs,
 )
 
 from kvtier.base import (
-    BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadKey,
     ReqContext,
-    make_offload_key,
 )
 from kvtier.connector.common import (
     BlockRemoved,
     BlockStored,
     LostLoadStoreSpec,
     OffloadingConnectorMetadata,
-    OffloadingWorkerMetadata,
 )
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -65,17 +59,6 @@ class Bench:
         assert num_tokens
         self.half.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), num_tokens)
         return self.half.build_connector_meta(FakeStep())
-
-
-def block_ids_of(spec: LoadStoreSpec) -> list[int]:
-    """Return the block numbers of a spec."""
-    assert isinstance(spec, BlockIDsLoadStoreSpec)
-    return [int(block_id) for block_id in spec.block_ids]
-
-
-def keys_of(tokens: list[int]) -> list[OffloadKey]:
-    """Return the keys of the full blocks of ``tokens``."""
-    return [make_offload_key(block_hash, 0) for block_hash in hash_tokens(tokens)]
 
 
 def test_a_stored_prefix_is_found_beside_the_engines_steps() -> None:
@@ -364,34 +347,6 @@ def test_a_step_is_idle_when_it_computes_no_token() -> None:
 
     assert not bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4).is_idle
     assert bench.half.build_connector_meta(FakeStep()).is_idle
-
-
-@pytest.mark.parametrize("identities", [((1, 2),), ((1, 2), (1, 3))])
-def test_nothing_is_loaded_or_stored_while_a_workers_region_is_unknown_or_foreign(
-    identities: tuple[tuple[int, int], ...],
-) -> None:
-    manager = TableManager(dict.fromkeys(keys_of(PROMPT), True))
-    half = OffloadingConnectorScheduler(FakeRegionSpec(make_config(num_workers=2), manager))
-    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=identities)))
-    request = FakeRequest("a", PROMPT)
-
-    assert half.get_num_new_matched_tokens(request, 0) == (0, False)
-    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 17})
-    assert half.build_connector_meta(step).store_jobs == {}
-
-
-def test_blocks_computed_before_the_workers_were_known_are_stored_afterwards() -> None:
-    half = OffloadingConnectorScheduler(FakeRegionSpec(make_config()))
-    half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0)
-    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 16})
-    half.build_connector_meta(step)
-    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=((1, 2),))))
-
-    step = FakeStep(num_scheduled_tokens={"a": 1})
-    step.scheduled_cached_reqs.add("a", 16)
-
-    [job] = half.build_connector_meta(step).store_jobs.values()
-    assert block_ids_of(job.transfer_spec.source) == [0, 1, 2, 3]
 
 
 def test_events_name_content_hashes_and_leave_sizes_to_the_device_cache() -> None:

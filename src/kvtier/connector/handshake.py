@@ -2,6 +2,8 @@
 
 It maps nothing. A stale or foreign file under the region's name would mean wrong bytes, so no transfer starts
 before each worker has reported the identity that the scheduler has. One that differs keeps offloading off.
+Workers report in their first step, and an engine makes its first step for its first request: so that one waits for
+the answer, or it would never find what an earlier process has stored.
 """
 
 import logging
@@ -11,6 +13,10 @@ from kvtier.base import OffloadingSpec
 from kvtier.connector.protocols import RegionOwner
 
 logger = logging.getLogger(__name__)
+
+MAX_AWAITED_STEPS = 100
+"""Steps for which requests wait for the workers' reports, which come with the first one or two. Fewer could miss a
+report that is late in a pipeline; more would hold requests for nothing when a worker never reports."""
 
 
 class RegionHandshake:
@@ -28,7 +34,17 @@ class RegionHandshake:
         self._identity = region_identity_of(spec)
         self._num_missing = spec.config.world_size
         self._is_refused = False
+        self._num_steps = 0
         self.is_open = self._identity is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether reports are missing and still to be expected."""
+        return not self.is_open and not self._is_refused and self._num_steps < MAX_AWAITED_STEPS
+
+    def note_step(self) -> None:
+        """Count a step in which the workers could report."""
+        self._num_steps += 1
 
     def record(self, identities: Iterable[tuple[int, int]]) -> None:
         """Take what workers reported; the last one that agrees opens the connector and seals the region."""

@@ -102,7 +102,7 @@ class OffloadingConnectorScheduler:
             return WAIT
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
-            return NOTHING
+            return WAIT if self._handshake.is_awaited and not state.has_failed_load else NOTHING
         end_token = self._find_loadable_end(state, num_computed_tokens)
         if end_token is None:
             return WAIT
@@ -176,6 +176,7 @@ class OffloadingConnectorScheduler:
         Effects:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
+        self._handshake.note_step()
         self._flush(follow_allocations(self._layouts, self._requests, scheduler_output))
         store_jobs: dict[TransferJobId, TransferJob] = {}
         if self._handshake.is_open:
