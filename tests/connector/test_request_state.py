@@ -89,3 +89,15 @@ def test_blocks_computed_before_a_reset_are_stale_until_computed_from_the_first_
     assert state.is_stale
     state.replace_blocks([[3, 4]], 0)
     assert not state.is_stale
+
+
+def test_another_salt_makes_other_keys_of_the_same_tokens() -> None:
+    request = FakeRequest("r", list(range(16)))
+    plain, salted, other = (
+        make_request_state(request, 1, key_salt=salt) for salt in (b"", b"adapter", b"other")
+    )
+    for state in (plain, salted, other):
+        state.grow_keys([NARROW])
+
+    assert len({*plain.keys[0], *salted.keys[0], *other.keys[0]}) == 3 * len(plain.keys[0])
+    assert {len(key) for key in salted.keys[0]} == {len(key) for key in plain.keys[0]}

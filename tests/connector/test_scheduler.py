@@ -448,3 +448,10 @@ def test_searches_depend_on_the_manager_alone() -> None:
 
     assert half._maximal_prefix_lookup(keys, context) == 2
     assert half._sliding_window_lookup(keys[:3], 2, context) == 2
+
+
+def test_blocks_of_one_salt_are_not_found_with_another() -> None:
+    bench = Bench()
+    bench.store(FakeRequest("a", PROMPT))
+
+    assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0, b"adapter") == (0, False)

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,3 +221,116 @@ def test_after_shutdown_handlers_hold_neither_the_region_nor_the_cache(tmp_path:
 
     assert mapping.closed
     region.cleanup()
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[needs_cuda, pytest.mark.cuda])]
+PAGE_BYTES = 4 << 20
+ALL_BLOCKS = [0, 1, 2, 3]
+
+
+def one_tensor(tensor: torch.Tensor) -> CanonicalKVCaches:
+    """Return a cache of one layer whose pages are the tensor's rows."""
+    size = tensor.shape[1]
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, size)], [[CanonicalKVCacheRef(0, size)]])
+
+
+def random_tensor(device: str) -> torch.Tensor:
+    """Return four pages, large enough for a copy that takes a while."""
+    return torch.randint(-128, 127, (4, PAGE_BYTES), dtype=torch.int8).to(device)
+
+
+def submit(handlers: CpuGpuOffloadingHandlers, *, is_store: bool) -> bool:
+    """Begin to copy every block."""
+    device, rows, job = GPULoadStoreSpec(ALL_BLOCKS, [4], [0]), CPULoadStoreSpec(ALL_BLOCKS), TransferJobId(1)
+    if is_store:
+        return handlers.gpu_to_cpu_handler.transfer_async(job, TransferSpec(device, rows))
+    return handlers.cpu_to_gpu_handler.transfer_async(job, TransferSpec(rows, device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_detach_ends_a_store_under_way_and_its_bytes_come_back_into_another_tensor(device: str) -> None:
+    first = random_tensor(device)
+    wanted = first.cpu().clone()
+    handlers = CpuGpuOffloadingHandlers(one_tensor(first), 1, 4)
+    assert submit(handlers, is_store=True)
+
+    handlers.detach()
+    first.zero_()
+
+    assert [result.success for result in handlers.gpu_to_cpu_handler.get_finished()] == [True]
+    second = torch.zeros_like(first)
+    handlers.attach(one_tensor(second))
+    assert submit(handlers, is_store=False)
+    handlers.cpu_to_gpu_handler.wait({TransferJobId(1)})
+    assert torch.equal(second.cpu(), wanted)
+    handlers.shutdown()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_a_cache_both_directions_decline(device: str, caplog: pytest.LogCaptureFixture) -> None:
+    handlers = CpuGpuOffloadingHandlers(one_tensor(random_tensor(device)), 1, 4)
+
+    handlers.detach()
+
+    assert not handlers.is_attached
+    assert not submit(handlers, is_store=True)
+    assert not submit(handlers, is_store=False)
+    assert "no KV cache is registered" in caplog.text
+    handlers.shutdown()
+
+
+def test_after_detach_nothing_leads_to_the_tensor_that_was_copied() -> None:
+    memory = np.ones((4, PAGE_BYTES), dtype=np.int8)
+    handlers = CpuGpuOffloadingHandlers(one_tensor(torch.from_numpy(memory)), 1, 4)
+    for is_store in (True, False):
+        submit(handlers, is_store=is_store)
+    found = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert found() is not None
+
+    handlers.detach()
+    gc.collect()
+
+    assert found() is None
+    handlers.shutdown()
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_after_detach_no_device_memory_is_held_on_cuda() -> None:
+    torch.cuda.synchronize()
+    before_bytes = torch.cuda.memory_allocated()
+    handlers = CpuGpuOffloadingHandlers(one_tensor(random_tensor("cuda")), 1, 4)
+    for is_store in (True, False):
+        submit(handlers, is_store=is_store)
+
+    handlers.detach()
+    gc.collect()
+
+    assert torch.cuda.memory_allocated() == before_bytes
+    handlers.shutdown()
+
+
+def test_tensors_of_another_layout_are_refused_and_those_before_stay() -> None:
+    tensor = torch.full((4, 64), 3, dtype=torch.int8)
+    handlers = CpuGpuOffloadingHandlers(one_tensor(tensor), 1, 4)
+
+    for shape in [(4, 63), (5, 64)]:
+        with pytest.raises(KVCacheLayoutError, match="same layout"):
+            handlers.attach(one_tensor(torch.zeros(shape, dtype=torch.int8)))
+
+    assert submit(handlers, is_store=True)
+    handlers.gpu_to_cpu_handler.wait({TransferJobId(1)})
+    assert bool((handlers.rows == 3).all())
+    handlers.shutdown()
+
+
+def test_after_shutdown_no_tensor_is_taken() -> None:
+    handlers = CpuGpuOffloadingHandlers(one_tensor(torch.zeros((4, 64), dtype=torch.int8)), 1, 4)
+    handlers.shutdown()
+
+    handlers.attach(one_tensor(torch.zeros((4, 64), dtype=torch.int8)))
+
+    assert not handlers.is_attached
+    assert not submit(handlers, is_store=True)

@@ -17,9 +17,10 @@ from kvtier.base import (
 )
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.instance_lock import make_lock_path
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.errors import ConfigError, KVCacheLayoutError
+from kvtier.errors import ConfigError, KVCacheLayoutError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.worker.worker import OffloadingWorker
 
@@ -139,6 +140,122 @@ def test_a_region_has_the_specs_geometry_and_the_engines_name() -> None:
     assert scheduler.mmap_path.endswith("kvtier-test-spec-region")
     scheduler.cleanup()
     worker.cleanup()
+
+
+def named_spec(instance_id: str, eviction_policy: str = "lru") -> CPUOffloadingSpec:
+    """Return a spec whose user gave it an instance id."""
+    return CPUOffloadingSpec(
+        config_of(cpu_bytes_to_use="1MiB", instance_id=instance_id, eviction_policy=eviction_policy)
+    )
+
+
+def test_an_instance_id_that_a_user_gave_two_engines_is_refused_by_the_second_until_the_first_ends() -> None:
+    first, second = named_spec("kvtier-test-named"), named_spec("kvtier-test-named")
+    first.get_manager()
+
+    with pytest.raises(ConfigError, match=r"instance_id='kvtier-test-named'.*of its own"):
+        second.get_manager()
+
+    first.shutdown()
+    second.get_manager()
+    second.shutdown()
+    assert not make_lock_path("kvtier-test-named").exists()
+
+
+def test_engines_that_were_given_no_instance_id_may_have_the_same_engine_id() -> None:
+    specs = [CPUOffloadingSpec(config_of(cpu_bytes_to_use="1MiB", engine_id="same")) for _ in range(2)]
+
+    managers = [spec.get_manager() for spec in specs]
+
+    assert managers[0] is not managers[1]
+
+
+def test_an_engine_that_cannot_start_does_not_keep_its_instance_id() -> None:
+    failed = named_spec("kvtier-test-failed", eviction_policy="lruu")
+    with pytest.raises(UnknownNameError):
+        failed.get_manager()
+
+    spec = named_spec("kvtier-test-failed")
+    spec.get_manager()
+    spec.shutdown()
+
+
+def test_what_killed_engines_left_of_their_ids_is_removed_when_one_starts() -> None:
+    dead = make_lock_path("kvtier-test-dead")
+    dead.touch()
+    spec = named_spec("kvtier-test-next")
+
+    spec.get_manager()
+
+    assert not dead.exists()
+    spec.shutdown()
+
+
+@pytest.fixture
+def unlockable_id() -> Iterator[str]:
+    """Return an id whose lock cannot be made: there is a folder in its place."""
+    path = make_lock_path("kvtier-test-unlockable")
+    path.mkdir()
+    yield "kvtier-test-unlockable"
+    path.rmdir()
+
+
+def test_private_rows_start_with_a_warning_where_no_lock_can_be_made(
+    unlockable_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = named_spec(unlockable_id)
+
+    spec.get_manager()
+
+    assert "instance_id is used only once" in caplog.text
+    spec.shutdown()
+
+
+def move(spec: CPUOffloadingSpec, caches: CanonicalKVCaches, *, is_store: bool) -> bool:
+    """Copy device block 5 of the first group to or from slot 9; return whether it arrived."""
+    store, load = (entry.handler for entry in spec.get_handlers(caches))
+    device, rows, job = GPULoadStoreSpec([5], [1, 0], [0, 0]), CPULoadStoreSpec([9]), TransferJobId(1)
+    handler = store if is_store else load
+    if not handler.transfer_async(
+        job, TransferSpec(device, rows) if is_store else TransferSpec(rows, device)
+    ):
+        return False
+    handler.wait({job})
+    return [result.success for result in handler.get_finished()] == [True]
+
+
+def test_what_was_stored_before_the_cache_was_taken_away_is_loaded_into_the_one_that_came_back(
+    spec: CPUOffloadingSpec,
+) -> None:
+    first, second = caches_of(1000, 600), caches_of(1000, 600)
+    first.tensors[0].tensor[5] = 7
+    assert move(spec, first, is_store=True)
+    handlers = [entry.handler for entry in spec.get_handlers(first)]
+
+    spec.detach_kv_caches()
+    spec.detach_kv_caches()
+
+    assert [entry.handler for entry in spec.get_handlers(second)] == handlers
+    assert move(spec, second, is_store=False)
+    assert bool((second.tensors[0].tensor[5] == 7).all())
+
+
+def test_a_cache_that_comes_back_in_another_layout_is_refused(spec: CPUOffloadingSpec) -> None:
+    list(spec.get_handlers(caches_of(1000, 600)))
+    spec.detach_kv_caches()
+
+    with pytest.raises(KVCacheLayoutError, match="same layout"):
+        list(spec.get_handlers(caches_of(1000, 592)))
+
+
+def test_a_cache_may_be_taken_away_before_there_was_one_and_after_the_end(spec: CPUOffloadingSpec) -> None:
+    spec.detach_kv_caches()
+    assert move(spec, caches_of(1000, 600), is_store=True)
+
+    spec.shutdown()
+    spec.detach_kv_caches()
+
+    assert not move(spec, caches_of(1000, 600), is_store=True)
 
 
 def test_shutdown_ends_the_handlers_and_may_be_repeated(spec: CPUOffloadingSpec) -> None:

@@ -1,6 +1,10 @@
 """The tiering spec builds both halves over one region, and leaves nothing behind when it cannot."""
 
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +21,10 @@ from kvtier.base import (
     TransferSpec,
 )
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.instance_lock import make_lock_path
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
-from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
+from kvtier.errors import ConfigError, RegionOwnerError, TierError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -28,6 +34,7 @@ from kvtier.tiering.spec import TieringOffloadingSpec
 from kvtier.worker.worker import OffloadingWorker
 
 PAGE_BYTES = 6000
+HANG_GUARD_S = 60.0
 
 
 def make_config(rank: int | None, engine_id: str, world_size: int = 1, **extra: object) -> OffloadingConfig:
@@ -87,7 +94,7 @@ def test_both_halves_map_the_same_memory_and_move_bytes_through_it() -> None:
         handlers.register_handler(source, destination, handler)
     assert scheduler.region_identity() == worker.region_identity() is not None
     scheduler.seal_region()
-    assert leftovers("two-halves") == []
+    assert not make_region_path("two-halves").exists()
 
     request = ReqContext("a")
     output = manager.prepare_store([key_of(1)], request)
@@ -105,6 +112,7 @@ def test_both_halves_map_the_same_memory_and_move_bytes_through_it() -> None:
     worker.shutdown()
     scheduler.shutdown()
     scheduler.shutdown()
+    assert leftovers("two-halves") == []
 
 
 def test_a_tier_that_cannot_work_leaves_no_memory_behind() -> None:
@@ -166,14 +174,145 @@ def test_a_worker_without_a_rank_is_refused() -> None:
     assert leftovers("no-rank") == []
 
 
-def test_a_second_engine_of_other_geometry_is_refused_while_the_first_lives() -> None:
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("num_blocks", [8, 16])
+def test_a_second_engine_is_refused_while_the_first_lives_and_may_start_afterwards(
+    num_blocks: int, is_sealed: bool
+) -> None:
     first = TieringOffloadingSpec(make_config(None, "twice"))
     first.get_manager()
-    second = TieringOffloadingSpec(make_config(None, "twice", cpu_bytes_to_use=16 * 8192))
-    with pytest.raises(KVTierError, match="twice"):
+    if is_sealed:
+        first.seal_region()
+    second = TieringOffloadingSpec(make_config(None, "twice", cpu_bytes_to_use=num_blocks * 8192))
+    with pytest.raises(ConfigError, match=r"instance_id='twice'.*of its own"):
         second.get_manager()
+    assert second.region_identity() is None
     first.shutdown()
+    second.get_manager()
+    second.shutdown()
     assert leftovers("twice") == []
+
+
+def test_a_second_engine_whose_worker_came_first_is_refused_and_its_worker_harms_nobody() -> None:
+    halves = [TieringOffloadingSpec(make_config(rank, "joined")) for rank in (0, 0, None, None)]
+    stranger, worker, scheduler, second = halves
+    caches = [make_caches(), make_caches()]
+    for half, cache in zip((stranger, worker), caches, strict=True):
+        list(half.get_handlers(cache))
+    scheduler.get_manager()
+    assert scheduler.region_identity() == worker.region_identity() == stranger.region_identity()
+    with pytest.raises(ConfigError, match="joined"):
+        second.get_manager()
+    stranger.shutdown()
+    assert make_region_path("joined").exists()
+    scheduler.seal_region()
+    for half in halves:
+        half.shutdown()
+    assert leftovers("joined") == []
+
+
+@pytest.fixture
+def unlockable_id() -> Iterator[str]:
+    """An id whose lock cannot be made: there is a folder in its place."""
+    path = make_lock_path("unlockable")
+    path.mkdir()
+    yield "unlockable"
+    path.rmdir()
+
+
+def test_an_engine_with_a_region_does_not_start_where_no_lock_can_be_made(unlockable_id: str) -> None:
+    with pytest.raises(RegionOwnerError, match="another instance_id"):
+        TieringOffloadingSpec(make_config(None, unlockable_id)).get_manager()
+    assert not make_region_path(unlockable_id).exists()
+
+
+ENGINE = """
+import sys
+from tests.tiering.test_spec import make_config
+from kvtier.errors import KVTierError
+from kvtier.tiering.spec import TieringOffloadingSpec
+
+spec = TieringOffloadingSpec(make_config(None, sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    spec.get_manager()
+    print("started", flush=True)
+except KVTierError as error:
+    print(error, flush=True)
+sys.stdin.read()
+spec.shutdown()
+"""
+
+
+@contextmanager
+def engine_process(engine_id: str) -> Iterator["subprocess.Popen[str]"]:
+    """Give a process that starts an engine's scheduler side when it gets a line, and ends it with its input."""
+    command = [sys.executable, "-c", ENGINE, engine_id]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert read_line(process) == "ready"
+            yield process
+        finally:
+            process.kill()
+
+
+def read_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip()
+
+
+def start(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def test_an_engine_in_another_process_keeps_its_id_until_it_is_killed() -> None:
+    with engine_process("killed") as first:
+        start(first)
+        assert read_line(first) == "started"
+        second = TieringOffloadingSpec(make_config(None, "killed"))
+        with pytest.raises(ConfigError, match="instance_id='killed'"):
+            second.get_manager()
+        first.kill()
+        first.wait(HANG_GUARD_S)
+        assert len(leftovers("killed")) == 2
+        second.get_manager()
+    second.shutdown()
+    assert leftovers("killed") == []
+
+
+def test_of_engines_that_start_at_the_same_time_in_two_processes_one_is_refused() -> None:
+    with engine_process("race") as first, engine_process("race") as second:
+        for process in (first, second):
+            start(process)
+        answers = sorted(read_line(process) for process in (first, second))
+        assert answers[1] == "started"
+        assert "instance_id='race'" in answers[0]
+        for process in (first, second):
+            process.communicate(timeout=HANG_GUARD_S)
+    assert leftovers("race") == []
+
+
+def test_a_cache_that_was_taken_away_comes_back_with_what_was_stored() -> None:
+    scheduler = TieringOffloadingSpec(make_config(None, "asleep"))
+    worker = TieringOffloadingSpec(make_config(0, "asleep"))
+    before, after = make_caches(), make_caches()
+    scheduler.get_manager()
+    device, rows, job = GPULoadStoreSpec([2], [1], [0]), CPULoadStoreSpec([5]), TransferJobId(0)
+    store, _ = (entry.handler for entry in worker.get_handlers(before))
+    assert store.transfer_async(job, TransferSpec(device, rows))
+    worker.detach_kv_caches()
+    _, load = (entry.handler for entry in worker.get_handlers(after))
+    assert load.transfer_async(job, TransferSpec(rows, device))
+    load.wait({job})
+    assert torch.equal(after.tensors[0].tensor[2], before.tensors[0].tensor[2])
+    assert scheduler.region_identity() == worker.region_identity()
+    worker.shutdown()
+    scheduler.shutdown()
+    assert leftovers("asleep") == []
 
 
 def test_settings_of_the_primary_reach_it() -> None:

@@ -8,6 +8,7 @@ import heapq
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_key
@@ -85,6 +86,7 @@ class RequestState:
     request: Request
     context: ReqContext
     limits: RequestLimits
+    key_salt: bytes
     keys: list[list[OffloadKey]]
     block_ids: list[list[int]]
     next_store_blocks: list[int]
@@ -110,6 +112,8 @@ class RequestState:
         for layout, keys in zip(layouts, self.keys, strict=True):
             for block in range(len(keys), len(hashes) // layout.hashes_per_block):
                 last_hash = hashes[(block + 1) * layout.hashes_per_block - 1]
+                if self.key_salt:
+                    last_hash = blake2b(last_hash, key=self.key_salt, digest_size=len(last_hash)).digest()
                 keys.append(make_offload_key(last_hash, layout.idx))
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
@@ -151,13 +155,16 @@ class RequestState:
         self.next_store_tokens = 0
 
 
-def make_request_state(request: Request, num_groups: int, *, is_prompt_only: bool = False) -> RequestState:
+def make_request_state(
+    request: Request, num_groups: int, *, is_prompt_only: bool = False, key_salt: bytes = b""
+) -> RequestState:
     """Return the state of a request that was never seen before. Pure.
 
     Args:
         request: the request.
         num_groups: number of KV groups.
         is_prompt_only: whether nothing beyond its prompt is stored.
+        key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
     params = request.kv_transfer_params
     limits = parse_request_limits(params)
@@ -165,6 +172,7 @@ def make_request_state(request: Request, num_groups: int, *, is_prompt_only: boo
         request=request,
         context=ReqContext(request.request_id, params),
         limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
+        key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
         block_ids=[[] for _ in range(num_groups)],
         next_store_blocks=[0] * num_groups,

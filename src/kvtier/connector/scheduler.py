@@ -79,13 +79,15 @@ class OffloadingConnectorScheduler:
         self._is_prompt_only = spec.config.settings.offload_prompt_only
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
+        self, request: Request, num_computed_tokens: int, key_salt: bytes = b""
     ) -> tuple[int | None, bool]:
         """Say how many tokens of a waiting request can be loaded.
 
         Args:
             request: asked for in every step until it is scheduled.
             num_computed_tokens: leading tokens that device memory holds.
+            key_salt: what decides the bytes of the request's blocks beyond what its content hashes cover, for
+                example the weights of an adapter; at most 64 bytes. Another salt finds other blocks.
 
         Returns:
             How many tokens beyond those can be loaded, and True when that is more than none: the load runs
@@ -94,7 +96,7 @@ class OffloadingConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._requests[request.request_id] = make_request_state(
-                request, len(self._layouts), is_prompt_only=self._is_prompt_only
+                request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
             )
         elif num_computed_tokens == state.num_local_tokens and (
             self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
@@ -102,7 +104,7 @@ class OffloadingConnectorScheduler:
             return WAIT
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
-            return WAIT if self._handshake.is_awaited and not state.has_failed_load else NOTHING
+            return WAIT if self._handshake.is_awaited else NOTHING
         end_token = self._find_loadable_end(state, num_computed_tokens)
         if end_token is None:
             return WAIT
@@ -115,7 +117,7 @@ class OffloadingConnectorScheduler:
         if not state.is_touched:
             state.is_touched = True
             self._touch(state, request.num_tokens)
-        return (end_token - num_computed_tokens, True) if end_token > num_computed_tokens else NOTHING
+        return _offer(end_token - num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
@@ -340,3 +342,8 @@ class OffloadingConnectorScheduler:
         keys = state.keys_by_position(self._layouts, end_token)
         if keys:
             self.manager.touch(keys, state.context)
+
+
+def _offer(num_tokens: int) -> tuple[int, bool]:
+    """Return the answer that so many tokens can be loaded, beside the engine's steps when there are any."""
+    return num_tokens, num_tokens > 0

@@ -8,6 +8,9 @@ kinds of memory keep the same promises; only the lane differs:
 - CUDA tensors: a stream for each direction. It waits for what the compute stream holds at submission. Pages are
   gathered into a staging buffer on the device, so that the link sees one large copy a row and not one a page.
 
+An engine may take its KV cache away for a while, to free the device's memory, and bring other tensors later: rows,
+threads and streams stay, what leads to a tensor goes.
+
 The launches on CUDA have not been confirmed on a device; what they launch is tested on CPU tensors.
 """
 
@@ -91,6 +94,8 @@ class Lane(Protocol):
 class CpuGpuOffloadingHandlers:
     """Both directions between one worker's KV cache and its part of the rows.
 
+    Thread: one thread calls.
+
     Args:
         kv_caches: the engine's tensors, all on one device.
         block_size_factor: device blocks in an offloaded block.
@@ -117,41 +122,77 @@ class CpuGpuOffloadingHandlers:
         mmap_region: SharedOffloadRegion | None = None,
     ) -> None:
         self.layout = plan_layout(kv_caches, block_size_factor)
-        pages = [_as_pages(index, tensor) for index, tensor in enumerate(kv_caches.tensors)]
+        pages = _take_pages(kv_caches)
+        self._device = _common_device(pages)
+        is_cuda = self._device.type == "cuda"
+        self.rows = _make_rows(self.layout, num_cpu_blocks, mmap_region, is_pinned=is_cuda)
+        self._unpin = _pin_region(mmap_region) if is_cuda and mmap_region is not None else None
+        self._has_ended = False
+        self._copiers: tuple[Copier, ...] = ()
+        self._directions = (
+            RowHandler(GPU_TO_CPU, self.layout, num_cpu_blocks, _make_lane(GPU_TO_CPU, self._device)),
+            RowHandler(CPU_TO_GPU, self.layout, num_cpu_blocks, _make_lane(CPU_TO_GPU, self._device)),
+        )
+        self.gpu_to_cpu_handler: OffloadingHandler = self._directions[0]
+        self.cpu_to_gpu_handler: OffloadingHandler = self._directions[1]
+        self._use(pages)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there are tensors to copy from and to."""
+        return bool(self._copiers)
+
+    def attach(self, kv_caches: CanonicalKVCaches) -> None:
+        """Copy between the rows and these tensors from now on; those before are let go. Nothing after shutdown.
+
+        Raises:
+            KVCacheLayoutError: they are laid out otherwise than those before, or on another device; nothing changes.
+        """
+        layout = plan_layout(kv_caches, self.layout.block_size_factor)
+        pages = _take_pages(kv_caches)
         device = _common_device(pages)
-        self.rows = _make_rows(self.layout, num_cpu_blocks, mmap_region, is_pinned=device.type == "cuda")
-        self._unpin: Callable[[], None] | None = None
-        self._copiers: tuple[Copier, Copier]
-        lanes: tuple[Lane, Lane]
-        if device.type == "cuda":
-            self._unpin = None if mmap_region is None else _pin_region(mmap_region)
-            self._copiers = (
-                StagedCopier(self.layout, pages, self.rows),
-                StagedCopier(self.layout, pages, self.rows),
+        if layout != self.layout or device != self._device:
+            raise KVCacheLayoutError(
+                f"the KV cache came back on {device} as {layout}, it was on {self._device} as {self.layout}: "
+                "register tensors of the same layout, or start the engine anew"
             )
-            lanes = QueueLane(GPU_TO_CPU, CudaQueue(device)), QueueLane(CPU_TO_GPU, CudaQueue(device))
-        else:
-            copier = RowCopier(self.layout, [page.numpy() for page in pages], self.rows.numpy())
-            self._copiers = (copier, copier)
-            lanes = CopyThread(GPU_TO_CPU), CopyThread(CPU_TO_GPU)
-        self.gpu_to_cpu_handler: OffloadingHandler = RowHandler(
-            GPU_TO_CPU, self.layout, num_cpu_blocks, self._copiers[0].store, lanes[0]
-        )
-        self.cpu_to_gpu_handler: OffloadingHandler = RowHandler(
-            CPU_TO_GPU, self.layout, num_cpu_blocks, self._copiers[1].load, lanes[1]
-        )
+        self.detach()
+        if not self._has_ended:
+            self._use(pages)
+
+    def detach(self) -> None:
+        """Let go of the tensors; what the rows hold stays, and transfers are declined until ``attach``. Idempotent.
+
+        Thread: blocks until begun copies have ended; they are reported as ever.
+        """
+        for direction in self._directions:
+            direction.detach()
+        for copier in self._copiers:
+            copier.release()
+        self._copiers = ()
 
     def shutdown(self) -> None:
         """End both directions after the copies they have begun, and let go of the rows; idempotent."""
-        self.gpu_to_cpu_handler.shutdown()
-        self.cpu_to_gpu_handler.shutdown()
+        self._has_ended = True
+        for direction in self._directions:
+            direction.shutdown()
         # Before the rows are let go: they may be what keeps the pinned mapping alive.
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
-        for copier in self._copiers:
-            copier.release()
+        self.detach()
         self.rows = self.rows[:0].clone()
+
+    def _use(self, pages: Sequence[torch.Tensor]) -> None:
+        if self._device.type == "cuda":
+            # One each: a copier's staging buffer is ordered by a single stream.
+            self._copiers = tuple(StagedCopier(self.layout, pages, self.rows) for _ in self._directions)
+        else:
+            copier = RowCopier(self.layout, [page.numpy() for page in pages], self.rows.numpy())
+            self._copiers = (copier, copier)
+        storing, loading = self._directions
+        storing.attach(self._copiers[0].store)
+        loading.attach(self._copiers[1].load)
 
 
 class RowHandler(OffloadingHandler):
@@ -161,7 +202,6 @@ class RowHandler(OffloadingHandler):
         transfer_type: GPU_TO_CPU or CPU_TO_GPU.
         layout: where bytes are in a row.
         num_slots: slots of the primary tier.
-        copy: moves the bytes of one transfer.
         lane: carries copies out in order.
     """
 
@@ -170,27 +210,46 @@ class RowHandler(OffloadingHandler):
         transfer_type: TransferType,
         layout: RowLayout,
         num_slots: int,
-        copy: Callable[[Sequence[GroupMoves]], None],
         lane: Lane,
     ) -> None:
         self._transfer_type = transfer_type
         self._layout = layout
         self._num_slots = num_slots
-        self._copy = copy
         self._lane = lane
+        self._copy: Callable[[Sequence[GroupMoves]], None] | None = None
+        self._unreported: set[TransferJobId] = set()
+
+    def attach(self, copy: Callable[[Sequence[GroupMoves]], None]) -> None:
+        """Let ``copy`` move the bytes of each transfer that comes from now on."""
+        self._copy = copy
+
+    def detach(self) -> None:
+        """Decline transfers until ``attach``; blocks until those that have begun have ended."""
+        self._copy = None
+        self._lane.wait(self._unreported)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        """Start a transfer; False, with a logged reason, when its ends do not fit or the handler has ended."""
+        """Start a transfer; False, with a logged reason, when its ends do not fit or there is nothing to copy."""
+        if self._copy is None:
+            logger.error(
+                "job %d, %s to %s, is declined: no KV cache is registered", job_id, *self._transfer_type
+            )
+            return False
         try:
             moves = plan_moves(self._layout, *self._ends(spec), self._num_slots)
         except KVCacheLayoutError as error:
             logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message says it all
             return False
-        return self._lane.submit(job_id, count_bytes(self._layout, moves), partial(self._copy, moves))
+        is_begun = self._lane.submit(job_id, count_bytes(self._layout, moves), partial(self._copy, moves))
+        if is_begun:
+            self._unreported.add(job_id)
+        return is_begun
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, in the order of submission."""
-        return self._lane.take_finished()
+        finished = self._lane.take_finished()
+        self._unreported.difference_update(result.job_id for result in finished)
+        return finished
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
@@ -348,6 +407,14 @@ def _view_ref(
         return device.view(torch.int64), staged.view(torch.int64)
     except RuntimeError:  # sizes or strides that eight does not divide
         return device, staged
+
+
+def _make_lane(transfer_type: TransferType, device: torch.device) -> Lane:
+    return QueueLane(transfer_type, CudaQueue(device)) if device.type == "cuda" else CopyThread(transfer_type)
+
+
+def _take_pages(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
+    return [_as_pages(index, tensor) for index, tensor in enumerate(kv_caches.tensors)]
 
 
 def _as_pages(index: int, cache: CanonicalKVCacheTensor) -> torch.Tensor:

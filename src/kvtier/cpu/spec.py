@@ -5,7 +5,9 @@ alone, so that all processes of an engine agree on them. A spec with secondary t
 rows and gives its handlers a region.
 """
 
+import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import ClassVar
 
 from kvtier.base import (
@@ -17,11 +19,15 @@ from kvtier.base import (
 )
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.dead_regions import remove_dead_locks
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.instance_lock import InstanceLock
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.row_layout import plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
-from kvtier.errors import ConfigError, KVCacheLayoutError
+from kvtier.errors import ConfigError, KVCacheLayoutError, RegionError
+
+logger = logging.getLogger(__name__)
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -35,6 +41,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     Attributes:
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
+        has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
         row_stride: bytes of one block over all workers.
         num_blocks: slots that fit ``cpu_bytes_to_use``.
@@ -44,6 +51,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """
 
     row_alignment_bytes: ClassVar[int] = 1
+    has_region: ClassVar[bool] = False
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -59,24 +67,47 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.num_blocks = _count_blocks(settings.cpu_bytes_to_use, self.row_stride)
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
+        self._instance_lock: InstanceLock | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler side; the same object at every call."""
+        """Return the scheduler side; the same object at every call. From the first on the instance id is taken.
+
+        Raises:
+            ConfigError: another engine of this user on this machine has the instance id.
+        """
         if self._manager is None:
-            self._manager = self.make_manager()
+            with ExitStack() as undo:
+                self._instance_lock = self._lock_instance()
+                if self._instance_lock is not None:
+                    undo.callback(self._instance_lock.release)
+                self._manager = self.make_manager()
+                undo.pop_all()
         return self._manager
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
         """Yield the handlers for stores and for loads; the same objects at every call.
 
+        After ``detach_kv_caches`` they copy to and from the tensors of this call; the rows are the same.
+
         Raises:
-            KVCacheLayoutError: the tensors need more of a row than the configuration said.
+            KVCacheLayoutError: the tensors need more of a row than the configuration said, or are laid out
+                otherwise than those before.
         """
         if self._handlers is None:
             self._check_caches(kv_caches)
             self._handlers = self.make_handlers(kv_caches)
+        elif not self._handlers.is_attached:
+            self._handlers.attach(kv_caches)
         yield HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler)
         yield HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
+
+    def detach_kv_caches(self) -> None:
+        """Let go of the registered tensors when begun copies have ended; rows keep their bytes. Idempotent.
+
+        Transfers are declined until ``get_handlers`` is called with the tensors that take their place.
+        """
+        if self._handlers is not None:
+            self._handlers.detach()
 
     def make_manager(self) -> OffloadingManager:
         """Build the scheduler side; a subclass puts more behind it."""
@@ -102,7 +133,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             RegionError: it cannot be made or joined.
         """
         return SharedOffloadRegion(
-            self.config.settings.instance_id or self.config.engine_id,
+            self._instance_id,
             self.row_stride * self.num_blocks,
             self.num_blocks,
             rank,
@@ -111,12 +142,39 @@ class CPUOffloadingSpec(OffloadingSpec):
             row_alignment_bytes=self.row_alignment_bytes,
         )
 
+    def give_rows_back(self) -> None:
+        """Give the rows' memory back where the handlers and the manager do not do it; idempotent."""
+
     def shutdown(self) -> None:
         """End what was built: handlers after the copies they have begun, then the manager; idempotent."""
-        if self._handlers is not None:
-            self._handlers.shutdown()
-        if self._manager is not None:
-            self._manager.shutdown()
+        # Last in, first out, whatever one of them raises: the id is free when nothing uses the rows any more.
+        with ExitStack() as ending:
+            if self._instance_lock is not None:
+                ending.callback(self._instance_lock.release)
+            ending.callback(self.give_rows_back)
+            if self._manager is not None:
+                ending.callback(self._manager.shutdown)
+            if self._handlers is not None:
+                ending.callback(self._handlers.shutdown)
+
+    @property
+    def _instance_id(self) -> str:
+        return self.config.settings.instance_id or self.config.engine_id
+
+    def _lock_instance(self) -> InstanceLock | None:
+        """Take the instance id; None where it is no more than a name that the engine gave itself."""
+        if not self.has_region and self.config.settings.instance_id is None:
+            return None
+        try:
+            lock = InstanceLock(self._instance_id)
+        except RegionError as error:
+            if self.has_region:
+                raise
+            # Private rows are safe from other engines, and containers without shared memory run them.
+            logger.warning("nobody sees to it that instance_id is used only once: %s", error)
+            return None
+        remove_dead_locks()
+        return lock
 
     def _check_caches(self, kv_caches: CanonicalKVCaches) -> None:
         part_bytes = plan_layout(kv_caches, self.block_size_factor).part_bytes

@@ -3,7 +3,9 @@
 It starts no transfer. The scheduler's side maps the region without a rank and gives it to the secondary tiers;
 a worker's side maps the same region with its rank and copies between it and the device. The scheduler may
 start nothing before every worker has shown that it mapped the same memory; then the region's name is removed,
-so that the kernel takes the memory back however the processes die.
+so that the kernel takes the memory back however the processes die. The name alone does not keep another engine
+with the same instance id out: it is free again from then on, and until then anybody who knows it joins. The
+scheduler's side therefore holds the id as long as it lives.
 """
 
 import logging
@@ -43,6 +45,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     """
 
     row_alignment_bytes: ClassVar[int] = ROW_ALIGNMENT_BYTES
+    has_region: ClassVar[bool] = True
 
     def __init__(self, config: OffloadingConfig) -> None:
         if "secondary_tiers" not in config.extra_config:
@@ -88,9 +91,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if self._region is not None:
             self._region.seal()
 
-    def shutdown(self) -> None:
-        """End what was built and give the memory back; idempotent."""
-        super().shutdown()
+    def give_rows_back(self) -> None:
+        """Unmap the region; idempotent."""
         if self._region is not None:
             self._region.cleanup()
 
