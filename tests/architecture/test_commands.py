@@ -11,7 +11,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "docs", "venv", "clean", "help"])
+@pytest.mark.parametrize(
+    "target", ["demo", "test", "test-vllm", "check", "bench", "docs", "venv", "clean", "help"]
+)
 def test_the_makefile_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
 
@@ -28,8 +30,8 @@ def test_readme_s_commands_are_targets() -> None:
     assert all(re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE) for command in commands)
 
 
-def test_the_machine_runs_readme_s_test_command_and_then_the_checks() -> None:
-    assert re.findall(r"^make .*$", CI, flags=re.MULTILINE) == ["make test", "make check"]
+def test_the_machine_runs_readme_s_test_command_then_the_checks_then_real_engines() -> None:
+    assert re.findall(r"^make .*$", CI, flags=re.MULTILINE) == ["make test", "make check", "make test-vllm"]
 
 
 def test_the_machine_s_script_can_be_executed() -> None:

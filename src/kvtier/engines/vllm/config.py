@@ -1,0 +1,132 @@
+"""Translates vLLM's configuration into kvtier's, and refuses at start what kvtier cannot do.
+
+It builds no tier and maps no memory. What the scheduler's process and the workers' derive here must be equal but
+for the rank, so it depends on nothing but what vLLM tells both.
+"""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.config import OffloadingConfig
+from kvtier.engines.vllm import compat
+from kvtier.engines.vllm.groups import first_spec, make_kv_groups
+from kvtier.engines.vllm.identity import make_model_identity
+from kvtier.errors import ConfigError, ModelError
+
+ENGINE_KIND = "vllm"
+"""Names this engine in namespaces: another one lays out its bytes otherwise."""
+
+
+def make_offloading_config(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole
+) -> OffloadingConfig:
+    """Describe the engine to kvtier.
+
+    Args:
+        vllm_config: the engine's configuration.
+        kv_cache_config: its KV groups, and the number of device blocks.
+        role: which half will be built; a worker has a rank.
+
+    Raises:
+        ConfigError: a setting cannot work, or vLLM is set up in a way that is not supported.
+        UnknownNameError: a setting that nobody reads.
+        ModelError: a kind of model that is not supported.
+    """
+    check_supported(vllm_config)
+    groups = make_kv_groups(kv_cache_config)
+    check_zeroing(vllm_config, kv_cache_config, role)
+    transfer_config = vllm_config.kv_transfer_config
+    parallel_config = vllm_config.parallel_config
+    events_config = vllm_config.kv_events_config
+    return OffloadingConfig(
+        engine_id=str(transfer_config.engine_id),
+        model=make_model_identity(vllm_config),
+        groups=groups,
+        hash_block_size=compat.hash_block_size(vllm_config, kv_cache_config),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        hash_seed=compat.hash_seed(vllm_config),
+        kv_layout=compat.page_format(vllm_config, kv_cache_config),
+        kv_dtype=describe_kv_dtype(vllm_config, kv_cache_config),
+        rank=None if role is KVConnectorRole.SCHEDULER else parallel_config.rank,
+        world_size=parallel_config.world_size,
+        tensor_parallel_size=parallel_config.tensor_parallel_size,
+        pipeline_parallel_size=parallel_config.pipeline_parallel_size,
+        context_parallel_size=context_parallel_size(vllm_config),
+        num_hosts=parallel_config.nnodes_within_dp,
+        enable_events=bool(events_config and events_config.enable_kv_cache_events),
+        engine_kind=ENGINE_KIND,
+        extra_config=extra_config(vllm_config),
+    )
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Refuse roles, kinds of parallelism and settings that kvtier has no rule for. Pure.
+
+    Raises:
+        ConfigError: names the flag, its value and what to do.
+    """
+    transfer_config = vllm_config.kv_transfer_config
+    if transfer_config.kv_role != "kv_both":
+        remedy = 'must be "kv_both": kvtier stores and loads in every engine'
+        raise ConfigError("kv_role", transfer_config.kv_role, remedy)
+    pipeline_parallel_size = vllm_config.parallel_config.pipeline_parallel_size
+    if pipeline_parallel_size != 1:
+        remedy = "must be 1: workers that hold different layers are not supported; use tensor parallelism"
+        raise ConfigError("pipeline_parallel_size", pipeline_parallel_size, remedy)
+    if context_parallel_size(vllm_config) != 1:
+        remedy = "must be 1: workers that split the tokens of a sequence are not supported"
+        raise ConfigError("context_parallel_size", context_parallel_size(vllm_config), remedy)
+    has_prefix_caching = vllm_config.cache_config.enable_prefix_caching
+    if not has_prefix_caching:
+        # vLLM itself clears the flag for models whose prefixes cannot be used again, and still hashes their blocks.
+        remedy = "must be true: what cannot be found again on the device cannot be found in a tier either"
+        raise ConfigError("enable_prefix_caching", has_prefix_caching, remedy)
+
+
+def check_zeroing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole) -> None:
+    """Refuse an engine that zeroes new device blocks before kvtier has stored what was in them. Pure.
+
+    The scheduler's process decides what is zeroed. The first model runner calls ``handle_preemptions`` before it
+    zeroes; the second one zeroes first, and a store that was deferred to this step would store zeros.
+
+    Raises:
+        ModelError: names the variable that selects the first runner.
+    """
+    is_scheduler = role is KVConnectorRole.SCHEDULER
+    if is_scheduler and kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        raise ModelError(
+            "the model keeps KV of several precisions, and vLLM's second model runner zeroes device blocks before "
+            "their stores have ended: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def context_parallel_size(vllm_config: VllmConfig) -> int:
+    """Return how many workers split the tokens of one sequence, in prefill and decode together. Pure."""
+    parallel_config = vllm_config.parallel_config
+    return int(parallel_config.prefill_context_parallel_size * parallel_config.decode_context_parallel_size)
+
+
+def describe_kv_dtype(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Return the data type of keys and values, as it was asked for and as each group has it. Pure.
+
+    A checkpoint can ask for another type than the model's, and settings can leave layers out.
+    """
+    cache_config = vllm_config.cache_config
+    specs = [first_spec(group) for group in kv_cache_config.kv_cache_groups]
+    of_groups = ", ".join(f"{spec.dtype} {spec.kv_quant_mode.name}".removeprefix("torch.") for spec in specs)
+    skipped = ",".join(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ())
+    return f"{cache_config.cache_dtype}: {of_groups}" + (f" without {skipped}" if skipped else "")
+
+
+def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:  # Any: kvtier.config gives the values types
+    """Return the user's settings; replicas of one deployment get a region each, as vLLM gives them an engine id."""
+    settings = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    replica = vllm_config.parallel_config.data_parallel_index
+    instance_id = settings.get("instance_id")
+    # Not the size: vLLM resets it to 1 in replicas of a model that shares no experts, but leaves the index.
+    if isinstance(instance_id, str) and replica:
+        settings["instance_id"] = f"{instance_id}-dp{replica}"
+    return settings

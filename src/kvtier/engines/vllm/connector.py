@@ -1,0 +1,130 @@
+"""vLLM's KV connector interface on kvtier's own connector.
+
+It decides nothing. vLLM builds one object in the scheduler's process and one in each worker's; each drives one half
+of ``kvtier.connector``. The hooks of the two processes stand in ``scheduler_hooks`` and ``worker_hooks``; here is
+what both have: construction, shutdown and metrics.
+
+Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.connector.common import ConnectorRole
+from kvtier.connector.offloading_connector import OffloadingConnector
+from kvtier.engines.vllm.config import make_offloading_config
+from kvtier.engines.vllm.groups import names_of_groups
+from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
+from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
+from kvtier.engines.vllm.worker_hooks import WorkerHooks
+
+logger = logging.getLogger(__name__)
+
+RECOMPUTE = "recompute"
+
+
+class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsHMA):
+    """Keeps vLLM's KV cache in kvtier's tiers; ``kv_connector`` of vLLM's ``--kv-transfer-config``.
+
+    Args:
+        vllm_config: the engine's configuration; ``kv_connector_extra_config`` holds kvtier's settings.
+        role: whether this is the scheduler's process or a worker's.
+        kv_cache_config: the KV groups and device blocks.
+
+    Raises:
+        KVTierError: a setting or the model is not supported; one message says which and what to do.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        join_log()
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        WorkerHooks.__init__(self)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._connector = OffloadingConnector(
+            make_offloading_config(vllm_config, kv_cache_config, role),
+            ConnectorRole.SCHEDULER if is_scheduler else ConnectorRole.WORKER,
+        )
+        self._stats_clock = StatsClock()
+        if is_scheduler:
+            recompute_failed_loads(vllm_config)
+            self._log_start(vllm_config)
+
+    def get_kv_connector_stats(self) -> KVTierStats | None:
+        """Return a worker's transfers since the last call, or now and then the scheduler's counters."""
+        worker, scheduler = self._connector.connector_worker, self._connector.connector_scheduler
+        if worker is not None:
+            stats = worker.take_stats()
+            return None if stats is None else KVTierStats.of_transfers(stats)
+        if scheduler is None or not self._stats_clock.is_due():
+            return None
+        return KVTierStats.of_levels(scheduler.stats())
+
+    def shutdown(self) -> None:
+        """End the half that this process runs; idempotent."""
+        self._connector.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTierStats:
+        """Return statistics that came from another process as plain ``data``."""
+        return KVTierStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> KVTierPromMetrics:
+        """Return kvtier's families for vLLM's metrics page."""
+        return KVTierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Return None: any layout that keeps a block together can be offloaded, and none is faster enough."""
+        return None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return False: nothing is loaded or stored layer by layer, so graphs hold no hook."""
+        return False
+
+    def _log_start(self, vllm_config: VllmConfig) -> None:
+        config = self._connector.spec.config
+        logger.info("kvtier keeps the KV of %s: %s", config.model.name, names_of_groups(config.groups))
+        if vllm_config.lora_config is not None and config.settings.secondary_tiers:
+            logger.warning(
+                "requests with a LoRA adapter are computed on the device alone: vLLM's hashes do not cover an "
+                "adapter's weights, and secondary tiers would outlive them"
+            )
+
+
+def join_log() -> None:
+    """Let kvtier write to vLLM's log, which vLLM sets up for itself alone, unless the process has one of its own."""
+    ours, root = logging.getLogger("kvtier"), logging.getLogger()
+    if not ours.handlers and not root.handlers:
+        vllm_logger = logging.getLogger("vllm")
+        ours.handlers = list(vllm_logger.handlers)
+        ours.setLevel(vllm_logger.level)
+
+
+def recompute_failed_loads(vllm_config: VllmConfig) -> None:
+    """Make vLLM compute what a failed load did not bring; its default would end the request with an error.
+
+    The scheduler reads the policy after it has built the connector.
+    """
+    transfer_config = vllm_config.kv_transfer_config
+    if transfer_config.kv_load_failure_policy != RECOMPUTE:
+        logger.info("kvtier sets kv_load_failure_policy to %r: a failed load is a miss", RECOMPUTE)
+        transfer_config.kv_load_failure_policy = RECOMPUTE

@@ -1,0 +1,121 @@
+"""kvtier's eviction policies for vLLM's own CPU manager, found by ``cache_policy_module_path``.
+
+It orders nothing itself: the algorithms are those of ``kvtier.cpu.policies``, on the manager's own block objects, whose
+``ref_cnt`` means the same. What differs is when a policy hears of a use. From 0.31 on vLLM tells it once per request,
+at its end, and says which blocks the request has only stored: those are put in order, so that the tail of a prefix is
+evicted before its head, and count as used once. Before 0.31 it touches blocks while a request is scheduled.
+
+Source: the contract is that of ``vllm/v1/kv_offload/cpu/policies/base.py``, vLLM 0.28 to 0.32.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, ClassVar
+
+from vllm.v1.kv_offload.base import ReqContext as StockReqContext
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.arc import ARCCachePolicy
+from kvtier.cpu.policies.base import CachePolicy
+from kvtier.cpu.policies.lru import LRUCachePolicy
+
+StockBlock = Any
+"""vLLM's block: a slot and a ``ref_cnt``. Any: its name and module change with the release."""
+
+
+class KVTierPolicy(StockPolicy):
+    """One of kvtier's policies as vLLM's manager drives it. Used from the scheduler's thread.
+
+    Args:
+        cache_capacity: blocks that the primary tier can hold.
+        unknown: what a release to come may pass; ignored.
+
+    Attributes:
+        policy: kvtier's.
+    """
+
+    policy_class: ClassVar[type[CachePolicy]]
+    """kvtier's policy."""
+
+    def __init__(self, cache_capacity: int, **unknown: object) -> None:
+        del unknown
+        super().__init__(cache_capacity)
+        self.policy = self.policy_class(cache_capacity)
+
+    def get(self, key: OffloadKey) -> StockBlock | None:
+        """Return the held block under ``key``, or None."""
+        return self.policy.get(key)
+
+    def insert(self, key: OffloadKey, chunk: StockBlock) -> None:
+        """Hold a block whose write begins."""
+        self.policy.insert(key, chunk)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding a block whose write failed."""
+        self.policy.remove(key)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: StockReqContext) -> None:
+        """Record a use of ``keys``, the first of them most recent."""
+        del req_context
+        self.policy.touch(tuple(keys))
+
+    def on_store_miss(self, keys: Iterable[OffloadKey], req_context: StockReqContext) -> None:
+        """Learn that ``keys`` were wanted and are not held."""
+        self.touch(keys, req_context)
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: Collection[OffloadKey],
+        reused_keys: Collection[OffloadKey],
+        req_context: StockReqContext,
+    ) -> None:
+        """Record what one request has used; what it has only stored is put in order and counts no further use."""
+        # Last to first, one at a time: the two kinds share one order, in which the head of the prefix comes last.
+        for key in reversed(in_prefix_order(key_groups, req_context)):
+            if key in insertion_only_keys:
+                self.renew(key)
+            elif key in reused_keys:
+                self.policy.touch((key,))
+
+    def renew(self, key: OffloadKey) -> None:
+        """Make a block the most recent of its kind without counting a use; a key that is not held is no error."""
+        self.policy.touch((key,))
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, StockBlock]] | None:
+        """Evict ``n`` idle blocks outside ``protected``, or none at all."""
+        return self.policy.evict(n, protected)
+
+    def clear(self) -> None:
+        """Forget every block and what was learned."""
+        self.policy.clear()
+
+
+class KVTierLRU(KVTierPolicy):
+    """kvtier's LRU; a use has no weight there, so that putting blocks in order is the same as using them."""
+
+    policy_class = LRUCachePolicy
+
+
+class KVTierARC(KVTierPolicy):
+    """kvtier's ARC, in which a second use counts more than a first."""
+
+    policy_class = ARCCachePolicy
+    policy: ARCCachePolicy
+
+    def renew(self, key: OffloadKey) -> None:
+        """Make a block the most recent of the list that it is in."""
+        for blocks in (self.policy.t1, self.policy.t2):
+            if key in blocks:
+                blocks.move_to_end(key)
+
+
+def in_prefix_order(
+    key_groups: Sequence[Sequence[OffloadKey]], req_context: StockReqContext
+) -> list[OffloadKey]:
+    """Return the keys of all KV groups, head of the prefix first, as far as the request knows positions. Pure."""
+    keys = [key for group in key_groups for key in group]
+    positions = [req_context.get_offload_key_position(key) for key in keys]
+    if None in positions:
+        return keys
+    return [key for _, key in sorted(zip(positions, keys, strict=True), key=lambda pair: pair[0])]

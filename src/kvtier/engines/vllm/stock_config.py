@@ -1,0 +1,136 @@
+"""Translates what vLLM's stock offloading connector tells a tier into kvtier's configuration.
+
+It sees no VllmConfig: the stock connector hands a tier a digest of it, and that leaves out which weights are loaded and
+every flag that changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such
+engines could not be told apart, so the user names what is left out, and a start without that name is refused. What
+can be seen is part of the namespace besides: a checkpoint on the local disk is sampled, so that other weights under
+the same path are other blocks.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_offload import base as stock_base
+from vllm.v1.kv_offload.config import OffloadingConfig as StockConfig
+
+from kvtier.base import make_offload_key
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.engines.vllm.compat import release
+from kvtier.engines.vllm.identity import fingerprint_checkpoint
+from kvtier.errors import ConfigError
+from kvtier.namespace import RANDOM_SEED
+
+ENGINE_KIND = "vllm-stock-offloading"
+"""Names this layout of rows in namespaces: kvtier's own connector packs them otherwise."""
+
+MIN_CRYPTOGRAPHIC_HASH_BYTES = 32
+"""Length of SHA-256. vLLM's shorter hashes are not cryptographic, and it draws their seed anew in each process."""
+
+
+def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: str = "") -> OffloadingConfig:
+    """Describe the engine to kvtier. Reads a little of every weight file of a local checkpoint.
+
+    Args:
+        stock: what vLLM's connector says of the engine.
+        model_identity: names the weights and the flags that change what they compute, in the user's words.
+        tenant_salt: separates tenants that must not share blocks.
+
+    Raises:
+        ConfigError: something that decides the bytes is not known.
+        OSError: a weight file cannot be read.
+    """
+    if not model_identity:
+        remedy = (
+            "vLLM's stock connector does not tell a tier which weights it runs: name their revision and every flag "
+            'that changes what they compute, such as "main@8cde5ca8, fp8" (KVTierConnector finds this out itself)'
+        )
+        raise ConfigError("model_identity", model_identity, remedy)
+    if stock.worker_kv_bytes_per_block < 1:
+        remedy = "vLLM has no KV cache yet, so a block has no size: give the engine device memory"
+        raise ConfigError("worker_kv_bytes_per_block", stock.worker_kv_bytes_per_block, remedy)
+    parallel = stock.parallel
+    return OffloadingConfig(
+        engine_id=str(stock.engine_id),
+        model=_identify(str(stock.model.name), str(stock.model.dtype), model_identity),
+        groups=_make_groups(stock),
+        hash_block_size=stock.cache.tokens_per_hash,
+        hash_algorithm="",  # not told; blocks that are hashed in another way have other keys
+        hash_seed=_hash_seed(),
+        kv_layout=_describe_layout(stock),
+        kv_dtype=str(stock.model.dtype),
+        world_size=parallel.world_size,
+        tensor_parallel_size=parallel.tp_size,
+        pipeline_parallel_size=parallel.pp_size,
+        context_parallel_size=parallel.pcp_size * parallel.dcp_size,
+        enable_events=stock.enable_kv_cache_events,
+        engine_kind=ENGINE_KIND,
+        extra_config={"tenant_salt": tenant_salt},
+    )
+
+
+def require_same_keys() -> None:
+    """Refuse a release whose keys are not hash and group index as kvtier has them.
+
+    Raises:
+        ConfigError: they are made otherwise, so a key could stand for a block of another group.
+    """
+    block_hash, group_idx = bytes(range(32)), 258
+    key = stock_base.make_offload_key(block_hash, group_idx)
+    if key != make_offload_key(block_hash, group_idx):
+        remedy = f"vLLM {release()} makes keys in a way that kvtier does not know: use KVTierConnector"
+        raise ConfigError("OffloadKey", key.hex(), remedy)
+
+
+def is_reproducible(key: bytes) -> bool:
+    """Return whether a later process would give the same block the same key."""
+    hash_bytes = len(stock_base.get_offload_block_hash(key))
+    return hash_bytes >= MIN_CRYPTOGRAPHIC_HASH_BYTES or "PYTHONHASHSEED" in os.environ
+
+
+def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
+    place = Path(name)
+    settings = place / "config.json"
+    weights = fingerprint_checkpoint(place) if place.exists() else ""
+    config_digest = hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else ""
+    return ModelIdentity(name, f"{model_identity}; {weights}", dtype, config_digest)
+
+
+def _make_groups(stock: StockConfig) -> tuple[KVGroup, ...]:
+    """Return the groups; which of a block's bytes belong to which is not told, so each is given the whole."""
+    return tuple(
+        KVGroup(group.tokens_per_block, tuple(group.layer_names), stock.worker_kv_bytes_per_block)
+        for group in stock.groups
+    )
+
+
+def _describe_layout(stock: StockConfig) -> str:
+    """Return in words how the bytes of a row are ordered.
+
+    Raises:
+        ConfigError: vLLM does not say; up to 0.28 it never does.
+    """
+    page_layout = getattr(stock, "kv_cache_layout", None)
+    if not page_layout:
+        remedy = f"vLLM {release()} does not tell a tier how its pages are laid out: use KVTierConnector"
+        raise ConfigError("kv_cache_layout", page_layout, remedy)
+    group_ids = [getattr(group, "group_id", None) for group in stock.groups]  # from 0.30; before, all of them
+    parts = {
+        "pages": page_layout,
+        "release": release(),
+        "blocks_per_chunk": stock.cache.blocks_per_chunk,
+        "group_ids": group_ids,
+        "one_copy_for_all_workers": getattr(stock, "replicated_layout", False),
+        "canonical_pages": getattr(stock, "canonical_layout", False),
+    }
+    return ", ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _hash_seed() -> str:
+    """Return the seed of the content hashes; before 0.29 each process draws its own unless it is given one.
+
+    A hash that is not cryptographic still draws its own; which one vLLM uses is first seen in a key.
+    """
+    default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", RANDOM_SEED)
+    return os.environ.get("PYTHONHASHSEED", str(default))

@@ -1,0 +1,176 @@
+"""The jobs that vLLM's stock manager has given to one tier, each reported to it exactly once.
+
+It decides nothing about blocks. vLLM's manager ends the engine over a report it does not expect, and keeps the blocks
+of a job in place until its report, all of them. So every job is remembered here from its submit on, and is closed by
+the tier's first report, by a submit that fails, or by the end of a tier that is out of service.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.v1.kv_offload.base import ReqContext as StockReqContext
+from vllm.v1.kv_offload.tiering.base import JobResult as StockJobResult
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
+from kvtier.errors import TierError
+from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.guard import Submission, TierGuard
+
+logger = logging.getLogger(__name__)
+
+DRAIN_PAUSE_S = 30.0
+"""Seconds between two lines in the log while a reset waits for a tier. It never gives up: the rows are given to others
+afterwards, and a transfer that is still running would write into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job that has not been reported to vLLM.
+
+    Attributes:
+        metadata: what the tier was given; of a store that did not fit, only the leading blocks.
+        num_pinned_blocks: how many blocks vLLM keeps in place until the report.
+        began_s: when it was submitted.
+    """
+
+    metadata: JobMetadata
+    num_pinned_blocks: int
+    began_s: float
+
+
+class StockJobs:
+    """The open jobs of one tier, and the reports that vLLM has not taken yet.
+
+    Args:
+        guard: the tier.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, guard: TierGuard, clock: Callable[[], float]) -> None:
+        self._guard = guard
+        self._clock = clock
+        self._open: dict[JobId, OpenJob] = {}
+        self._reports: list[StockJobResult] = []
+
+    def submit_store(self, job: TransferJob, *, is_wanted: bool) -> None:
+        """Hand the leading blocks that the tier's budget has room for to the tier; the others are declined.
+
+        Args:
+            job: vLLM's.
+            is_wanted: False declines all of it.
+        """
+        guard = self._guard
+        context = kvtier_context(job.req_context)
+        keys = tuple(job.keys)
+        is_usable = is_wanted and not guard.is_out_of_service and guard.breaker.allows(context)
+        num_fitting = min(len(keys), guard.budget.room_for(guard.row_bytes)) if is_usable else 0
+        guard.num_declined_cascades += len(keys) - num_fitting
+        if num_fitting == 0:
+            self._reports.append(StockJobResult(job.job_id, success=not keys))
+            return
+        # vLLM keeps all blocks of a job in place until its end, so all of them count against the budget.
+        guard.budget.take(len(keys) * guard.row_bytes)
+        self._submit(job, keys[:num_fitting], len(keys))
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Hand the job to the tier; one that is left out by now has failed."""
+        keys = tuple(job.keys)
+        self._submit(job, keys, len(keys))
+
+    def take_reports(self) -> list[StockJobResult]:
+        """Return the jobs that have ended since the last call, each once, whatever the tier reports."""
+        self._collect()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def drain(self) -> None:
+        """Block until every job has ended.
+
+        Raises:
+            TierError: the tier says that it is done and has not reported every job.
+        """
+        tier = self._guard.tier
+        self._collect()
+        while self._open:
+            is_idle = tier.drain(DRAIN_PAUSE_S)
+            self._collect()
+            if self._open and is_idle:
+                lost = f"lost {len(self._open)} jobs and may still touch their rows: restart the engine"
+                raise TierError(self._guard.name, lost)
+            if self._open:
+                logger.warning("tier %r: a reset waits for %d transfers", self._guard.name, len(self._open))
+
+    def _submit(self, job: TransferJob, keys: tuple[OffloadKey, ...], num_pinned_blocks: int) -> None:
+        context = kvtier_context(job.req_context)
+        block_ids = slots_of(job)[: len(keys)]
+        metadata = JobMetadata(JobId(job.job_id), keys, block_ids, job.is_promotion, context)
+        opened = OpenJob(metadata, num_pinned_blocks, self._clock())
+        self._open[metadata.job_id] = opened
+        submission = self._guard.submit(metadata)
+        if submission is not Submission.STARTED:
+            self._end(opened, frozenset(), is_tried=submission is Submission.FAILED)
+
+    def _collect(self) -> None:
+        """Take the tier's reports; jobs of one that is out of service have failed once its threads are gone."""
+        for result in self._guard.get_finished():
+            job = self._open.get(result.job_id)
+            if job is not None:
+                self._finish(job, result)
+        if self._guard.is_out_of_service and self._open and self._guard.shutdown(0.0):
+            for job in list(self._open.values()):
+                self._end(job, frozenset())
+
+    def _finish(self, job: OpenJob, result: JobResult) -> None:
+        keys = frozenset(job.metadata.keys)
+        arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
+        is_well = result.success or bool(arrived) or not result.is_fault
+        self._guard.record_end(job.metadata, is_well=is_well)
+        self._end(job, arrived)
+
+    def _end(self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
+        """Close a job and have it reported.
+
+        Args:
+            job: the job, open.
+            arrived: which of its keys arrived.
+            is_tried: whether the tier had a chance; keys that it was never asked for are not left alone.
+        """
+        metadata = job.metadata
+        del self._open[metadata.job_id]
+        if metadata.is_promotion:
+            self._note_loads(metadata.keys, arrived, is_tried=is_tried)
+        else:
+            self._guard.budget.give_back(job.num_pinned_blocks * self._guard.row_bytes)
+        is_whole = len(metadata.keys) == job.num_pinned_blocks and arrived.issuperset(metadata.keys)
+        came = tuple(arrived) if metadata.is_promotion and arrived and not is_whole else None
+        self._reports.append(StockJobResult(metadata.job_id, is_whole, came, self._clock() - job.began_s))
+
+    def _note_loads(
+        self, keys: Iterable[OffloadKey], arrived: frozenset[OffloadKey], *, is_tried: bool
+    ) -> None:
+        """Leave blocks that failed alone for a while: vLLM would ask for them again in the next step."""
+        backoff = self._guard.backoff
+        self._guard.num_promoted_blocks += len(arrived)
+        for key in keys:
+            if key in arrived:
+                backoff.record_success(key)
+            elif is_tried:
+                backoff.record_failure(key)
+
+
+def kvtier_context(req_context: StockReqContext) -> ReqContext:
+    """Return kvtier's object for a request of vLLM's: the same one in every call and to every tier."""
+    context: ReqContext | None = req_context.get_state(ReqContext)
+    if context is None:
+        context = ReqContext(req_context.req_id, req_context.kv_transfer_params)
+        req_context.set_state(context)
+    return context
+
+
+def slots_of(job: TransferJob) -> BlockIds:
+    """Return a job's slots; they are called chunks from 0.30 on, and were called blocks before. Pure."""
+    slots = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return np.asarray(slots, dtype=np.int64)

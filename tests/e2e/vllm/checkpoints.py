@@ -1,0 +1,62 @@
+"""Small models with random weights whose answers depend on every token of the prompt, saved as checkpoints.
+
+Nothing is downloaded. vLLM's own dummy weights are so small that a model answers the same whatever its cache holds;
+here they are large enough that a wrong page is another answer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
+
+VOCAB_SIZE = 2048
+SEED = 7
+WINDOW_TOKENS = 256
+"""Length of the sliding window: several device blocks, and much shorter than the prompts."""
+
+COMMON: dict[str, Any] = {  # Any: arguments of transformers' configurations
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "initializer_range": 0.12,
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def save_llama(folder: Path, seed: int = SEED) -> Path:
+    """Save a Llama of four layers, all with full attention."""
+    config = LlamaConfig(**COMMON, num_hidden_layers=4, tie_word_embeddings=False)
+    return _save(folder, LlamaForCausalLM, config, seed)
+
+
+def save_gemma(folder: Path, seed: int = SEED) -> Path:
+    """Save a Gemma-3 text model: five layers with a sliding window, one with full attention."""
+    config = Gemma3TextConfig(
+        **COMMON,
+        num_hidden_layers=6,
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=64,
+        pad_token_id=0,
+    )
+    return _save(folder, Gemma3ForCausalLM, config, seed)
+
+
+def _save(folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Path:
+    set_seed(seed)
+    with torch.no_grad():
+        model_class(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,250 @@
+"""A real vLLM engine in this process, and what tests do with it; runs in a child of the test.
+
+The engine core lives in the same process, so that a test can step it and look at its books. Nothing here asserts.
+"""
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.e2e.vllm.answers import Answer
+
+from kvtier.base import ReqContext, make_offload_key
+
+MAX_IDLE_STEPS = 20_000
+"""Steps after which an engine that does not come to rest is taken for hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to start an engine.
+
+    Attributes:
+        model: folder of the checkpoint.
+        settings: kvtier's settings; None starts vLLM without kvtier.
+        num_device_blocks: size of the device pool.
+        max_num_seqs: requests that run at a time.
+        engine_arguments: more arguments of vLLM's ``LLM``.
+        environment: variables of the engine's processes.
+    """
+
+    model: str
+    settings: dict[str, Any] | None = None  # Any: a user's JSON
+    num_device_blocks: int = 72
+    max_num_seqs: int = 8
+    engine_arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+BLOCK_TOKENS = 32
+"""Tokens of a device block: small, so that short prompts have many."""
+
+MAX_MODEL_TOKENS = 2048
+CHUNK_TOKENS = 512
+"""Most tokens of a step: prompts are computed in several chunks."""
+
+WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_TOKENS}
+"""Arguments for sampling with a seed: vLLM 0.32's CPU backend dies when a seeded request's prompt comes in chunks
+("CPU Generator does not use offset")."""
+
+
+def run_engine(options: EngineOptions, connection: Connection) -> None:
+    """Start an engine, then carry out ``(method, arguments)`` from ``connection`` until None comes."""
+    os.environ.update(
+        {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            # Compiling what little vLLM compiles on the CPU takes most of a start, and touches no KV cache.
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONHASHSEED": "0",
+            **options.environment,
+        }
+    )
+    try:
+        host = EngineHost(options)
+    except BaseException as error:  # noqa: BLE001  # thread top: whatever it is, the test must see it
+        connection.send((False, describe(error)))
+        return
+    connection.send((True, None))
+    while (command := connection.recv()) is not None:
+        method, arguments = command
+        try:
+            connection.send((True, getattr(host, method)(*arguments)))
+        except BaseException as error:  # noqa: BLE001  # thread top: whatever it is, the test must see it
+            connection.send((False, describe(error)))
+    host.shutdown()
+    connection.send((True, None))
+
+
+def describe(error: BaseException) -> str:
+    """Return the error with its causes and where it came from."""
+    return "".join(traceback.format_exception(error))
+
+
+class EngineHost:
+    """One ``LLM`` whose engine core can be stepped by hand."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from tests.e2e.vllm.failing_tier import register
+        from vllm import LLM
+
+        register()
+        transfer_config = None
+        if options.settings is not None:
+            transfer_config = {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": options.settings,
+            }
+        arguments: dict[str, Any] = {  # Any: vLLM's own
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_TOKENS,
+            "max_num_batched_tokens": CHUNK_TOKENS,
+            "block_size": BLOCK_TOKENS,
+            "disable_log_stats": False,
+            **options.engine_arguments,
+        }
+        self._llm = LLM(
+            options.model,
+            num_gpu_blocks_override=options.num_device_blocks,
+            max_num_seqs=options.max_num_seqs,
+            kv_transfer_config=transfer_config,
+            **arguments,
+        )
+        self._core = self._llm.llm_engine.engine_core.engine_core
+
+    @property
+    def _scheduler_half(self) -> Any:  # Any: reached through vLLM's objects
+        return self._core.scheduler.connector._scheduler
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
+        """Answer the prompts together, as many at a time as the engine runs."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(**{"logprobs": 1, "ignore_eos": True, **sampling})
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [self._answer(output) for output in self._llm.generate(requests, parameters, use_tqdm=False)]
+
+    def generate_in_turn(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
+        """Answer one prompt after the other."""
+        return [answer for prompt in prompts for answer in self.generate([prompt], sampling)]
+
+    def settle(self) -> None:
+        """Step an engine without requests until its stores have ended and the tiers are done."""
+        for _ in range(MAX_IDLE_STEPS):
+            if not self._core.scheduler.has_requests():
+                break
+            self._core.step_fn()
+        else:
+            raise AssertionError("the engine does not come to rest")
+        manager = self._scheduler_half.manager
+        if hasattr(manager, "drain"):
+            assert manager.drain(60.0)
+
+    def stats(self) -> dict[str, float]:
+        """Return kvtier's counters and gauges."""
+        stats: dict[str, float] = self._scheduler_half.stats()
+        return stats
+
+    def check(self) -> None:
+        """Let the manager check its own books."""
+        self._scheduler_half.manager.check()
+
+    def reset(self) -> bool:
+        """Forget every block, on the device and in kvtier."""
+        return bool(self._llm.reset_prefix_cache(reset_connector=True))
+
+    def forget_device(self) -> bool:
+        """Empty the device's prefix cache: what is found afterwards comes from kvtier."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def zero_slot(self, slot: int) -> None:
+        """Zero what host memory holds of one block."""
+        self._rows[slot] = 0
+
+    def zero_held_block(self, prompt: Sequence[int], group: int, token: int) -> None:
+        """Zero what host memory holds of the block of one KV group that covers a token of a prompt."""
+        # A request that is never scheduled: its hashes name the keys.
+        request = self._request_of(prompt)
+        layout = self._scheduler_half._layouts[group]
+        last_hash = (token // layout.block_tokens + 1) * layout.hashes_per_block - 1
+        key = make_offload_key(request.block_hashes[last_hash], group)
+        context = ReqContext("test")
+        slots = self._scheduler_half.manager.prepare_load([key], context)
+        self._rows[int(slots.block_ids[0])] = 0
+        self._scheduler_half.manager.complete_load([key], context)
+
+    def _request_of(self, prompt: Sequence[int]) -> Any:  # Any: vLLM's Request
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            request_id="test",
+            prompt_token_ids=list(prompt),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self._core.request_block_hasher,
+        )
+
+    def swap_slots(self, slot: int, other: int) -> None:
+        """Swap what host memory holds of two blocks."""
+        self._rows[[slot, other]] = self._rows[[other, slot]]
+
+    @property
+    def _rows(self) -> Any:  # Any: reached through vLLM's objects
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker._spec._handlers.rows
+
+    def abort_while_loading(self, prompt: Sequence[int]) -> bool:
+        """Add a request, abort it as soon as its load is under way, and step until the engine rests.
+
+        Returns:
+            Whether a load was under way.
+        """
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": list(prompt)}, SamplingParams(max_tokens=4))
+        is_loading = False
+        for _ in range(MAX_IDLE_STEPS):
+            is_loading = any(
+                request.status.name == "WAITING_FOR_REMOTE_KVS"
+                for request in self._core.scheduler.requests.values()
+            )
+            if is_loading:
+                break
+            engine.step()
+        engine.abort_request(["aborted"])
+        for _ in range(MAX_IDLE_STEPS):
+            if not engine.has_unfinished_requests() and not self._core.scheduler.requests:
+                return is_loading
+            engine.step()
+            self._core.step_fn()
+        raise AssertionError("the aborted request is never let go")
+
+    def num_known_requests(self) -> int:
+        """Return how many requests the scheduler still knows."""
+        return len(self._core.scheduler.requests)
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @staticmethod
+    def _answer(output: Any) -> Answer:  # Any: vLLM's RequestOutput
+        (completion,) = output.outputs
+        assert completion.finish_reason == "length", completion.finish_reason
+        tokens = tuple(completion.token_ids)
+        logprobs = tuple(
+            options[token].logprob for options, token in zip(completion.logprobs, tokens, strict=True)
+        )
+        return Answer(tokens, logprobs, output.num_cached_tokens or 0)

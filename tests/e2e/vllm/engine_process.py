@@ -1,0 +1,93 @@
+"""A child process with one engine, driven by a test."""
+
+import multiprocessing
+from types import TracebackType
+from typing import Any
+
+from tests.e2e.vllm.engine_host import EngineOptions, run_engine
+
+START_TIMEOUT_S = 240.0
+"""Guard against a hang; a start takes ten to forty seconds."""
+
+CALL_TIMEOUT_S = 240.0
+"""Guard against a hang; the longest call takes about half a minute."""
+
+END_TIMEOUT_S = 60.0
+
+
+class EngineFailedError(AssertionError):
+    """The child could not start, or a call raised; the message is the child's traceback."""
+
+
+class EngineProcess:
+    """Starts an engine when entered and ends it when left.
+
+    Args:
+        options: how to start it.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+
+    def __enter__(self) -> "EngineProcess":
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run_engine, args=(self._options, theirs))
+        self._process.start()
+        theirs.close()
+        try:
+            self._receive(START_TIMEOUT_S)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self._process.is_alive():
+                self._connection.send(None)
+                self._receive(END_TIMEOUT_S)
+                self._process.join(END_TIMEOUT_S)
+        except (EngineFailedError, OSError):
+            if error is None:
+                raise
+        finally:
+            self._kill()
+
+    def call(self, method: str, *arguments: Any) -> Any:  # Any: whatever the host's method takes and returns
+        """Call a method of the engine's host.
+
+        Raises:
+            EngineFailedError: it raised, or the process died.
+        """
+        self._connection.send((method, arguments))
+        return self._receive(CALL_TIMEOUT_S)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def _receive(self, timeout_s: float) -> Any:  # Any: whatever the host's method returns
+        if not self._connection.poll(timeout_s):
+            raise EngineFailedError(f"no answer within {timeout_s} s")
+        try:
+            is_good, result = self._connection.recv()
+        except EOFError as error:
+            self._process.join(END_TIMEOUT_S)
+            raise EngineFailedError(f"the engine's process died: {self._process.exitcode}") from error
+        if not is_good:
+            raise EngineFailedError(result)
+        return result
+
+    def _kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._connection.close()

@@ -1,0 +1,111 @@
+"""An offloading spec whose copies fail on purpose, on the rank and at the jobs that a test chose.
+
+The faults travel in an environment variable, because with tensor parallelism the handlers live in worker processes.
+A load that fails has copied its bytes and then spoiled one of its device blocks, as a broken transfer does: an
+engine that used the block anyway would answer something else.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from kvtier.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    HandlerEntry,
+    OffloadingHandler,
+    TransferJobId,
+    TransferResult,
+    TransferSpec,
+)
+from kvtier.tiering.spec import TieringOffloadingSpec
+
+ENVIRONMENT_NAME = "KVTIER_TEST_FAULTS"
+
+GARBAGE = 0x3D
+"""Byte that spoiled pages consist of: as float32 a harmless looking 0.046."""
+
+
+Spoil = Literal["first", "middle", "last"]
+"""Which of a load's device blocks is spoiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFaults:
+    """Which copies fail.
+
+    Attributes:
+        rank: the worker on which they do; None means all of them.
+        fail_every_load: every so many loads one fails; 0 means none does.
+        fail_every_store: likewise for stores.
+        spoil: which device block of a failed load is spoiled.
+    """
+
+    rank: int | None = None
+    fail_every_load: int = 0
+    fail_every_store: int = 0
+    spoil: Spoil = "first"
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variable that carries this to the engine's processes."""
+        return {ENVIRONMENT_NAME: json.dumps(asdict(self))}
+
+
+class FaultySpec(TieringOffloadingSpec):
+    """Tiered offloading with handlers that fail as the environment says."""
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        """Yield the usual handlers, each behind its faults."""
+        faults = CopyFaults(**json.loads(os.environ.get(ENVIRONMENT_NAME, "{}")))
+        if faults.rank is not None and faults.rank != self.config.rank:
+            faults = CopyFaults()
+        for entry in super().get_handlers(kv_caches):
+            is_load = entry.destination is GPULoadStoreSpec
+            every = faults.fail_every_load if is_load else faults.fail_every_store
+            yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, every, faults.spoil))
+
+
+class FaultyHandler(OffloadingHandler):
+    """One direction of which every so-manieth job fails."""
+
+    def __init__(
+        self, inner: OffloadingHandler, kv_caches: CanonicalKVCaches, fail_every: int, spoil: Spoil
+    ) -> None:
+        self._inner = inner
+        self._kv_caches = kv_caches
+        self._fail_every = fail_every
+        self._spoil = spoil
+        self._num_jobs = 0
+        self._doomed: dict[TransferJobId, TransferSpec] = {}
+
+    def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        """Start a transfer, and remember it if it is to fail."""
+        self._num_jobs += 1
+        if self._fail_every and self._num_jobs % self._fail_every == 0:
+            self._doomed[job_id] = spec
+        return self._inner.transfer_async(job_id, spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return ended jobs; the doomed ones spoil a block first."""
+        return [self._judge(result) for result in self._inner.get_finished()]
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Pass on."""
+        self._inner.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """Pass on."""
+        self._inner.shutdown()
+
+    def _judge(self, result: TransferResult) -> TransferResult:
+        spec = self._doomed.pop(result.job_id, None)
+        if spec is None:
+            return result
+        if isinstance(spec.destination, GPULoadStoreSpec):
+            blocks = spec.destination.block_ids
+            position = {"first": 0, "middle": len(blocks) // 2, "last": -1}[self._spoil]
+            for canonical in self._kv_caches.tensors:
+                canonical.tensor[int(blocks[position])] = GARBAGE
+        return replace(result, success=False, transfer_size=None, transfer_time=None)

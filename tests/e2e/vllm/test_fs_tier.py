@@ -1,0 +1,121 @@
+"""What one engine has written to disk is found by its successor, and by another engine beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from tests.e2e.vllm.answers import assert_same
+from tests.e2e.vllm.conftest import Controls
+from tests.e2e.vllm.engine_host import EngineOptions
+from tests.e2e.vllm.engine_process import EngineFailedError, EngineProcess
+from tests.e2e.vllm.failing_tier import TIER_NAME
+from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
+
+PROMPTS = make_cycle(4)
+
+
+def settings_with(folder: Path, tier_type: str = "fs", **more: Any) -> dict[str, Any]:  # Any: a user's JSON
+    """Return settings with a host tier that holds all prompts and a tier in ``folder`` behind it."""
+    tier = {
+        "type": tier_type,
+        "root_dir": str(folder),
+        "capacity_bytes": "1GiB",
+        "max_in_flight_store_bytes": "128MiB",
+    }
+    return {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [tier], **more}
+
+
+def test_a_restarted_engine_is_answered_from_disk(
+    llama: str, llama_controls: Controls, tmp_path: Path
+) -> None:
+    options = EngineOptions(llama, settings_with(tmp_path / "blocks"))
+    with EngineProcess(options) as engine:
+        engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+
+    with EngineProcess(options) as engine:
+        answers = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        stats = engine.call("stats")
+        engine.call("check")
+
+    assert_same(answers, llama_controls.in_turn[:4])
+    assert [answer.num_cached_tokens for answer in answers] == [WHOLE_TOKENS] * 4
+    assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
+
+
+def test_two_engines_share_a_directory_while_both_run(
+    llama: str, llama_controls: Controls, tmp_path: Path
+) -> None:
+    options = EngineOptions(llama, settings_with(tmp_path / "blocks"))
+    with EngineProcess(options) as engine, EngineProcess(options) as other:
+        engine.call("generate_in_turn", PROMPTS[:2], GREEDY)
+        other.call("generate_in_turn", PROMPTS[2:], GREEDY)
+        engine.call("settle")
+        other.call("settle")
+
+        answers = engine.call("generate_in_turn", PROMPTS[2:], GREEDY)
+        others = other.call("generate_in_turn", PROMPTS[:2], GREEDY)
+        stats = engine.call("stats")
+
+    assert_same([*others, *answers], llama_controls.in_turn[:4])
+    assert [answer.num_cached_tokens for answer in [*answers, *others]] == [WHOLE_TOKENS] * 4
+    assert stats["connector.loaded_tokens.fs"] == 2 * WHOLE_TOKENS
+
+
+def test_a_tier_that_fails_every_third_load_costs_hits_and_no_answer(
+    llama: str, llama_controls: Controls, tmp_path: Path
+) -> None:
+    with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
+        engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+
+    options = EngineOptions(llama, settings_with(tmp_path / "blocks", TIER_NAME))
+    with EngineProcess(options) as engine:
+        answers = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        stats = engine.call("stats")
+        engine.call("check")
+
+    assert_same(answers, llama_controls.in_turn[:4])
+    # A request takes one load or two, as its lookups come in.
+    assert {answer.num_cached_tokens for answer in answers} == {0, WHOLE_TOKENS}
+    assert stats["failed_promotions"] > 0
+
+
+def test_a_reset_is_complete_on_disk_too(llama: str, llama_controls: Controls, tmp_path: Path) -> None:
+    with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
+        engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+        assert engine.call("reset")
+
+        computed = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        assert engine.call("forget_device")
+        found = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("check")
+
+    assert_same(computed, llama_controls.in_turn[:4])
+    assert_same(found, llama_controls.in_turn[:4])
+    assert [answer.num_cached_tokens for answer in computed] == [0] * 4
+    assert [answer.num_cached_tokens for answer in found] == [WHOLE_TOKENS] * 4
+
+
+def test_another_model_never_finds_these_blocks(llama: str, tmp_path: Path) -> None:
+    from tests.e2e.vllm.checkpoints import save_llama
+
+    other_model = str(save_llama(tmp_path / "other", seed=8))
+    with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
+        engine.call("generate_in_turn", PROMPTS[:1], GREEDY)
+        engine.call("settle")
+
+    with EngineProcess(EngineOptions(other_model, settings_with(tmp_path / "blocks"))) as engine:
+        (answer,) = engine.call("generate_in_turn", PROMPTS[:1], GREEDY)
+
+    assert answer.num_cached_tokens == 0
+
+
+def test_a_second_engine_with_the_same_instance_id_is_refused(llama: str, tmp_path: Path) -> None:
+    options = EngineOptions(llama, settings_with(tmp_path / "blocks", instance_id="the-only-one"))
+    with EngineProcess(options), pytest.raises(EngineFailedError, match="the-only-one"):
+        EngineProcess(options).__enter__()

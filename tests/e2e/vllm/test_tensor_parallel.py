@@ -1,0 +1,72 @@
+"""Two workers in two processes: a job counts when both have ended it, and one failure fails it for both."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from tests.e2e.vllm.answers import assert_same
+from tests.e2e.vllm.conftest import Controls
+from tests.e2e.vllm.engine_host import EngineOptions
+from tests.e2e.vllm.engine_process import EngineProcess
+from tests.e2e.vllm.faulty_spec import CopyFaults
+from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
+from tests.e2e.vllm.test_failed_loads import FAULTY, num_computed
+from tests.e2e.vllm.test_fs_tier import settings_with
+
+PROMPTS = make_cycle(4)
+TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+
+
+def test_two_workers_answer_from_host_memory_and_from_disk(
+    llama: str, llama_controls: Controls, tmp_path: Path
+) -> None:
+    options = EngineOptions(
+        llama,
+        settings_with(tmp_path / "blocks"),
+        engine_arguments=TWO_WORKERS,
+        environment=ONE_CORE_EACH,
+    )
+    with EngineProcess(options) as engine:
+        first = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("forget_device")
+        from_host = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+    with EngineProcess(options) as engine:
+        from_disk = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        stats = engine.call("stats")
+        engine.call("check")
+
+    for answers in (first, from_host, from_disk):
+        assert_same(answers, llama_controls.in_turn[:4])
+    assert [answer.num_cached_tokens for answer in from_host] == [WHOLE_TOKENS] * 4
+    assert [answer.num_cached_tokens for answer in from_disk] == [WHOLE_TOKENS] * 4
+    assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
+
+
+def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: Controls) -> None:
+    faults = CopyFaults(rank=1, fail_every_load=2, fail_every_store=4, spoil="middle")
+    options = EngineOptions(
+        llama,
+        FAULTY,
+        engine_arguments=TWO_WORKERS,
+        environment=ONE_CORE_EACH | faults.to_environment(),
+    )
+    with EngineProcess(options) as engine:
+        first = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("forget_device")
+        again = engine.call("generate", PROMPTS, GREEDY)
+        engine.call("settle")
+        engine.call("check")
+        stats = engine.call("stats")
+
+    assert_same(first, llama_controls.in_turn[:4])
+    assert_same(again, llama_controls.in_turn[:4])
+    assert stats["connector.failed_store_jobs"] > 0
+    assert stats["connector.failed_load_jobs"] > 0
+    assert num_computed(again) > 0
