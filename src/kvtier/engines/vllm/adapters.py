@@ -1,8 +1,8 @@
 """Which adapter's weights made the blocks of a request.
 
-It loads no weights. vLLM's content hashes know an adapter by the name that a client chose, and a name may stand for
-other weights tomorrow, in this process or in the next one that reads the same disk. So the keys of such a request are
-salted with a fingerprint of the adapter's files, and a request whose adapter has no readable files is not offloaded.
+It loads no weights. vLLM's content hashes know an adapter by its name and, from 0.31, its path, and either may stand
+for other weights tomorrow, in this process or in the next one that reads the same disk. So the keys of such a
+request are salted with a fingerprint of the adapter's files; one whose adapter has no readable files is not offloaded.
 """
 
 import hashlib

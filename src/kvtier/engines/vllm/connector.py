@@ -49,6 +49,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
     ) -> None:
         join_log()
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        SchedulerHooks.__init__(self)
         WorkerHooks.__init__(self)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._connector = OffloadingConnector(

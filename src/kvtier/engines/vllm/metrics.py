@@ -27,6 +27,8 @@ LEVELS_INTERVAL_S = 1.0
 class KVTierStats(KVConnectorStats):
     """Transfers of an interval and the latest counters; vLLM moves it between processes as its ``data``."""
 
+    data: dict[str, Any]  # Any: two kinds of payload, told apart by key
+
     @classmethod
     def of_transfers(cls, stats: OffloadingConnectorStats) -> "KVTierStats":
         """Return a payload of one worker's transfers."""

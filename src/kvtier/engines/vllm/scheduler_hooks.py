@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.vllm.adapters import AdapterSalts
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.events import translate_events
 
@@ -27,6 +28,9 @@ class SchedulerHooks:
 
     _connector: OffloadingConnector
     _kv_cache_config: KVCacheConfig
+
+    def __init__(self) -> None:
+        self._adapter_salts = AdapterSalts()
 
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler:
@@ -46,23 +50,18 @@ class SchedulerHooks:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded beyond those on the device; None asks to be asked again."""
-        if not self.is_offloadable(request):
+        key_salt = self._adapter_salts.salt_of(request) if self.is_offloadable(request) else None
+        if key_salt is None:
             return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, key_salt)
 
     def is_offloadable(self, request: Request) -> bool:
         """Return whether blocks of this request may be loaded and stored; one that is never searched is neither.
 
-        Left alone are requests that must not read a prefix cache (vLLM asks all the same before 0.31), sessions, which
-        take back tokens whose hashes were handed out, and, where tiers outlive the process, adapters: vLLM
-        hashes their name, and from 0.31 their path, but never their weights.
+        Left alone are requests that must not read a prefix cache (vLLM asks all the same before 0.31) and sessions,
+        which take back tokens whose hashes were handed out.
         """
-        outlives_process = bool(self._connector.spec.config.settings.secondary_tiers)
-        return not (
-            request.skip_reading_prefix_cache
-            or request.resumable
-            or (request.lora_request is not None and outlives_process)
-        )
+        return not (request.skip_reading_prefix_cache or request.resumable)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return every KV group: a load fills each device block that is allocated for it, so none need be zeroed."""

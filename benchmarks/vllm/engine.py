@@ -1,0 +1,212 @@
+"""A real vLLM engine and what benchmarks ask of it; it lives in a child process.
+
+The engine core runs in that same process, so that its idle steps can be made by hand and kvtier's counters read.
+It judges nothing: it answers, times, and says where tokens came from.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.tiering.manager import TieringOffloadingManager
+
+MAX_IDLE_STEPS = 100_000
+"""Steps after which an engine that does not come to rest is taken for hung."""
+
+DRAIN_S = 120.0
+"""Guard against a tier that hangs."""
+
+LOADED_TOKENS = "connector.loaded_tokens."
+"""How the counters of loaded tokens begin; the tier's name follows."""
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to start an engine.
+
+    Attributes:
+        model: folder of the checkpoint.
+        settings: kvtier's settings; None starts vLLM without kvtier.
+        num_device_blocks: size of the device pool, the null block included.
+        block_tokens: tokens of a device block.
+        max_model_tokens: longest request, with its answer.
+        step_tokens: most tokens computed in a step.
+        max_num_seqs: requests that run at a time.
+    """
+
+    model: str
+    settings: dict[str, Any] | None  # Any: a user's JSON
+    num_device_blocks: int = 34
+    block_tokens: int = 128
+    max_model_tokens: int = 4096
+    step_tokens: int = 4096
+    max_num_seqs: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one prompt.
+
+    Attributes:
+        tokens: what was generated, greedily.
+        logprobs: the log-probability of each of them; empty when not asked for.
+        num_cached_tokens: prompt tokens that were not computed.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What came of some prompts that were served together.
+
+    Attributes:
+        answers: one for each prompt.
+        time_s: from the first prompt handed over to the last answer.
+        loaded_tokens: tokens that kvtier brought, by tier.
+        num_open_jobs: transfers not ended when the last answer came.
+    """
+
+    answers: tuple[Answer, ...]
+    time_s: float
+    loaded_tokens: dict[str, int]
+    num_open_jobs: int
+
+
+def run_engine(options: EngineOptions, connection: Connection) -> None:
+    """Start an engine, then carry out ``(method, arguments)`` from ``connection`` until None comes.
+
+    Effects:
+        Sends None when the engine has started or ended, and what each method returned; on an error the connection
+        ends, and the interpreter prints the error.
+    """
+    os.environ.update(ENVIRONMENT)
+    with connection:
+        engine = Engine(options)
+        connection.send(None)
+        while (command := connection.recv()) is not None:
+            method, arguments = command
+            connection.send(getattr(engine, method)(*arguments))
+        engine.shutdown()
+        connection.send(None)
+
+
+class Engine:
+    """One vLLM ``LLM`` with its core in this process.
+
+    Args:
+        options: how to start it.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import LLM
+
+        transfer_config = None
+        if options.settings is not None:
+            transfer_config = {
+                "kv_connector": "KVTierConnector",
+                "kv_connector_module_path": "kvtier.engines.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": options.settings,
+            }
+        self._llm = LLM(
+            options.model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=options.block_tokens,
+            num_gpu_blocks_override=options.num_device_blocks,
+            max_model_len=options.max_model_tokens,
+            max_num_batched_tokens=options.step_tokens,
+            max_num_seqs=options.max_num_seqs,
+            use_tqdm_on_load=False,
+            kv_transfer_config=transfer_config,
+        )
+        self._core = self._llm.llm_engine.engine_core.engine_core
+        self._has_kvtier = options.settings is not None
+
+    def serve(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int, has_logprobs: bool) -> Served:
+        """Answer the prompts, as many at a time as the engine runs; what is stored of them may go on."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=num_answer_tokens,
+            ignore_eos=True,
+            logprobs=0 if has_logprobs else None,
+            detokenize=False,
+        )
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        loaded_before = self._loaded_tokens()
+        start_s = time.perf_counter()
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        time_s = time.perf_counter() - start_s
+        loaded = {
+            source: num_tokens - loaded_before.get(source, 0)
+            for source, num_tokens in self._loaded_tokens().items()
+            if num_tokens != loaded_before.get(source, 0)
+        }
+        num_open_jobs = int(self.stats().get("connector.open_jobs", 0))
+        return Served(tuple(make_answer(output) for output in outputs), time_s, loaded, num_open_jobs)
+
+    def settle(self) -> None:
+        """Step the engine until its stores have ended and the tiers are done.
+
+        Raises:
+            RuntimeError: it does not come to rest.
+        """
+        for _ in range(MAX_IDLE_STEPS):
+            if not self._core.scheduler.has_requests():
+                break
+            self._core.step_fn()
+        else:
+            raise RuntimeError(f"the engine is not at rest after {MAX_IDLE_STEPS} steps")
+        manager = self._scheduler_half.manager if self._has_kvtier else None
+        if isinstance(manager, TieringOffloadingManager) and not manager.drain(DRAIN_S):
+            raise RuntimeError(f"the tiers are not done after {DRAIN_S} s")
+
+    def stats(self) -> dict[str, float]:
+        """Return kvtier's counters and gauges; nothing without kvtier."""
+        return self._scheduler_half.stats() if self._has_kvtier else {}
+
+    def shutdown(self) -> None:
+        """End the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @property
+    def _scheduler_half(self) -> OffloadingConnectorScheduler:
+        half = self._core.scheduler.connector._scheduler  # noqa: SLF001  # vLLM's own metrics lag by a second
+        assert isinstance(half, OffloadingConnectorScheduler)
+        return half
+
+    def _loaded_tokens(self) -> dict[str, int]:
+        return {
+            name.removeprefix(LOADED_TOKENS): int(value)
+            for name, value in self.stats().items()
+            if name.startswith(LOADED_TOKENS)
+        }
+
+
+def make_answer(output: Any) -> Answer:  # noqa: ANN401  # Any: vLLM's RequestOutput
+    """Take from vLLM's output what is compared. Pure."""
+    (completion,) = output.outputs
+    tokens = tuple(completion.token_ids)
+    logprobs = tuple(
+        choices[token].logprob for choices, token in zip(completion.logprobs or (), tokens, strict=False)
+    )
+    return Answer(tokens, logprobs, output.num_cached_tokens or 0)

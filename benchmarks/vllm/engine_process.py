@@ -1,0 +1,93 @@
+"""A child process with one vLLM engine, driven over a pipe; it sleeps while nothing is asked of it."""
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.vllm.engine import EngineOptions, Served, run_engine
+
+ANSWER_TIMEOUT_S = 3600.0
+"""Guard against a hang; the longest call, a whole trace, takes minutes."""
+
+END_TIMEOUT_S = 60.0
+
+
+class EngineProcess:
+    """Starts an engine when entered and ends it when left.
+
+    Args:
+        options: how to start it.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+
+    def __enter__(self) -> "EngineProcess":
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=run_engine, args=(self._options, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self._receive()
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._connection.send(None)
+                self._receive()
+                self._process.join(END_TIMEOUT_S)
+        finally:
+            self._kill()
+
+    def serve(
+        self, prompts: Sequence[Sequence[int]], num_answer_tokens: int, *, has_logprobs: bool = False
+    ) -> Served:
+        """Answer the prompts, then wait until what is stored of them has reached every tier."""
+        served = self._call("serve", prompts, num_answer_tokens, has_logprobs)
+        assert isinstance(served, Served)
+        self._call("settle")
+        return served
+
+    def stats(self) -> dict[str, float]:
+        """Return kvtier's counters and gauges; nothing without kvtier."""
+        stats = self._call("stats")
+        assert isinstance(stats, dict)
+        return stats
+
+    def processor_time_s(self) -> float:
+        """Return the processor time that the child has taken so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        user_ticks, system_ticks = int(fields[11]), int(fields[12])
+        return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
+
+    def _call(self, method: str, *arguments: object) -> object:
+        self._connection.send((method, arguments))
+        return self._receive()
+
+    def _receive(self) -> object:
+        if not self._connection.poll(ANSWER_TIMEOUT_S):
+            raise SystemExit(f"the engine has not answered within {ANSWER_TIMEOUT_S} s")
+        try:
+            result: object = self._connection.recv()
+        except EOFError:
+            self._process.join(END_TIMEOUT_S)
+            raise SystemExit(f"the engine's process died, exit code {self._process.exitcode}") from None
+        return result
+
+    def _kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._connection.close()

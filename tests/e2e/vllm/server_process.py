@@ -1,0 +1,191 @@
+"""vLLM's HTTP server with kvtier, as a process of its own that a test talks to.
+
+The engine core and its worker are processes of the server, as for anybody who runs ``vllm serve``.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, MAX_MODEL_TOKENS
+
+START_TIMEOUT_S = 240.0
+"""Guard against a hang; a start takes about half a minute."""
+
+REQUEST_TIMEOUT_S = 120.0
+
+STOP_TIMEOUT_S = 120.0
+"""Guard against a hang; vLLM takes some twenty seconds to end."""
+
+POLL_S = 0.2
+
+NUM_DEVICE_BLOCKS = 72
+"""Two prompts and their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """What the server answered.
+
+    Attributes:
+        tokens: what was generated.
+        num_cached_tokens: prompt tokens that were not computed, from the device or from kvtier.
+    """
+
+    tokens: tuple[int, ...]
+    num_cached_tokens: int
+
+
+class ServerProcess:
+    """Starts a server when entered and ends it when left, by its process id.
+
+    Args:
+        model: folder of the checkpoint.
+        settings: kvtier's settings.
+        events_endpoint: where vLLM connects to publish its KV events.
+        log: file for what the server prints.
+    """
+
+    def __init__(self, model: str, settings: dict[str, Any], events_endpoint: str, log: Path) -> None:
+        # Any: a user's JSON
+        transfer_config = {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }
+        events_config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": events_endpoint}
+        self._arguments = [
+            *("--model", model, "--served-model-name", "model", "--host", "127.0.0.1", "--dtype", "float32"),
+            *("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-details"),
+            *("--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(NUM_DEVICE_BLOCKS)),
+            # Without it vLLM kills its engine at once, and blocks on their way to a tier are lost.
+            *("--shutdown-timeout", "60"),
+            *("--kv-transfer-config", json.dumps(transfer_config)),
+            *("--kv-events-config", json.dumps(events_config)),
+        ]
+        self._log = log
+
+    def __enter__(self) -> "ServerProcess":
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+            AssertionError: it ended or never answered; the message is the end of its log.
+        """
+        self._port = find_free_port()
+        with self._log.open("ab") as log:
+            self._process = start_process([*self._arguments, "--port", str(self._port)], log)
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                self.stop()
+                raise AssertionError(self._log.read_text(errors="replace")[-4000:])
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """End the server as an operator does, and all of its processes if it does not obey."""
+        try:
+            self._process.terminate()
+            self._process.wait(STOP_TIMEOUT_S)
+        finally:
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    def restart(self) -> None:
+        """End the server and start a new one with the same arguments."""
+        self.stop()
+        self.start()
+
+    def ask(self, prompt: list[int], **more: Any) -> HttpAnswer:  # Any: a client's JSON
+        """Let the server continue a prompt of token ids."""
+        body = {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
+        answer = self.post("/v1/completions", body)
+        details = answer["usage"]["prompt_tokens_details"]
+        return HttpAnswer(tuple(answer["choices"][0]["token_ids"]), details["cached_tokens"])
+
+    def forget_device(self) -> None:
+        """Empty the device's prefix cache: what is found afterwards comes from kvtier."""
+        assert self.post("/reset_prefix_cache") == {"success": True}
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:  # Any: JSON
+        """Send a request and return the JSON of its answer."""
+        request = urllib.request.Request(  # noqa: S310 - our own server on this host
+            self._url(path), json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
+            return json.loads(response.read() or b"null")
+
+    def metrics(self, name: str, label: str) -> dict[str, float]:
+        """Return the samples of one family on the metrics page, by the value of one label."""
+        with urllib.request.urlopen(self._url("/metrics"), timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
+            page = response.read().decode()
+        families = text_string_to_metric_families(page)
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return {sample.labels[label]: sample.value for sample in samples}
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(self._url("/health"), timeout=REQUEST_TIMEOUT_S):  # noqa: S310
+                return True
+        except OSError:
+            return False
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self._port}{path}"
+
+
+def start_process(arguments: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start vLLM's server in a process group of its own, so that none of its processes can be left behind."""
+    environment = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /sleep
+        "PYTHONHASHSEED": "0",
+    }
+    # "vllm serve" is this module; the command itself asks for a package named vllm, and this one is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def find_free_port() -> int:
+    """Return a port of the loopback interface that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,48 @@
+"""The examples for vLLM run as they stand, and show what they are there to show."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
+TIMEOUT_S = 280
+"""Guard against a hang; each takes less than a minute."""
+
+
+def run(folder: Path, *command: str) -> str:
+    """Run an example in a folder and return what it printed."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_offline_example_loads_its_prompts_from_kvtier_in_the_second_round(tmp_path: Path) -> None:
+    printed = run(tmp_path, sys.executable, str(EXAMPLES / "offline.py"))
+
+    rounds = re.findall(r"^round (\d), .* prompt tokens: ([^.]*), answer", printed, flags=re.MULTILINE)
+    assert [number for number, _ in rounds] == ["1"] * 3 + ["2"] * 3
+    assert {sources for _, sources in rounds[:3]} == {"3000 computed"}
+    # Releases before 0.32 do not say where in kvtier.
+    assert {re.sub("kvtier|disk", "host", sources) for _, sources in rounds[3:]} == {"2944 host, 56 computed"}
+
+
+def test_the_server_example_loads_the_prompt_that_comes_again(tmp_path: Path) -> None:
+    printed = run(tmp_path, "bash", str(EXAMPLES / "server.sh"))
+
+    asked = re.findall(r'^prompt (\d): "cached_tokens":(\d+) [0-9.]+ s$', printed, flags=re.MULTILINE)
+    assert asked == [("1", "0"), ("2", "0"), ("3", "0"), ("1", "2944")]
+    assert re.search(r'^vllm:kvtier_transfers_total\{direction="CPU_to_GPU"\} [1-9]', printed, re.MULTILINE)

@@ -1,0 +1,193 @@
+"""vLLM's configuration as kvtier's, and what is refused at start."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+from tests.engines.vllm.configs import BLOCK_TOKENS, cache_config, full, group, with_kvtier
+from vllm.config import KVEventsConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.engines.vllm.config import check_zeroing, make_offloading_config
+from kvtier.errors import ConfigError, ModelError, UnknownNameError
+from kvtier.namespace import make_namespace
+
+SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
+
+
+@pytest.fixture
+def kv_cache_config() -> KVCacheConfig:
+    return cache_config(group(full(), "a", "b"))
+
+
+@pytest.fixture
+def config(vllm_config: VllmConfig) -> VllmConfig:
+    return with_kvtier(vllm_config)
+
+
+def test_what_the_two_processes_say_differs_by_the_rank_alone(
+    config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    config.parallel_config.rank = 0
+
+    scheduler = make_offloading_config(config, kv_cache_config, SCHEDULER)
+    worker = make_offloading_config(config, kv_cache_config, WORKER)
+
+    assert (scheduler.rank, worker.rank) == (None, 0)
+    assert make_namespace(scheduler, 64).digest == make_namespace(worker, 64).digest
+    assert scheduler.engine_id == worker.engine_id == config.kv_transfer_config.engine_id
+
+
+def test_the_engine_is_described_with_its_sizes(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, model_folder: Path
+) -> None:
+    made = make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+    assert made.engine_kind == "vllm"
+    assert made.model.name == str(model_folder)
+    assert made.model.dtype == "torch.float32"
+    assert made.hash_block_size == BLOCK_TOKENS
+    assert made.groups[0].page_size_bytes == 2 * 2048
+    assert (made.world_size, made.num_hosts, made.context_parallel_size) == (1, 1, 1)
+    assert made.kv_dtype == "auto: float32 NONE"
+    assert made.settings.cpu_bytes_to_use == 2**20
+    assert made.enable_events is False
+
+
+def test_kv_events_are_recorded_when_vllm_publishes_them(
+    config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True)
+
+    assert make_offloading_config(config, kv_cache_config, SCHEDULER).enable_events is True
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_a_role_that_only_stores_or_only_loads_is_refused(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, role: str
+) -> None:
+    config.kv_transfer_config.kv_role = role
+
+    with pytest.raises(ConfigError, match=f"kv_role='{role}'.*kv_both"):
+        make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+@pytest.mark.parametrize(
+    ("field", "setting"),
+    [
+        ("pipeline_parallel_size", "pipeline_parallel_size"),
+        ("prefill_context_parallel_size", "context_parallel_size"),
+        ("decode_context_parallel_size", "context_parallel_size"),
+    ],
+)
+def test_workers_that_split_layers_or_tokens_are_refused(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, field: str, setting: str
+) -> None:
+    setattr(config.parallel_config, field, 2)
+
+    with pytest.raises(ConfigError, match=f"{setting}=2: must be 1"):
+        make_offloading_config(config, kv_cache_config, WORKER)
+
+
+def test_workers_on_several_machines_are_refused(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    config.parallel_config.nnodes = 2
+
+    with pytest.raises(ConfigError, match="num_hosts=2"):
+        make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+def test_an_engine_that_never_uses_a_prefix_again_is_refused(
+    config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    config.cache_config.enable_prefix_caching = False
+
+    with pytest.raises(ConfigError, match="enable_prefix_caching=False"):
+        make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+def test_an_unknown_setting_names_the_nearest_known_one(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    misspelt = with_kvtier(vllm_config, cpu_bytes_to_used="1GiB")
+
+    with pytest.raises(UnknownNameError, match="did you mean 'cpu_bytes_to_use'"):
+        make_offloading_config(misspelt, kv_cache_config, SCHEDULER)
+
+
+class ZeroingEngine:
+    """What ``check_zeroing`` reads of an engine."""
+
+    def __init__(self, *, use_v2_model_runner: bool) -> None:
+        self.use_v2_model_runner = use_v2_model_runner
+
+
+@pytest.mark.parametrize(
+    ("is_mixed", "is_second_runner", "role", "is_refused"),
+    [
+        (True, True, SCHEDULER, True),
+        (True, True, WORKER, False),
+        (True, False, SCHEDULER, False),
+        (False, True, SCHEDULER, False),
+    ],
+)
+def test_a_runner_that_zeroes_blocks_before_they_are_stored_is_refused(
+    is_mixed: bool, is_second_runner: bool, role: KVConnectorRole, is_refused: bool
+) -> None:
+    import torch
+
+    other = full(dtype=torch.bfloat16, head_size=16) if is_mixed else full()
+    kv_cache_config = cache_config(group(full(), "a"), group(other, "b"), tensors=[])
+    engine = ZeroingEngine(use_v2_model_runner=is_second_runner)
+
+    if is_refused:
+        with pytest.raises(ModelError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            check_zeroing(engine, kv_cache_config, role)
+    else:
+        check_zeroing(engine, kv_cache_config, role)
+
+
+@pytest.mark.parametrize(("replica", "name"), [(0, "shared"), (1, "shared-dp1"), (3, "shared-dp3")])
+def test_each_replica_has_a_region_of_its_own(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, replica: int, name: str
+) -> None:
+    config = with_kvtier(vllm_config, instance_id="shared")
+    config.parallel_config.data_parallel_index = replica
+
+    assert make_offloading_config(config, kv_cache_config, SCHEDULER).settings.instance_id == name
+    assert config.kv_transfer_config.kv_connector_extra_config["instance_id"] == "shared"
+
+
+def digest(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bytes:
+    """Return the namespace of an engine's blocks."""
+    return make_namespace(make_offloading_config(config, kv_cache_config, SCHEDULER), 64).digest
+
+
+def test_whatever_changes_the_bytes_of_a_block_changes_its_namespace(
+    config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    variants = {"plain": config}
+    for name in ("dtype", "seed", "algorithm", "kv dtype", "skipped layers", "rope"):
+        variants[name] = copy.deepcopy(config)
+    variants["dtype"].model_config.dtype = "bfloat16"
+    variants["seed"].model_config.seed = 5
+    variants["algorithm"].cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    variants["kv dtype"].cache_config.cache_dtype = "fp8"
+    variants["skipped layers"].cache_config.kv_cache_dtype_skip_layers = ["0"]
+    variants["rope"].model_config.hf_config.rope_scaling = {"rope_type": "linear", "factor": 2.0}
+
+    digests = {name: digest(variant, kv_cache_config) for name, variant in variants.items()}
+
+    assert len(set(digests.values())) == len(variants)
+    assert digest(copy.deepcopy(config), kv_cache_config) == digests["plain"]
+
+
+def test_pages_of_another_type_are_another_namespace(config: VllmConfig) -> None:
+    import torch
+
+    same_size = cache_config(group(full(dtype=torch.bfloat16, head_size=16), "a", "b"))
+
+    assert digest(config, same_size) != digest(config, cache_config(group(full(), "a", "b")))
