@@ -208,3 +208,11 @@ def test_a_group_that_cannot_be_is_refused(changes: dict[str, Any], setting: str
     with pytest.raises(ConfigError) as caught:
         replace(GROUP, **changes)
     assert caught.value.setting == setting
+
+
+def test_device_blocks_of_a_recurrent_state_are_not_joined() -> None:
+    state = KVGroup(16, ("layer.1",), 1024, GroupKind.STATE)
+
+    with pytest.raises(ConfigError, match="recurrent state"):
+        make_config((GROUP, state), block_size=32)
+    assert make_config((GROUP, state), block_size=16).block_size_factor == 1

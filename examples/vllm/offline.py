@@ -2,7 +2,7 @@
 
 python examples/vllm/offline.py                        a small random Llama, made on the spot
 python examples/vllm/offline.py MODEL                  any model that vLLM runs, by name or folder
-python examples/vllm/offline.py --disk /tmp/kv-blocks  keeps blocks on disk too: run it twice
+python examples/vllm/offline.py --disk /tmp/kvtier     keeps blocks on disk too: run it twice
 """
 
 import argparse
@@ -38,26 +38,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="name or folder of a model; none makes a small random one")
-    parser.add_argument("--disk", type=Path, help="absolute folder for blocks that outlive the engine")
+    parser.add_argument("--disk", type=Path, help="folder for blocks that outlive the engine")
     parser.add_argument("--save-model", type=Path, help="only save the small random model in this folder")
     options = parser.parse_args()
     if options.save_model is not None:
         save_random_llama(options.save_model)
         return
-    with model_folder(options.model) as model:
-        run(make_engine(model, options.disk))
+    with working_folder(options.disk) as folder:
+        model = options.model
+        if model is None:
+            model = str(folder / "model")
+            save_random_llama(folder / "model")
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        run(make_engine(model, None if options.disk is None else folder / "blocks"))
 
 
 @contextmanager
-def model_folder(model: str | None) -> Iterator[str]:
-    """Yield the given model, or the folder of a random one that is removed afterwards."""
-    if model is not None:
-        yield model
+def working_folder(disk: Path | None) -> Iterator[Path]:
+    """Yield the folder that is kept, or one that is removed afterwards."""
+    if disk is not None:
+        # The model is in there too: its name is part of what blocks are found by.
+        yield disk.absolute()
         return
     with tempfile.TemporaryDirectory() as folder:
-        save_random_llama(Path(folder))
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        yield folder
+        yield Path(folder)
 
 
 def save_random_llama(folder: Path) -> None:
@@ -80,7 +84,7 @@ def save_random_llama(folder: Path) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
-def make_engine(model: str, disk: Path | None) -> "LLM":
+def make_engine(model: str, blocks: Path | None) -> "LLM":
     """Start vLLM with kvtier behind its device cache."""
     # vLLM reads these once, when it is imported.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -88,7 +92,7 @@ def make_engine(model: str, disk: Path | None) -> "LLM":
     os.environ.setdefault("PYTHONHASHSEED", "0")
     from vllm import LLM
 
-    tiers = [] if disk is None else [{"type": "fs", "root_dir": str(disk), "capacity_bytes": "4GiB"}]
+    tiers = [] if blocks is None else [{"type": "fs", "root_dir": str(blocks), "capacity_bytes": "4GiB"}]
     return LLM(
         model,
         kv_transfer_config={

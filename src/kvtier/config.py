@@ -310,6 +310,9 @@ class OffloadingConfig:
         if len(sizes) > 1:
             remedy = f"cannot be set when groups have different device block sizes ({sorted(sizes)})"
             raise ConfigError("block_size", block_size, remedy)
+        if block_size != min(sizes) and any(group.kind is GroupKind.STATE for group in self.groups):
+            remedy = "cannot join device blocks of a recurrent state, of which the engine keeps the last: leave it out"
+            raise ConfigError("block_size", block_size, remedy)
         if block_size % min(sizes):
             remedy = f"must be a multiple of the device block size, {min(sizes)} tokens"
             raise ConfigError("block_size", block_size, remedy)

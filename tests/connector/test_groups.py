@@ -61,3 +61,9 @@ def test_layouts_follow_the_kinds_of_the_groups() -> None:
     assert [layout.num_tail_blocks for layout in layouts] == [None, 3, 1]
     assert [layout.hashes_per_block for layout in layouts] == [1, 2, 4]
     assert common_block_tokens(layouts) == 16
+
+
+def test_of_a_state_only_the_block_of_the_last_token_is_live() -> None:
+    (layout,) = make_group_layouts(FakeSpec(make_config(groups=(KVGroup(16, ("c",), 64, GroupKind.STATE),))))
+
+    assert [layout.first_live_block(num) for num in (0, 1, 16, 17, 32, 33)] == [0, 0, 0, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""Memory and copies of the simulated engine: what each token's KV must be, device blocks, slow handlers.
+"""Memory and copies of the simulated engine: what each token's KV must be, host rows, slow handlers.
 
 Nothing here decides. A copy happens as late as it may, when the model lets a handler work or when somebody
 waits for it, or as early as it may, at once: so a block that changes hands before its store has ended gives
@@ -22,19 +22,23 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 
-BLOCK_TOKENS = 4
-TOKEN_BYTES = 8
+PAGE_CELLS = 8
+CELL_BYTES = 8
 GARBAGE = -1
 NULL_BLOCK = 0
 
 Cells = npt.NDArray[np.int64]
 
 
-@lru_cache(maxsize=200_000)
-def kv_of(prefix: tuple[int, ...], group: int, weights: int) -> int:
-    """Return the KV of the last token of ``prefix``: it depends on each token, the group and the weights."""
-    text = repr((prefix, group, weights)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+@lru_cache(maxsize=100_000)
+def kv_of(tokens: tuple[int, ...], group: int, weights: int) -> tuple[int, ...]:
+    """Return the KV of each of ``tokens``: it depends on each token before it, the group and the weights."""
+    chained = hashlib.blake2b(repr((group, weights)).encode(), digest_size=7)
+    values = []
+    for token in tokens:
+        chained.update(b"%d " % token)
+        values.append(int.from_bytes(chained.digest(), "little"))
+    return tuple(values)
 
 
 def next_token(prefix: Sequence[int]) -> int:
@@ -46,8 +50,8 @@ class HostRows:
     """Rows of the primary tier over all workers; any process of the simulation sees the same ones."""
 
     def __init__(self, num_slots: int, num_workers: int, block_size_factor: int) -> None:
-        self.part_tokens = block_size_factor * BLOCK_TOKENS
-        self.rows = np.zeros((num_slots, num_workers * self.part_tokens * TOKEN_BYTES), dtype=np.int8)
+        self.part_cells = block_size_factor * PAGE_CELLS
+        self.rows = np.zeros((num_slots, num_workers * self.part_cells * CELL_BYTES), dtype=np.int8)
 
     def create_kv_memoryview(self) -> memoryview:
         """Return the rows as bytes."""
@@ -57,15 +61,22 @@ class HostRows:
         """Nothing to give back."""
 
     def part(self, worker: int) -> Cells:
-        """Return a worker's part, shape (num_slots, part_tokens)."""
+        """Return a worker's part, shape (num_slots, part_cells)."""
         cells = self.rows.view(np.int64)
-        return cells[:, worker * self.part_tokens : (worker + 1) * self.part_tokens]
+        return cells[:, worker * self.part_cells : (worker + 1) * self.part_cells]
 
 
 class SlowHandler(OffloadingHandler):
-    """One direction of one worker; copies when told to, in the order of submission."""
+    """One direction of one worker; copies when told to, oldest job first unless told otherwise.
+
+    Attributes:
+        expected: for each store, and each of its device blocks, what the first cells of it must be when it is read.
+        begun: jobs that were ever submitted.
+    """
 
     def __init__(self, device: Cells, part: Cells, block_size_factor: int) -> None:
+        self.expected: dict[TransferJobId, list[list[int]]] = {}
+        self.begun: set[TransferJobId] = set()
         self._device = device
         self._part = part
         self._factor = block_size_factor
@@ -73,11 +84,15 @@ class SlowHandler(OffloadingHandler):
         self._ended: list[TransferResult] = []
         self.num_to_fail = 0
         self.num_to_decline = 0
+        self.num_failed = 0
         self.is_eager = False
+        self.is_newest_first = False
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        self.begun.add(job_id)
         if self.num_to_decline:
             self.num_to_decline -= 1
+            self.num_failed += 1
             return False
         self._queue.append((job_id, spec))
         if self.is_eager:
@@ -85,31 +100,38 @@ class SlowHandler(OffloadingHandler):
         return True
 
     def work(self, num_jobs: int) -> None:
-        """Carry out the oldest jobs."""
+        """Carry out some jobs."""
         for _ in range(min(num_jobs, len(self._queue))):
-            job_id, spec = self._queue.popleft()
-            is_good = not self.num_to_fail
-            self.num_to_fail -= not is_good
-            self._copy(spec, is_good=is_good)
-            self._ended.append(TransferResult(job_id, is_good))
+            self._carry_out(*(self._queue.pop() if self.is_newest_first else self._queue.popleft()))
 
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        positions = [n for n, (job_id, _) in enumerate(self._queue, 1) if job_id in job_ids]
-        self.work(max(positions, default=0))
+        for entry in [entry for entry in self._queue if entry[0] in job_ids]:
+            self._queue.remove(entry)
+            self._carry_out(*entry)
 
-    def _copy(self, spec: TransferSpec, *, is_good: bool) -> None:
+    def _carry_out(self, job_id: TransferJobId, spec: TransferSpec) -> None:
+        is_good = not self.num_to_fail
+        self.num_to_fail -= not is_good
+        self.num_failed += not is_good
+        self._copy(spec, self.expected.pop(job_id, None), is_good=is_good)
+        self._ended.append(TransferResult(job_id, is_good))
+
+    def _copy(self, spec: TransferSpec, expected: list[list[int]] | None, *, is_good: bool) -> None:
         source, destination = spec
         is_store = isinstance(source, GPULoadStoreSpec)
         gpu, cpu = (source, destination) if is_store else (destination, source)
         assert isinstance(gpu, GPULoadStoreSpec)
         assert isinstance(cpu, CPULoadStoreSpec)
-        for block_id, slot, inner in self._places(gpu, cpu):
+        for place, (block_id, slot, inner) in enumerate(self._places(gpu, cpu)):
             device = self._device[block_id]
-            host = self._part[slot, inner * BLOCK_TOKENS : (inner + 1) * BLOCK_TOKENS]
+            if expected is not None:
+                found = device[: len(expected[place])].tolist()
+                assert found == expected[place], f"a store reads wrong bytes in device block {block_id}"
+            host = self._part[slot, inner * PAGE_CELLS : (inner + 1) * PAGE_CELLS]
             written, read = (host, device) if is_store else (device, host)
             written[:] = read if is_good else GARBAGE
 
@@ -127,69 +149,3 @@ class SlowHandler(OffloadingHandler):
         assert not blocks
         assert not slots
         return places
-
-
-class BlockPool:
-    """Device block numbers, counted references, and the blocks whose content a prefix cache knows."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._free: deque[int] = deque(range(1, num_blocks))
-        self._num_refs = [0] * num_blocks
-        self._cached: dict[bytes, int] = {}
-        self._hash_of: dict[int, bytes] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
-
-    def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take blocks, those that were freed first before others, or none at all."""
-        if num_blocks > len(self._free):
-            return None
-        taken = [self._free.popleft() for _ in range(num_blocks)]
-        for block_id in taken:
-            self._num_refs[block_id] = 1
-            self._forget(block_id)
-        return taken
-
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix, without taking them."""
-        found: list[int] = []
-        for block_hash in hashes:
-            if block_hash not in self._cached:
-                break
-            found.append(self._cached[block_hash])
-        return found
-
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Take cached blocks."""
-        for block_id in block_ids:
-            if self._num_refs[block_id] == 0:
-                self._free.remove(block_id)
-            self._num_refs[block_id] += 1
-
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Give blocks back, the last of them first."""
-        for block_id in reversed(block_ids):
-            if block_id == NULL_BLOCK:
-                continue
-            self._num_refs[block_id] -= 1
-            if self._num_refs[block_id] == 0:
-                self._free.append(block_id)
-
-    def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Let others find a block that is full."""
-        if block_hash not in self._cached and block_id not in self._hash_of:
-            self._cached[block_hash] = block_id
-            self._hash_of[block_id] = block_hash
-
-    def forget_all(self) -> None:
-        """Empty the prefix cache."""
-        self._cached.clear()
-        self._hash_of.clear()
-
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._cached[block_hash]

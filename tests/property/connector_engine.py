@@ -1,128 +1,36 @@
-"""A small simulated engine that drives the connector as vLLM does, and checks each byte it reads.
+"""A small simulated engine that drives the connector as vLLM does.
 
-It schedules with chunked prefill, drafts, pre-emption, aborts and resets, up to two steps ahead of their outputs,
-over two workers. Before a forward pass computes a token, each KV that the token attends to must be what the
-oracle says: a function of the tokens before it, of the group and of the weights.
+It schedules with chunked prefill, drafts, pre-emption, aborts and resets, up to two steps ahead of their outputs.
+The order of its decisions is vLLM's: running requests first, then those that hold blocks of a load, then those
+that wait; a pre-empted request waits until its steps under way have come back, unless a reset has thrown their
+output away; a load gets the blocks of what it brings and nothing more.
+
+Source: the scheduler of vLLM 0.28 to 0.32.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
-import numpy as np
 from tests.connector.fakes import (
+    HASH_TOKENS,
     FakeBlocks,
     FakeNewRequest,
     FakeOutput,
+    FakeRegionSpec,
     FakeSpec,
     FakeStep,
-    hash_tokens,
 )
-from tests.property.connector_device import (
-    BLOCK_TOKENS,
-    NULL_BLOCK,
-    BlockPool,
-    HostRows,
-    SlowHandler,
-    kv_of,
-    next_token,
-)
+from tests.property.connector_blocks import DeviceCache, SimGroup
+from tests.property.connector_device import NULL_BLOCK, HostRows
+from tests.property.connector_laws import check_metadata
+from tests.property.connector_requests import Phase, Run, SimRequest, Step, Tables, Work
+from tests.property.connector_workers import SimWorker, execute_step, expect_stores
 
-from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, OffloadingManager
-from kvtier.config import OffloadingConfig
-from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.base import GPULoadStoreSpec, OffloadingManager
+from kvtier.config import GroupKind, OffloadingConfig
+from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
-
-
-class Phase(Enum):
-    """Where a request is in its life."""
-
-    WAITING = "waiting"
-    LOADING = "loading"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-@dataclass(eq=False)
-class Run:
-    """What the workers know of a request between its start, or resumption, and its end or pre-emption."""
-
-    tokens: list[int]
-    num_computed: int
-
-
-@dataclass(eq=False)
-class SimRequest:
-    """A request of the simulated engine; the connector reads the attributes of the protocol."""
-
-    request_id: str
-    tokens: list[int]
-    max_tokens: int
-    kv_transfer_params: dict[str, Any] | None = None
-    phase: Phase = Phase.WAITING
-    tables: list[list[int]] = field(default_factory=list)
-    num_computed: int = 0
-    num_placeholders: int = 0
-    num_local: int = 0
-    is_known: bool = False
-    is_load_void: bool = False
-    run: Run | None = None
-    reports: dict[int, bool] = field(default_factory=dict)
-    num_loaded: int = 0
-    num_prompt_tokens: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def block_hashes(self) -> list[bytes]:
-        return hash_tokens(self.tokens)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step computes for one request."""
-
-    request: SimRequest
-    run: Run
-    tables: list[list[int]]
-    num_tokens: int
-    drafts: list[bool]
-    is_sampling: bool
-
-
-@dataclass
-class Step:
-    """A step between its schedule and the processing of its output."""
-
-    metadata: OffloadingConnectorMetadata
-    works: list[Work]
-    sampled: list[tuple[Work, list[int]]] = field(default_factory=list)
-    ended_loads: list[tuple[int, str, bool]] = field(default_factory=list)
-    report: OffloadingWorkerMetadata | None = None
-
-
-class SimWorker:
-    """One worker: device memory, both handlers, the worker half."""
-
-    def __init__(self, rank: int, config: OffloadingConfig, rows: HostRows, num_device_blocks: int) -> None:
-        self.device = np.zeros((num_device_blocks, BLOCK_TOKENS), dtype=np.int64)
-        factor = config.block_size_factor
-        self.loads = SlowHandler(self.device, rows.part(rank), factor)
-        self.stores = SlowHandler(self.device, rows.part(rank), factor)
-        entries = [
-            HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self.loads),
-            HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
-        ]
-        self.half = OffloadingConnectorWorker(FakeSpec(config, entries=entries), pause=lambda _: None)
-        self.half.register_kv_caches(CanonicalKVCaches([], []))
 
 
 class SimEngine:
@@ -133,233 +41,355 @@ class SimEngine:
         manager: what the scheduler half asks.
         rows: host memory.
         num_device_blocks: size of the device pool, the null block included.
+        names_resumed_as_new: a resumed request is announced like a new one, as newer runners of vLLM want it.
+        has_region: nothing moves before the workers have reported the region that they have mapped.
+        calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
+
+    Attributes:
+        seen: how often each kind of event has happened.
     """
 
     def __init__(
-        self, config: OffloadingConfig, manager: OffloadingManager, rows: HostRows, num_device_blocks: int
+        self,
+        config: OffloadingConfig,
+        manager: OffloadingManager,
+        rows: HostRows,
+        num_device_blocks: int,
+        *,
+        names_resumed_as_new: bool = False,
+        has_region: bool = False,
+        calls_preemption_hook: bool = True,
     ) -> None:
-        self.windows = [group.window_tokens for group in config.groups]
-        self.scheduler = OffloadingConnectorScheduler(FakeSpec(config, manager))
-        self.workers = [SimWorker(rank, config, rows, num_device_blocks) for rank in range(config.world_size)]
-        self.pool = BlockPool(num_device_blocks)
+        self.groups = [
+            SimGroup(group.kind, group.block_size_tokens, group.window_tokens) for group in config.groups
+        ]
+        spec = FakeRegionSpec if has_region else FakeSpec
+        self.scheduler = OffloadingConnectorScheduler(spec(config, manager))
+        self.workers = [
+            SimWorker(rank, config, rows, num_device_blocks, spec) for rank in range(config.world_size)
+        ]
+        self.cache = DeviceCache(self.groups, num_device_blocks)
         self.waiting: list[SimRequest] = []
+        self.holding: list[SimRequest] = []
         self.running: list[SimRequest] = []
         self.loading: dict[str, SimRequest] = {}
         self.steps: list[Step] = []
         self.weights = 0
-        self.num_loaded_tokens = 0
-        self.num_failed_loads = 0
+        self.num_resets = 0
+        self.seen: Counter[str] = Counter()
+        self._config = config
+        self._names_resumed_as_new = names_resumed_as_new
         self._preempted: set[str] = set()
+        self._has_void_jobs = False
+        self._may_move = not has_region
+        self._calls_preemption_hook = calls_preemption_hook
 
     @property
     def requests(self) -> list[SimRequest]:
         """Requests that have not ended, and aborted ones whose load has not."""
-        return [*self.waiting, *self.running, *self.loading.values()]
+        aborted = [request for request in self.loading.values() if request.phase is Phase.ENDED]
+        return [*self.waiting, *self.holding, *self.running, *aborted]
 
     def add(self, request: SimRequest) -> None:
         """Let a request wait."""
-        request.tables = [[] for _ in self.windows]
+        request.tables = [[] for _ in self.groups]
         self.waiting.append(request)
 
     def schedule(self, chunk_tokens: int, drafts: Sequence[bool]) -> None:
         """Plan one step."""
-        output = FakeStep(preempted_req_ids=self._preempted)
+        output = FakeStep()
         works: list[Work] = []
+        self.cache.begin_step()
+        num_preempted = self.seen["pre-empted for blocks"]
         for request in list(self.running):
-            self._schedule_running(request, chunk_tokens, list(drafts), output, works)
-        for request in list(self.waiting):
-            self._schedule_waiting(request, chunk_tokens, output, works)
-        output.preempted_req_ids = set(self._preempted) or None
+            if request.phase is Phase.RUNNING:
+                self._schedule_running(request, chunk_tokens, list(drafts), output, works)
+        if self.seen["pre-empted for blocks"] == num_preempted:
+            self._admit(chunk_tokens, output, works)
+        output.preempted_req_ids = self._preempted or None
         self._preempted = set()
-        self.steps.append(Step(self.scheduler.build_connector_meta(output), works))
+        num_refused = self.scheduler.counters.refused_stores
+        metadata = self.scheduler.build_connector_meta(output)
+        for work in works:
+            work.request.was_refused = self.scheduler.counters.refused_stores > num_refused
+        check_metadata(
+            metadata,
+            {request.request_id: request for request in [*self.running, *self.holding]},
+            self.groups,
+            self._config.block_size_factor,
+            is_prompt_only=self._config.settings.offload_prompt_only,
+        )
+        self._note_load_jobs(metadata)
+        self.seen["two steps under way"] += bool(works and self.steps and self.steps[-1].works)
+        assert self._may_move or not (metadata.store_jobs or metadata.load_jobs)
+        step = Step(metadata, works, self.weights)
+        expect_stores(step, self.workers, self.groups)
+        self.steps.append(step)
 
     def execute(self) -> None:
         """Carry out the oldest step that was not, on every worker."""
         step = next(step for step in self.steps if step.report is None)
-        step.report = OffloadingWorkerMetadata()
-        for worker in self.workers:
-            worker.half.handle_preemptions(step.metadata)
-            worker.half.start_kv_transfers(step.metadata)
-        for work in step.works:
-            sampled = self._forward(work)
-            if work.is_sampling:
-                step.sampled.append((work, sampled))
-        for rank, worker in enumerate(self.workers):
-            worker.half.prepare_store_kv(step.metadata)
-            sent, received = worker.half.get_finished(set())
-            assert not sent
-            failed = worker.half.take_failed_loads()
-            assert failed.keys() <= received
-            step.ended_loads += [(rank, req_id, req_id in failed) for req_id in received]
-            step.report = step.report.aggregate(
-                worker.half.build_connector_worker_meta() or OffloadingWorkerMetadata()
-            )
+        execute_step(step, self.workers, self.groups, calls_preemption_hook=self._calls_preemption_hook)
 
     def process_output(self, *, is_stopping: bool = False) -> None:
         """Take the output of the oldest executed step; with ``is_stopping`` each sampling request ends."""
         step = self.steps.pop(0)
-        self.scheduler.update_connector_output(FakeOutput(step.report))
-        for rank, req_id, has_failed in step.ended_loads:
-            self._note_load(rank, req_id, has_failed=has_failed)
-        for work, sampled in step.sampled:
+        for _, req_id, failed_blocks in step.ended_loads:
+            if failed_blocks is not None:
+                self._note_failure(self.loading[req_id], failed_blocks)
+        for work, sampled in zip(step.works, step.sampled, strict=True):
             self._take_tokens(work, sampled, is_stopping=is_stopping)
-        for request in self.running:
-            self._publish(request)
+        # Requests that ended by these tokens are finished by now: vLLM hands on the workers' reports last.
+        self.scheduler.update_connector_output(FakeOutput(step.report))
+        for rank, req_id, failed_blocks in step.ended_loads:
+            self._note_load(rank, req_id, has_failed=failed_blocks is not None)
+        self._may_move = True
+        self._has_void_jobs &= bool(self.loading) or self.scheduler.has_open_stores()
 
     def abort(self, request: SimRequest) -> None:
         """End a request wherever it is; the blocks of a load under way stay until it ends."""
-        self.scheduler.request_finished(request)
-        if request.phase is not Phase.LOADING:
-            self._leave(request)
-            self._free_tables(request)
-        request.phase = Phase.ENDED
+        self.seen[f"aborted while {request.phase.value}"] += 1
+        self.seen["aborted with a step under way"] += request.num_in_flight > 0
+        self._end(request)
 
-    def preempt(self, request: SimRequest) -> None:
+    def preempt(self, request: SimRequest, *, is_dropping_stale: bool = False) -> None:
         """Take a running request's blocks away."""
         self._preempted.add(request.request_id)
         self.running.remove(request)
-        self._free_tables(request)
-        request.phase, request.run = Phase.WAITING, None
+        self.cache.free(request)
+        self.seen["pre-empted with a step under way"] += request.num_in_flight > 0
+        request.phase, request.run, request.is_mixed = Phase.WAITING, None, False
+        request.is_dropping_stale = is_dropping_stale or (request.is_dropping_stale and request.num_stale > 0)
+        request.num_stale = request.num_in_flight
         request.num_computed = request.num_placeholders = 0
+        request.num_preemptions += 1
         self.waiting.insert(0, request)
 
-    def reset(self) -> None:
-        """Change the weights: pre-empt everybody, empty the prefix cache, reset the connector."""
+    def reset(self) -> bool:
+        """Change the weights: pre-empt everybody, empty the prefix cache, reset the connector.
+
+        Returns:
+            False, and nothing but the pre-emption was done, when a request holds blocks of a load.
+        """
+        for request in reversed(self.running):
+            self.preempt(request, is_dropping_stale=True)
+        if self.holding or self.loading:
+            return False
+        self.seen["reset with a step under way"] += bool(self.steps)
+        self._begin_anew()
+        return True
+
+    def reset_with_loads(self, *, is_keeping: bool) -> None:
+        """The same when no output is outstanding; loads may be under way, and fail.
+
+        Args:
+            is_keeping: running requests go on with the KV that the old weights have computed.
+        """
         assert not self.steps
         for request in list(self.running):
-            self.preempt(request)
-        for request in self.waiting:
-            self._free_tables(request)
+            request.is_mixed = True
+            self.seen["kept running over a reset"] += is_keeping
+            if not is_keeping:
+                self.preempt(request)
+        for request in [request for request in self.holding if request.phase is Phase.LOADED]:
+            self.cache.free(request)
             request.num_computed = 0
         for request in self.loading.values():
             request.is_load_void = True
-        self.pool.forget_all()
+            self.seen["reset with a load under way"] += 1
+        self._begin_anew()
+
+    def reset_connector(self) -> None:
+        """Reset the connector alone, whatever is under way: the device's own cache stays, and so do the weights."""
+        self.seen["reset of the connector alone"] += bool(self.steps and self.loading)
         self.scheduler.reset()
-        self.weights += 1
+        self._note_reset()
 
     def _schedule_running(
         self, request: SimRequest, chunk: int, drafts: list[bool], output: FakeStep, works: list[Work]
     ) -> None:
-        if request.phase is not Phase.RUNNING:
-            return
         missing = request.num_tokens + request.num_placeholders - request.num_computed
         if missing < 1 or request.num_tokens + request.num_placeholders >= request.max_tokens:
             return
         drafts = drafts if missing == 1 else []
         num_tokens = min(missing, chunk) + len(drafts)
-        new_blocks = self._grow_or_preempt(request, num_tokens, output)
-        if new_blocks is None:
+        appended = self._grow_or_preempt(request, request.num_computed + num_tokens)
+        if appended is None:
             return
-        ids = tuple(new_blocks) if any(new_blocks) else None
+        ids = tuple(list(table) for table in appended) if any(appended) else None
         output.scheduled_cached_reqs.add(request.request_id, request.num_computed, ids)
-        works.append(self._start_work(request, num_tokens, drafts, output))
+        self._start_work(request, num_tokens, drafts, output, works)
 
-    def _grow_or_preempt(
-        self, request: SimRequest, num_tokens: int, output: FakeStep
-    ) -> list[list[int]] | None:
-        while (new_blocks := self._grow(request, request.num_computed + num_tokens)) is None:
-            others = [other for other in self.running if other.request_id not in output.num_scheduled_tokens]
-            self.preempt(others[-1])
-            if others[-1] is request:
+    def _grow_or_preempt(self, request: SimRequest, num_tokens: int) -> Tables | None:
+        nothing: Tables = [[] for _ in self.groups]
+        while (appended := self.cache.grow(request, request.num_computed, num_tokens, nothing)) is None:
+            victim = self.running[-1]
+            self.preempt(victim)
+            self.seen["pre-empted for blocks"] += 1
+            if victim is request:
                 return None
-        return new_blocks
+        return appended
 
-    def _schedule_waiting(self, request: SimRequest, chunk: int, output: FakeStep, works: list[Work]) -> None:
-        if request.request_id in self._preempted:
-            return
-        num_external = 0
-        if request.num_computed == 0:
-            shared = self._find_on_device(request)
-            request.num_local = len(shared) * BLOCK_TOKENS
-            found, is_async = self.scheduler.get_num_new_matched_tokens(request, request.num_local)
-            if found is None:
+    def _admit(self, chunk: int, output: FakeStep, works: list[Work]) -> None:
+        """Start what waits, in order, until something finds no room."""
+        for request in [*self.holding, *self.waiting]:
+            is_delayed = request.num_stale > 0 and not request.is_dropping_stale
+            if request.phase is Phase.LOADING or is_delayed:
+                continue
+            if request.phase is Phase.LOADED and not any(request.tables):
+                self.holding.remove(request)
+                self.waiting.insert(0, request)
+                request.phase = Phase.WAITING
+            if not self._start(request, chunk, output, works):
                 return
-            assert is_async is (found > 0)
-            num_external = found
-            self.pool.share(shared)
-            request.tables = [list(shared) if idx == 0 else [] for idx in range(len(self.windows))]
-            request.num_computed = request.num_local + num_external
-        missing = request.num_tokens - request.num_computed
+
+    def _start(self, request: SimRequest, chunk: int, output: FakeStep, works: list[Work]) -> bool:
+        """Start a request, or its load; return False when there is no room for it."""
+        searched = self._search(request)
+        if searched is None:
+            return True
+        num_local, num_external, local = searched
+        num_computed = request.num_computed or num_local + num_external
+        missing = request.num_tokens - num_computed
         assert missing > 0, "a token must be left to compute"
-        num_tokens = min(chunk, missing)
-        # Whoever loads gets the blocks of its whole prompt, or two loaded requests could wait for each other.
-        if self._grow(request, request.num_computed + (missing if num_external else num_tokens)) is None:
-            self._free_tables(request)
-            request.num_computed = 0
-            return
+        num_new = 0 if num_external else min(chunk, missing)
+        if self.cache.holds_new_state(local) or not self.cache.fits(request, local, num_computed):
+            return False
+        num_reserved = self._num_reserved_blocks() if num_external else 0
+        if self.cache.grow(request, num_computed, num_computed + num_new, local, num_reserved) is None:
+            self.seen["no room for a load"] += num_external > 0
+            return False
         self.scheduler.update_state_after_alloc(request, FakeBlocks(tables_of(request)), num_external)
-        self.waiting.remove(request)
+        self._note_begun(request, num_computed)
         if num_external:
-            request.num_loaded = num_external
-            request.phase, request.reports = Phase.LOADING, {}
-            self.loading[request.request_id] = request
-            return
-        request.phase, request.run = Phase.RUNNING, Run(list(request.tokens), request.num_computed)
+            self._note_load_begun(request, num_local, num_external)
+            return True
+        self.seen["device hit"] += num_local > 0
+        request.phase = Phase.RUNNING
+        request.run = Run(list(request.tokens), [self.weights] * num_computed)
         self.running.append(request)
         self._announce(request, output)
-        works.append(self._start_work(request, num_tokens, [], output))
+        self._start_work(request, num_new, [], output, works)
+        return True
+
+    def _search(self, request: SimRequest) -> tuple[int, int, Tables] | None:
+        """Return the tokens on the device, those that can be loaded, and cached blocks; None: not to start yet."""
+        if request.num_computed > 0:
+            return 0, 0, [[] for _ in self.groups]
+        num_local, local = self.cache.find_prefix(request)
+        found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_local)
+        if found is None:
+            self._note_wait(request)
+            return None
+        assert is_async is (found > 0)
+        assert found == 0 or not request.has_failed_load, (
+            f"{request.request_id} loads again after a failed load"
+        )
+        return num_local, found, local
+
+    def _note_begun(self, request: SimRequest, num_computed: int) -> None:
+        request.num_computed = num_computed
+        if request.epoch != self.num_resets:
+            request.epoch, request.is_whole = self.num_resets, num_computed == 0 and not self._has_void_jobs
+        self._leave(request)
 
     def _announce(self, request: SimRequest, output: FakeStep) -> None:
         tables, computed = tables_of(request), request.num_computed
-        if request.is_known:
+        if request.num_preemptions:
+            self.seen["resumed with output"] += request.num_tokens > request.num_prompt_tokens
+            self.seen["resumed in the step of its pre-emption"] += request.request_id in self._preempted
+        if request.num_preemptions and not self._names_resumed_as_new:
             output.scheduled_cached_reqs.add(request.request_id, computed, tables, is_resumed=True)
         else:
             output.scheduled_new_reqs.append(FakeNewRequest(request.request_id, tables, computed))
-        request.is_known = True
 
-    def _start_work(self, request: SimRequest, num_tokens: int, drafts: list[bool], output: FakeStep) -> Work:
+    def _start_work(
+        self, request: SimRequest, num_tokens: int, drafts: list[bool], output: FakeStep, works: list[Work]
+    ) -> None:
+        assert request.run is not None
         output.num_scheduled_tokens[request.request_id] = num_tokens
+        if not request.is_mixed:
+            self.cache.publish(request, request.num_computed + num_tokens)
         request.num_computed += num_tokens
+        request.num_in_flight += num_tokens
         is_sampling = request.num_computed >= request.num_tokens + request.num_placeholders
         if is_sampling:
             request.num_placeholders += 1 + len(drafts)
-        assert request.run is not None
-        return Work(request, request.run, list(tables_of(request)), num_tokens, drafts, is_sampling)
-
-    def _forward(self, work: Work) -> list[int]:
-        """Compute a request's tokens on every worker and return what was sampled."""
-        run = work.run
-        first, drafted = run.num_computed, list(run.tokens[: run.num_computed])
-        num_known = work.num_tokens - len(work.drafts)
-        drafted += run.tokens[first : first + num_known]
-        num_accepted, is_accepting = 0, True
-        for is_right in work.drafts:
-            drafted.append(next_token(drafted) + (not is_right))
-            is_accepting &= is_right
-            num_accepted += is_accepting
-        for worker in self.workers:
-            for group, table in enumerate(work.tables):
-                self._check_context(worker, work, group, table, first)
-                for position in range(first, first + work.num_tokens):
-                    kv = kv_of(tuple(drafted[: position + 1]), group, self.weights)
-                    worker.device[table[position // BLOCK_TOKENS], position % BLOCK_TOKENS] = kv
-        run.num_computed = first + num_known + num_accepted
-        if not work.is_sampling:
-            return []
-        sampled = drafted[first + num_known : run.num_computed]
-        sampled.append(next_token(drafted[: run.num_computed]))
-        run.tokens += sampled
-        return sampled
-
-    def _check_context(self, worker: SimWorker, work: Work, group: int, table: list[int], first: int) -> None:
-        """Compare what the first token of the step attends to with the oracle."""
-        window = self.windows[group]
-        oldest = 0 if window is None else max(0, first - window + 1)
-        cells = worker.device[table].reshape(-1)[oldest:first].tolist()
-        for position, found in enumerate(cells, oldest):
-            expected = kv_of(tuple(work.run.tokens[: position + 1]), group, self.weights)
-            assert found == expected, f"{work.request.request_id}: wrong bytes at token {position}"
+        else:
+            self.seen["chunk of a prompt"] += 1
+        works.append(Work(request, request.run, list(tables_of(request)), num_tokens, drafts, is_sampling))
 
     def _take_tokens(self, work: Work, sampled: list[int], *, is_stopping: bool) -> None:
         request = work.request
-        if request.run is not work.run or request.phase is not Phase.RUNNING:
+        request.num_in_flight -= work.num_tokens
+        is_stale = request.num_stale > 0
+        request.num_stale -= work.num_tokens if is_stale else 0
+        if request.phase is Phase.ENDED or not work.is_sampling:
             return
-        request.num_placeholders -= 1 + len(work.drafts)
-        request.num_computed -= 1 + len(work.drafts) - len(sampled)
-        request.tokens += sampled
+        if is_stale and request.is_dropping_stale:
+            self.seen["output dropped"] += 1
+            return
+        num_rejected = 1 + len(work.drafts) - len(sampled)
+        if is_stale:
+            self.seen["output after a pre-emption"] += 1
+        else:
+            request.num_placeholders -= 1 + len(work.drafts)
+            request.num_computed -= num_rejected
+            self.seen["draft accepted"] += len(sampled) > 1
+            self.seen["draft rejected"] += num_rejected > 0
+            self.seen["draft rejected with the next step planned"] += num_rejected > 0 < request.num_in_flight
+        request.tokens += sampled[: max(0, request.max_tokens - request.num_tokens)]
         if is_stopping or request.num_tokens >= request.max_tokens:
-            self._publish(request)
-            self.abort(request)
+            self._end(request)
+        elif request.phase is Phase.RUNNING and not request.is_mixed:
+            self.cache.publish(request, request.num_computed - request.num_placeholders)
+
+    def _note_wait(self, request: SimRequest) -> None:
+        self.seen["told to wait"] += 1
+        first_block = request.block_hashes[:1]
+        is_shared = any(other.block_hashes[:1] == first_block for other in self.loading.values())
+        self.seen["told to wait while its prefix is loaded"] += is_shared
+
+    def _note_load_begun(self, request: SimRequest, num_local: int, num_external: int) -> None:
+        request.phase, request.reports, request.num_external = Phase.LOADING, {}, num_external
+        self.holding.append(request)
+        self.loading[request.request_id] = request
+        self.seen["load beyond a device hit"] += num_local > 0
+        self.seen["load to resume"] += request.num_preemptions > 0
+        self.seen["load of part of a table"] += any(table[0] == NULL_BLOCK for table in request.tables)
+        self.seen["load of output tokens"] += request.num_computed > request.num_prompt_tokens
+        self.seen["load within a limit"] += request.limit("load") < request.num_tokens
+        sources = self.scheduler.get_hit_sources(request.request_id, num_external)
+        assert sum(sources.values()) == num_external
+        self.seen["load from a tier"] += len(sources.keys() - {"CPU"})
+
+    def _note_load_jobs(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Remember which slots each load reads: no block is loaded twice at the same time."""
+        for job in metadata.load_jobs.values():
+            source, destination = job.transfer_spec
+            self.seen["load lost"] += isinstance(source, LostLoadStoreSpec)
+            slots = set(source.block_ids.tolist()) if isinstance(source, CPULoadStoreSpec) else set()
+            for other in self.loading.values():
+                assert not slots & other.load_slots, (
+                    f"{job.req_id}: a block is loaded that {other.request_id} loads"
+                )
+            self.loading[job.req_id].load_slots = slots
+            assert isinstance(destination, GPULoadStoreSpec)
+            factor = self._config.block_size_factor
+            for size, first in zip(destination.group_sizes, destination.block_indices, strict=True):
+                self.seen["load of the rest of a block"] += size > 0 and first % factor > 0
+
+    def _note_failure(self, request: SimRequest, failed_blocks: list[int]) -> None:
+        """Draw vLLM's conclusion from a failed load: with one group it goes on from the first lost block."""
+        request.has_failed_load = True
+        # Blocks that left a window were not loaded either, so their places before the first lost block hold nothing.
+        if len(self.groups) > 1 or self.groups[0].kind is not GroupKind.FULL:
+            request.num_computed = 0
+            return
+        num_blocks = self.groups[0].num_blocks(request.num_computed)
+        table = request.tables[0][:num_blocks]
+        lost = [block for block, block_id in enumerate(table) if block_id in failed_blocks]
+        request.num_computed = lost[0] * self.groups[0].block_tokens if lost else request.num_computed
 
     def _note_load(self, rank: int, req_id: str, *, has_failed: bool) -> None:
         request = self.loading[req_id]
@@ -369,60 +399,47 @@ class SimEngine:
         if len(request.reports) < len(self.workers):
             return
         del self.loading[req_id]
+        request.load_slots = set()
+        num_failed = sum(request.reports.values())
+        assert request.has_failed_load is (num_failed > 0)
+        outcome = "good" if num_failed == 0 else "failed" if num_failed > 1 else "failed on one worker"
+        self.seen[f"load {outcome}"] += 1
         if request.phase is Phase.ENDED:
-            self._free_tables(request)
+            self.cache.free(request)
             return
-        request.phase = Phase.WAITING
-        self.waiting.insert(0, request)
-        if any(request.reports.values()):
-            self.num_failed_loads += 1
-            request.num_computed = 0 if request.is_load_void else request.num_local
-            if request.num_computed == 0:
-                self._free_tables(request)
-        else:
-            self.num_loaded_tokens += request.num_loaded
-        request.is_load_void = False
+        request.phase = Phase.LOADED
+        if request.is_load_void or request.num_computed == 0:
+            request.num_computed, request.is_load_void = 0, False
+            self.cache.free(request)
+        self.cache.publish(request, request.num_computed)
 
-    def _find_on_device(self, request: SimRequest) -> list[int]:
-        if self.windows != [None]:
-            return []
-        return self.pool.find(request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS])
+    def _num_reserved_blocks(self) -> int:
+        """Return the blocks that prompts under way still need: a load must not take them."""
+        prompts = [request for request in self.running if request.num_computed < request.num_tokens]
+        return sum(map(self.cache.num_missing, [*self.holding, *prompts]))
 
-    def _publish(self, request: SimRequest) -> None:
-        """Let others find the full blocks of confirmed tokens that have been computed."""
-        if self.windows != [None] or request.run is None:
-            return
-        num_full = min(request.run.num_computed, request.num_computed, request.num_tokens) // BLOCK_TOKENS
-        for block_id, block_hash in zip(request.tables[0][:num_full], request.block_hashes, strict=False):
-            self.pool.publish(block_id, block_hash)
+    def _end(self, request: SimRequest) -> None:
+        num_output_blocks = len(request.block_hashes) - request.num_prompt_tokens // HASH_TOKENS
+        is_prompt_only = self._config.settings.offload_prompt_only
+        self.seen["blocks of output, prompts stored alone"] += is_prompt_only and num_output_blocks > 0
+        self.scheduler.request_finished(request)
+        self._leave(request)
+        if request.phase is not Phase.LOADING:
+            self.cache.free(request)
+        request.phase = Phase.ENDED
 
-    def _grow(self, request: SimRequest, num_tokens: int) -> list[list[int]] | None:
-        """Give a request the blocks for that many tokens; what has left a window is freed."""
-        num_sure = request.num_computed - request.num_placeholders
-        lengths = [len(table) for table in request.tables]
-        num_blocks = -(-num_tokens // BLOCK_TOKENS)
-        dead = [
-            0 if window is None else max(0, num_sure - window + 1) // BLOCK_TOKENS for window in self.windows
-        ]
-        wanted = [
-            max(0, num_blocks - max(length, first)) for length, first in zip(lengths, dead, strict=True)
-        ]
-        if sum(wanted) > self.pool.num_free:
-            return None
-        for table, first, num_new in zip(request.tables, dead, wanted, strict=True):
-            self.pool.free(table[:first])
-            table[:first] = [NULL_BLOCK] * min(first, len(table))
-            table.extend([NULL_BLOCK] * max(0, min(first, num_blocks) - len(table)))
-            table.extend(self.pool.allocate(num_new) or [])
-        return [table[length:] for table, length in zip(request.tables, lengths, strict=True)]
+    def _begin_anew(self) -> None:
+        self.cache.pool.forget_all()
+        self.scheduler.reset()
+        self.weights += 1
+        self._note_reset()
 
-    def _free_tables(self, request: SimRequest) -> None:
-        for table in request.tables:
-            self.pool.free(table)
-        request.tables = [[] for _ in self.windows]
+    def _note_reset(self) -> None:
+        self.num_resets += 1
+        self._has_void_jobs = bool(self.loading) or self.scheduler.has_open_stores()
 
     def _leave(self, request: SimRequest) -> None:
-        for queue in (self.waiting, self.running):
+        for queue in (self.waiting, self.holding, self.running):
             if request in queue:
                 queue.remove(request)
 

@@ -41,6 +41,8 @@ class GroupLayout:
         hashes_per_block: content hashes that an offloaded block covers.
         num_tail_tokens: how many tokens before the end of a prefix must be held to go on from there; None
             means the whole prefix.
+        num_live_tokens: of how many tokens before the end an engine keeps the device blocks; None means of as
+            many as ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
     """
 
     idx: int
@@ -48,6 +50,7 @@ class GroupLayout:
     block_size_factor: int
     hashes_per_block: int
     num_tail_tokens: int | None
+    num_live_tokens: int | None = None
 
     @property
     def block_tokens(self) -> int:
@@ -83,7 +86,8 @@ class GroupLayout:
         """
         if self.num_tail_tokens is None:
             return 0
-        first_device_block = max(0, num_computed_tokens - self.num_tail_tokens) // self.device_block_tokens
+        num_live_tokens = self.num_tail_tokens if self.num_live_tokens is None else self.num_live_tokens
+        first_device_block = max(0, num_computed_tokens - num_live_tokens) // self.device_block_tokens
         return math.ceil(first_device_block / self.block_size_factor)
 
 
@@ -97,6 +101,7 @@ def make_group_layouts(spec: OffloadingSpec) -> tuple[GroupLayout, ...]:
             block_size_factor=factor,
             hashes_per_block=device_block_tokens * factor // spec.hash_block_size,
             num_tail_tokens=_num_tail_tokens(group),
+            num_live_tokens=1 if group.kind is GroupKind.STATE else None,
         )
         for idx, (device_block_tokens, group) in enumerate(
             zip(spec.gpu_block_size, spec.config.groups, strict=True)

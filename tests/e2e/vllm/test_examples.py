@@ -33,7 +33,7 @@ def run(folder: Path, *command: str) -> str:
 def test_the_offline_example_loads_its_prompts_from_kvtier_in_the_second_round(tmp_path: Path) -> None:
     printed = run(tmp_path, sys.executable, str(EXAMPLES / "offline.py"))
 
-    rounds = re.findall(r"^round (\d), .* prompt tokens: ([^.]*), answer", printed, flags=re.MULTILINE)
+    rounds = re.findall(r"^round (\d), .* prompt tokens: ([^.\n]*), answer", printed, flags=re.MULTILINE)
     assert [number for number, _ in rounds] == ["1"] * 3 + ["2"] * 3
     assert {sources for _, sources in rounds[:3]} == {"3000 computed"}
     # Releases before 0.32 do not say where in kvtier.

@@ -59,7 +59,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         self._stats_clock = StatsClock()
         if is_scheduler:
             recompute_failed_loads(vllm_config)
-            self._log_start(vllm_config)
+            self._log_start()
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Return a worker's transfers since the last call, or now and then the scheduler's counters."""
@@ -101,14 +101,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         """Return False: nothing is loaded or stored layer by layer, so graphs hold no hook."""
         return False
 
-    def _log_start(self, vllm_config: VllmConfig) -> None:
+    def _log_start(self) -> None:
         config = self._connector.spec.config
         logger.info("kvtier keeps the KV of %s: %s", config.model.name, names_of_groups(config.groups))
-        if vllm_config.lora_config is not None and config.settings.secondary_tiers:
-            logger.warning(
-                "requests with a LoRA adapter are computed on the device alone: vLLM's hashes do not cover an "
-                "adapter's weights, and secondary tiers would outlive them"
-            )
 
 
 def join_log() -> None:

@@ -1,0 +1,357 @@
+"""Everything that may happen to a simulated engine and its connector, as operations; and the laws at rest.
+
+Who draws the operations is somebody else's business: Hypothesis, or a seeded walk.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from tests.connector.fakes import HASH_TOKENS
+from tests.property.connector_device import (
+    CELL_BYTES,
+    PAGE_CELLS,
+    HostRows,
+    SlowHandler,
+)
+from tests.property.connector_engine import SimEngine
+from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
+from tests.property.connector_requests import Phase, SimRequest
+
+from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.testing.clock import ManualClock
+from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+NUM_WORKERS = 2
+MAX_TOKENS = 48
+MAX_REQUESTS = 6
+MAX_STEPS_TO_DRAIN = 400
+LATE_STEPS = 10
+NUM_ROOMY_SLOTS = 400
+COUNTERS = (
+    "connector.flushed_store_jobs",
+    "connector.failed_store_jobs",
+    "connector.refused_stores",
+    "primary.evicted",
+    "expired_requests",
+)
+
+
+def full(block_tokens: int) -> KVGroup:
+    """Return a full-attention group."""
+    return _group(GroupKind.FULL, block_tokens)
+
+
+def window(block_tokens: int, window_tokens: int) -> KVGroup:
+    """Return a sliding-window group."""
+    return _group(GroupKind.WINDOW, block_tokens, window_tokens)
+
+
+def state(block_tokens: int) -> KVGroup:
+    """Return a state-space group."""
+    return _group(GroupKind.STATE, block_tokens)
+
+
+def _group(kind: GroupKind, block_tokens: int, window_tokens: int | None = None) -> KVGroup:
+    return KVGroup(block_tokens, ("layer",), PAGE_CELLS * CELL_BYTES, kind, window_tokens)
+
+
+LAYOUTS: dict[str, tuple[KVGroup, ...]] = {
+    "full": (full(4),),
+    "window": (window(4, 6),),
+    "full and window": (full(4), window(4, 7)),
+    "full and short window of larger blocks": (full(4), window(8, 3)),
+    "two full sizes": (full(8), full(4), window(4, 6)),
+    "large full and windows": (full(8), window(4, 9), window(4, 1)),
+    "full and state": (full(4), state(4)),
+    "full, window and large state": (full(4), window(4, 6), state(8)),
+    "state": (state(4),),
+}
+
+
+class ResetKind(Enum):
+    """What happens around a reset of the connector."""
+
+    AS_VLLM = "as vLLM"
+    PREEMPTING = "pre-empting"
+    KEEPING = "keeping"
+    CONNECTOR = "connector"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is built.
+
+    Attributes:
+        layout: the KV groups, by name.
+        factor: device blocks in an offloaded block; 1 where block sizes differ or a state is kept.
+        num_slots: rows of the primary tier.
+        num_steps_ahead: steps that may be planned before the output of the one before was taken.
+        is_tiered: whether a secondary tier stands behind the primary.
+        is_prompt_only: whether only blocks of prompts are stored.
+        pool_ratio: size of the device pool, as a multiple of what the longest request needs.
+        names_resumed_as_new: how resumed requests are announced.
+        is_storing_late: stores are carried out long after they were begun, unless somebody waits for them.
+        copies_newest_first: handlers begin with what was submitted last.
+        has_region: nothing moves before the workers have reported the region that they have mapped.
+        calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
+    """
+
+    layout: str
+    factor: int = 1
+    num_slots: int = 16
+    num_steps_ahead: int = 0
+    is_tiered: bool = False
+    is_prompt_only: bool = False
+    pool_ratio: float = 3.0
+    names_resumed_as_new: bool = False
+    is_storing_late: bool = False
+    copies_newest_first: bool = False
+    has_region: bool = False
+    calls_preemption_hook: bool = True
+
+
+class ConnectorDriver:
+    """One engine, its requests, and what may be done to them.
+
+    Attributes:
+        engine: the engine.
+        requests: each request that ever arrived.
+        is_ideal: nothing has failed or been lost so far, so that whatever was computed must be found again.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        groups = LAYOUTS[options.layout]
+        can_join = len({group.block_size_tokens for group in groups}) == 1
+        can_join &= all(group.kind is not GroupKind.STATE for group in groups)
+        factor = options.factor if can_join else 1
+        extra: dict[str, object] = {"offload_prompt_only": options.is_prompt_only}
+        if factor > 1:
+            extra["block_size"] = groups[0].block_size_tokens * factor
+        config = OffloadingConfig(
+            "model", ModelIdentity("m"), groups, HASH_TOKENS, world_size=NUM_WORKERS, extra_config=extra
+        )
+        rows = HostRows(options.num_slots, NUM_WORKERS, factor)
+        self.clock = ManualClock()
+        self.manager: MoodyCPUManager | MoodyTieringManager = MoodyCPUManager(options.num_slots)
+        if options.is_tiered:
+            primary = CPUPrimaryTierOffloadingManager(options.num_slots, rows)
+            tier = ExampleSecondaryTier(config, primary.get_kv_memoryview(), 60, simulate_async=True)
+            self.manager = MoodyTieringManager(primary, [tier], clock=self.clock)
+        num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
+        self.engine = SimEngine(
+            config,
+            self.manager,
+            rows,
+            1 + int(num_needed * options.pool_ratio),
+            names_resumed_as_new=options.names_resumed_as_new,
+            has_region=options.has_region,
+            calls_preemption_hook=options.calls_preemption_hook,
+        )
+        for worker in self.engine.workers:
+            worker.loads.is_newest_first = worker.stores.is_newest_first = options.copies_newest_first
+        self.options = options
+        self.max_steps = 1 + options.num_steps_ahead
+        self.requests: list[SimRequest] = []
+        self.is_ideal = options.num_slots >= NUM_ROOMY_SLOTS
+        # A block that leaves a window, or a state that is overtaken, before its neighbours in the same offloaded
+        # block are computed cannot be stored.
+        self._keeps_blocks = {group.kind for group in groups} == {GroupKind.FULL}
+        self._stores_everything = factor == 1 or self._keeps_blocks
+        self._align_tokens = factor * math.lcm(*(group.block_size_tokens for group in groups))
+
+    @property
+    def seen(self) -> Counter[str]:
+        """How often each kind of event has happened."""
+        return self.engine.seen
+
+    def arrive(self, tokens: list[int], num_new: int, params: dict[str, object] | None = None) -> None:
+        """A request comes, unless enough are there; a name that is free again is used again."""
+        if len(self.engine.requests) >= MAX_REQUESTS:
+            return
+        num_tokens = min(len(tokens), MAX_TOKENS - 1)
+        name = self._free_name()
+        limit = min(MAX_TOKENS, num_tokens + num_new)
+        request = SimRequest(name, list(tokens[:num_tokens]), limit, params)
+        self.engine.add(request)
+        self.requests.append(request)
+
+    def come_again(self, index: int, num_cut: int, num_new: int) -> None:
+        """A request continues what another one has said, as the next turn of a conversation."""
+        if self.requests:
+            spoken = self.requests[index % len(self.requests)].tokens
+            self.arrive(spoken[: max(1, len(spoken) - num_cut)][: MAX_TOKENS - 12], num_new)
+
+    def serve(self, tokens: list[int], num_new: int) -> None:
+        """A request comes when the device has forgotten everything, and everybody is served."""
+        self.forget_on_device()
+        self.arrive(tokens, num_new)
+        self.run_out()
+
+    def schedule(self, chunk: int, drafts: list[bool]) -> None:
+        """The engine plans a step, unless it is as far ahead as it may be."""
+        if len(self.engine.steps) < self.max_steps:
+            self.engine.schedule(chunk, drafts)
+
+    def execute(self) -> None:
+        """The workers carry out a step."""
+        if any(step.report is None for step in self.engine.steps):
+            self.engine.execute()
+
+    def process_output(self, *, is_stopping: bool = False) -> None:
+        """The engine takes the output of a step."""
+        if self.engine.steps and self.engine.steps[0].report is not None:
+            self.engine.process_output(is_stopping=is_stopping)
+
+    def step(self, chunk: int, *, is_copying: bool = False, drafts: list[bool] | None = None) -> None:
+        """Let one step pass as a whole, or planned ahead of the one before where the engine does that."""
+        while len(self.engine.steps) >= self.max_steps:
+            self.execute()
+            self.process_output()
+        self.engine.schedule(chunk, drafts or [])
+        self.execute()
+        while len(self.engine.steps) >= self.max_steps:
+            self.process_output()
+        if is_copying:
+            self.copy_everything()
+
+    def settle_steps(self) -> None:
+        """Execute what was planned and take its output."""
+        while self.engine.steps:
+            self.execute()
+            self.process_output()
+
+    def abort(self, index: int) -> None:
+        """A client goes away."""
+        alive = [request for request in self.engine.requests if request.phase is not Phase.ENDED]
+        if alive:
+            self.engine.abort(alive[index % len(alive)])
+
+    def preempt(self, index: int) -> None:
+        """The engine takes a running request's blocks."""
+        if self.engine.running:
+            self.engine.preempt(self.engine.running[index % len(self.engine.running)])
+
+    def reset(self, kind: ResetKind) -> None:
+        """The weights change, or only the connector is told to forget."""
+        if kind is ResetKind.CONNECTOR:
+            self.engine.reset_connector()
+        elif kind is ResetKind.AS_VLLM:
+            if not self.engine.reset():
+                return
+        else:
+            self.settle_steps()
+            self.engine.reset_with_loads(is_keeping=kind is ResetKind.KEEPING)
+        self.seen["reset"] += 1
+        assert self.manager.stats()["primary.held_blocks"] == 0
+
+    def fail(self, rank: int, direction: str, *, is_declining: bool = False) -> None:
+        """The next job of a handler will fail, or be declined."""
+        handler = self.handler(rank, direction)
+        self.is_ideal = False
+        if is_declining:
+            handler.num_to_decline = 1
+        else:
+            handler.num_to_fail = 1
+
+    def forget_on_device(self) -> None:
+        """Nobody finds a block on the device any more, as if all had been overwritten."""
+        self.engine.cache.pool.forget_all()
+
+    def forget(self) -> None:
+        """The next block that is to be pinned will be gone."""
+        self.is_ideal = False
+        self.manager.is_forgetting = True
+
+    def refuse(self, num_offers: int) -> None:
+        """The next offers of blocks find no room; they are to be made again."""
+        self.manager.num_to_refuse = num_offers
+        # What leaves a window before there is room is lost.
+        self.is_ideal &= self._keeps_blocks
+
+    def handler(self, rank: int, direction: str) -> SlowHandler:
+        """Return one handler of one worker."""
+        worker = self.engine.workers[rank]
+        return worker.loads if direction == "loads" else worker.stores
+
+    def copy_everything(self) -> None:
+        """Let every handler finish; where stores are lazy only loads."""
+        for worker in self.engine.workers:
+            worker.loads.work(1000)
+            if not self.options.is_storing_late:
+                worker.stores.work(1000)
+
+    def run_out(self) -> None:
+        """Step until nobody is left; a request that waits for ever is found here."""
+        for num_steps in range(MAX_STEPS_TO_DRAIN):
+            if not self.engine.requests:
+                break
+            self.step(16, is_copying=True)
+            self.clock.advance(0.1)
+            if num_steps % LATE_STEPS == LATE_STEPS - 1:
+                self.end_stores()
+        assert not self.engine.requests, f"still waiting: {[r.request_id for r in self.engine.requests]}"
+        self.settle_steps()
+        self.check_found_again()
+
+    def end_stores(self) -> None:
+        """Let the stores finish."""
+        for worker in self.engine.workers:
+            worker.stores.work(1000)
+
+    def check_found_again(self) -> None:
+        """Whoever comes with a prompt that was computed as a whole finds all of it, if nothing went wrong.
+
+        Only asked at rest; what is in flight is ended first.
+        """
+        for _ in range(4):
+            self.step(16, is_copying=True)
+            self.end_stores()
+            self.settle_steps()
+        stats = self.manager.stats()
+        is_roomy = stats["primary.evicted"] == stats["primary.refused"] == 0
+        if not (self.is_ideal and is_roomy and self._stores_everything):
+            return
+        for request in self.requests[-6:]:
+            is_computed = request.num_tokens > request.num_prompt_tokens
+            is_whole = is_computed and request.is_whole and request.epoch == self.engine.num_resets
+            if is_whole and not request.was_refused and not request.kv_transfer_params:
+                self._check_found(request)
+
+    def drain(self) -> None:
+        """Let everything run out, and look for what is left."""
+        self.run_out()
+        stats = self.engine.scheduler.stats()
+        for name in COUNTERS:
+            self.seen[name] += int(stats.get(name, 0))
+        self.seen["dead block freed"] += self.engine.cache.num_freed_early
+        self.seen[f"loaded: {self.options.layout}"] += self.seen["load good"]
+        assert stats["connector.lost_load_jobs"] == self.manager.num_forgotten
+        assert stats["connector.open_jobs"] == 0
+        assert stats["connector.requests"] == 0
+        assert stats["connector.fenced_jobs"] == 0
+        assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]
+        assert stats["primary.orphaned_blocks"] == 0
+        assert not self.engine.scheduler.has_open_stores()
+        self.manager.check()
+
+    def _check_found(self, request: SimRequest) -> None:
+        probe = SimRequest("probe", [*request.tokens[: request.num_prompt_tokens], 0], max_tokens=MAX_TOKENS)
+        end = request.num_prompt_tokens // self._align_tokens * self._align_tokens
+        for num_local in (0, end // 2 // self._align_tokens * self._align_tokens):
+            found, _ = self.engine.scheduler.get_num_new_matched_tokens(probe, num_local)
+            assert found == end - num_local
+        self.engine.scheduler.request_finished(probe)
+        self.seen["found again"] += end > 0
+
+    def _free_name(self) -> str:
+        """Return a name, used before if its request has ended and no step or load knows it any more."""
+        taken = {request.request_id for request in self.engine.requests}
+        taken |= {work.request.request_id for step in self.engine.steps for work in step.works}
+        number = next(n for n in range(100) if f"r{n}" not in taken)
+        if any(request.request_id == f"r{number}" for request in self.requests):
+            self.seen["name used again"] += 1
+            self.seen["name used again while stores are open"] += self.engine.scheduler.has_open_stores()
+        return f"r{number}"

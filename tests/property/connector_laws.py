@@ -1,0 +1,62 @@
+"""What must hold of everything the connector tells the workers, whatever bytes move.
+
+A store reads device blocks that its request holds now and that are full of confirmed tokens, within its limits; a
+load writes blocks that its request holds, within its limits, and never those that device memory already has.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.property.connector_blocks import SimGroup
+from tests.property.connector_device import NULL_BLOCK
+from tests.property.connector_requests import SimRequest
+
+from kvtier.base import GPULoadStoreSpec
+from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata, TransferJob
+
+
+def check_metadata(
+    metadata: OffloadingConnectorMetadata,
+    requests: Mapping[str, SimRequest],
+    groups: Sequence[SimGroup],
+    block_size_factor: int,
+    *,
+    is_prompt_only: bool,
+) -> None:
+    """Check the jobs of one step against the requests as they are when it is planned."""
+    for job in metadata.store_jobs.values():
+        request = requests[job.req_id]
+        limit = min(request.limit("store"), request.num_tokens)
+        if is_prompt_only:
+            limit = min(limit, request.num_prompt_tokens)
+        for _, end in _spans(job, job.transfer_spec.source, request, groups, block_size_factor):
+            assert end <= limit, f"{job.req_id}: a block that ends at {end} is stored, {limit} are allowed"
+    for job in metadata.load_jobs.values():
+        request = requests[job.req_id]
+        limit = min(request.limit("load"), request.num_tokens - 1)
+        num_local = request.num_computed - request.num_external
+        for first, end in _spans(job, job.transfer_spec.destination, request, groups, 1):
+            assert end <= limit, f"{job.req_id}: a block that ends at {end} is loaded, {limit} are allowed"
+            assert first >= num_local, f"{job.req_id}: a block is loaded that device memory has"
+        assert is_lost(job) or request.num_computed <= limit
+
+
+def is_lost(job: TransferJob) -> bool:
+    """Return whether a load can only fail."""
+    return isinstance(job.transfer_spec.source, LostLoadStoreSpec)
+
+
+def _spans(
+    job: TransferJob, spec: object, request: SimRequest, groups: Sequence[SimGroup], factor: int
+) -> Iterator[tuple[int, int]]:
+    """Yield first and end token of each block of a job: the offloaded one that a device block is part of."""
+    assert isinstance(spec, GPULoadStoreSpec)
+    block_ids = spec.block_ids.tolist()
+    for idx, (size, group) in enumerate(zip(spec.group_sizes, groups, strict=True)):
+        table = request.tables[idx]
+        for block_id in block_ids[:size]:
+            assert block_id != NULL_BLOCK, f"{job.req_id}: the null block is read or written"
+            assert block_id in table, f"{job.req_id}, group {idx}: device block {block_id} is not its own"
+            block = table.index(block_id) // factor
+            span_tokens = group.block_tokens * factor
+            yield block * span_tokens, (block + 1) * span_tokens
+        block_ids = block_ids[size:]
