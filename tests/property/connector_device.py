@@ -69,12 +69,29 @@ class HostRows:
 class SlowHandler(OffloadingHandler):
     """One direction of one worker; copies when told to, oldest job first unless told otherwise.
 
+    Args:
+        device: the worker's device blocks.
+        part: its part of the rows.
+        block_size_factor: device blocks in a row.
+        busy: for each copy that was submitted and not carried out, in both directions, its rows and whether it
+            writes them.
+        broken_laws: where it is told what a copy did wrong; whoever submits it may take an exception for a refusal.
+
     Attributes:
         expected: for each store, and each of its device blocks, what the first cells of it must be when it is read.
         begun: jobs that were ever submitted.
     """
 
-    def __init__(self, device: Cells, part: Cells, block_size_factor: int) -> None:
+    def __init__(
+        self,
+        device: Cells,
+        part: Cells,
+        block_size_factor: int,
+        busy: dict[TransferJobId, tuple[set[int], bool]],
+        broken_laws: list[str],
+    ) -> None:
+        self._busy = busy
+        self._broken_laws = broken_laws
         self.expected: dict[TransferJobId, list[list[int]]] = {}
         self.begun: set[TransferJobId] = set()
         self._device = device
@@ -84,7 +101,6 @@ class SlowHandler(OffloadingHandler):
         self._ended: list[TransferResult] = []
         self.num_to_fail = 0
         self.num_to_decline = 0
-        self.num_failed = 0
         self.is_eager = False
         self.is_newest_first = False
 
@@ -92,9 +108,9 @@ class SlowHandler(OffloadingHandler):
         self.begun.add(job_id)
         if self.num_to_decline:
             self.num_to_decline -= 1
-            self.num_failed += 1
             return False
         self._queue.append((job_id, spec))
+        self._occupy_rows(job_id, spec)
         if self.is_eager:
             self.work(len(self._queue))
         return True
@@ -114,11 +130,21 @@ class SlowHandler(OffloadingHandler):
             self._carry_out(*entry)
 
     def _carry_out(self, job_id: TransferJobId, spec: TransferSpec) -> None:
+        del self._busy[job_id]
         is_good = not self.num_to_fail
         self.num_to_fail -= not is_good
-        self.num_failed += not is_good
         self._copy(spec, self.expected.pop(job_id, None), is_good=is_good)
         self._ended.append(TransferResult(job_id, is_good))
+
+    def _occupy_rows(self, job_id: TransferJobId, spec: TransferSpec) -> None:
+        is_store = isinstance(spec.destination, CPULoadStoreSpec)
+        rows = spec.destination if is_store else spec.source
+        assert isinstance(rows, CPULoadStoreSpec)
+        slots = set(rows.block_ids.tolist())
+        for other_id, (others, is_writing) in self._busy.items():
+            if slots & others and (is_store or is_writing):
+                self._broken_laws.append(f"jobs {other_id} and {job_id} use the same row, and one writes it")
+        self._busy[job_id] = slots, is_store
 
     def _copy(self, spec: TransferSpec, expected: list[list[int]] | None, *, is_good: bool) -> None:
         source, destination = spec
@@ -128,9 +154,9 @@ class SlowHandler(OffloadingHandler):
         assert isinstance(cpu, CPULoadStoreSpec)
         for place, (block_id, slot, inner) in enumerate(self._places(gpu, cpu)):
             device = self._device[block_id]
-            if expected is not None:
-                found = device[: len(expected[place])].tolist()
-                assert found == expected[place], f"a store reads wrong bytes in device block {block_id}"
+            wanted = expected[place] if expected is not None and is_good else []
+            if device[: len(wanted)].tolist() != wanted:
+                self._broken_laws.append(f"a store reads wrong bytes in device block {block_id}")
             host = self._part[slot, inner * PAGE_CELLS : (inner + 1) * PAGE_CELLS]
             written, read = (host, device) if is_store else (device, host)
             written[:] = read if is_good else GARBAGE

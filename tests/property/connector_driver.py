@@ -181,7 +181,7 @@ class ConnectorDriver:
     def come_again(self, index: int, num_cut: int, num_new: int) -> None:
         """A request continues what another one has said, as the next turn of a conversation."""
         if self.requests:
-            spoken = self.requests[index % len(self.requests)].tokens
+            spoken = self.requests[-1 - index % len(self.requests)].tokens
             self.arrive(spoken[: max(1, len(spoken) - num_cut)][: MAX_TOKENS - 12], num_new)
 
     def serve(self, tokens: list[int], num_new: int) -> None:
@@ -320,6 +320,12 @@ class ConnectorDriver:
             if is_whole and not request.was_refused and not request.kv_transfer_params:
                 self._check_found(request)
 
+    def check(self) -> None:
+        """Look at the books, and at what the handlers have noticed."""
+        self.manager.check()
+        for worker in self.engine.workers:
+            assert not worker.broken_laws
+
     def drain(self) -> None:
         """Let everything run out, and look for what is left."""
         self.run_out()
@@ -335,7 +341,7 @@ class ConnectorDriver:
         assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]
         assert stats["primary.orphaned_blocks"] == 0
         assert not self.engine.scheduler.has_open_stores()
-        self.manager.check()
+        self.check()
 
     def _check_found(self, request: SimRequest) -> None:
         probe = SimRequest("probe", [*request.tokens[: request.num_prompt_tokens], 0], max_tokens=MAX_TOKENS)

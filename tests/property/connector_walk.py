@@ -34,7 +34,7 @@ def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
         factor=rng.randint(1, 2),
         num_slots=NUM_ROOMY_SLOTS if is_roomy else rng.choice([3, 8, 16, 32]),
         num_steps_ahead=rng.randint(0, 1),
-        is_tiered=rng.random() < 0.5,
+        is_tiered=rng.random() < 0.6,
         is_prompt_only=rng.random() < 0.25,
         pool_ratio=rng.choice([1.0, 1.0, 1.6, 3.0]),
         names_resumed_as_new=rng.random() < 0.5,
@@ -65,12 +65,13 @@ class Walk:
         often: list[Callable[[], None]] = [self._arrive, self._step, self._step, self._advance, self._copy]
         sometimes = [self._serve, self._run_out, self._abort, self._preempt, self._change_pace, self._wait]
         sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]
+        sometimes += [self._reset_and_return]
         harm = [self._fail, self._fail, self._forget]
         for _ in range(num_operations):
             drawn = self.rng.random()
             kinds = often if drawn < 0.7 else sometimes if drawn < 0.95 or self.is_calm else harm
             self.rng.choice(kinds)()
-            self.driver.manager.check()
+            self.driver.check()
         self.driver.drain()
 
     def _serve(self) -> None:
@@ -85,7 +86,7 @@ class Walk:
         rng = self.rng
         self._num_arrived += 1
         if rng.random() < 0.25:
-            self.driver.come_again(rng.randrange(6), rng.randrange(7), num_new=rng.randint(1, 8))
+            self.driver.come_again(rng.randrange(6), rng.randrange(7), rng.randint(1, 8))
             return
         stream = 100 * rng.randrange(2)
         own = [10_000 * self._num_arrived + n for n in range(rng.choice([0, 1, 3, 6]))]
@@ -124,6 +125,18 @@ class Walk:
 
     def _reset(self) -> None:
         self.driver.reset(self.rng.choice(list(ResetKind)))
+
+    def _reset_and_return(self) -> None:
+        """Somebody stores, goes, and comes again right after a reset, while the old stores are under way."""
+        self._arrive()
+        for _ in range(2):
+            self.driver.step(16)
+        self.driver.abort(self.rng.randrange(6))
+        self.driver.reset(self.rng.choice(list(ResetKind)))
+        self.driver.forget_on_device()
+        for _ in range(self.rng.randint(1, 3)):
+            self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
+            self.driver.step(16)
 
     def _run_out(self) -> None:
         self.driver.run_out()

@@ -22,7 +22,7 @@ from tests.property.connector_device import (
 )
 from tests.property.connector_requests import Step, Work
 
-from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry
+from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, TransferJobId
 from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.worker import OffloadingConnectorWorker
@@ -43,8 +43,10 @@ class SimWorker:
         self.rank = rank
         self.device = np.full((num_device_blocks, PAGE_CELLS), GARBAGE, dtype=np.int64)
         factor = config.block_size_factor
-        self.loads = SlowHandler(self.device, rows.part(rank), factor)
-        self.stores = SlowHandler(self.device, rows.part(rank), factor)
+        busy: dict[TransferJobId, tuple[set[int], bool]] = {}
+        self.broken_laws: list[str] = []
+        self.loads = SlowHandler(self.device, rows.part(rank), factor, busy, self.broken_laws)
+        self.stores = SlowHandler(self.device, rows.part(rank), factor, busy, self.broken_laws)
         entries = [
             HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self.loads),
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),

@@ -22,7 +22,7 @@ from tests.property.connector_driver import (
 )
 from tests.property.connector_walk import HINTS, SHARED_LENGTHS, Walk
 
-NUM_WALKS = 240
+NUM_WALKS = 400
 WALK_OPERATIONS = 120
 EVENTS = frozenset(
     {
@@ -43,6 +43,7 @@ EVENTS = frozenset(
         "draft rejected with the next step planned",
         "expired_requests",
         "found again",
+        "kept running over a reset",
         "load beyond a device hit",
         "load failed",
         "load failed on one worker",
@@ -201,7 +202,7 @@ class ConnectorModel(RuleBasedStateMachine):
     def books_are_whole(self) -> None:
         """No slot leaks, whatever happened."""
         if hasattr(self, "driver"):
-            self.driver.manager.check()
+            self.driver.check()
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):

@@ -11,7 +11,7 @@ One step of the engine, in order:
 2. scheduler half, once: ``build_connector_meta``; the metadata goes to every worker;
 3. worker half: ``handle_preemptions``, ``start_kv_transfers``, (forward pass), ``prepare_store_kv``,
    ``get_finished``, ``take_failed_loads``, ``build_connector_worker_meta``;
-4. scheduler half, once, with the sum over all workers: ``update_connector_output``, and then
+4. scheduler half, once, with the sum over all workers: ``update_connector_output``; before or after it,
    ``request_finished`` for each request that ended.
 
 Step 2 of the next step may come before step 4 of this one. A step without tokens is a step too: a request

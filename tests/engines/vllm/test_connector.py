@@ -134,7 +134,7 @@ def test_what_is_offloaded_is_said_at_start(config: VllmConfig, caplog: pytest.L
     with caplog.at_level(logging.INFO, logger="kvtier"):
         KVTierConnector(config, SCHEDULER, kv_cache_config).shutdown()
 
-    assert "2 layers full, 1 layers window" in caplog.text
+    assert "full x2, window x1" in caplog.text
 
 
 def test_kvtier_writes_to_vllms_log_where_the_process_has_none(

@@ -213,12 +213,16 @@ def test_a_group_that_mixes_windows_is_refused() -> None:
 
 
 @pytest.mark.skipif(compat.HAS_FAILED_RECVING, reason="this vLLM can be told which request's load failed")
-@pytest.mark.parametrize("kv_groups", [[group(window(), "w")], [group(full(), "a"), group(full(), "b")]])
+@pytest.mark.parametrize(
+    ("kv_groups", "is_mixed"),
+    [([group(window(), "w")], False), ([group(full(), "a"), group(window(), "b")], True)],
+)
 def test_what_cannot_be_recomputed_from_a_block_needs_a_vllm_that_takes_failed_requests(
-    kv_groups: list[KVCacheGroupSpec],
+    kv_groups: list[KVCacheGroupSpec], is_mixed: bool
 ) -> None:
-    with pytest.raises(ModelError, match=r"use vLLM 0\.30 or later"):
+    with pytest.raises(ModelError, match=r"use vLLM 0\.30 or later") as refused:
         make_kv_groups(cache_config(*kv_groups))
+    assert ("--disable-hybrid-kv-cache-manager" in str(refused.value)) is is_mixed
 
 
 @needs_failed_recving

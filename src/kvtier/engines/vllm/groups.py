@@ -58,9 +58,12 @@ def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
         raise ModelError("vLLM reports no KV cache group: a model without attention has nothing to offload")
     groups = tuple(_make_group(kv_cache_config, idx) for idx in range(len(kv_cache_config.kv_cache_groups)))
     if not can_recompute_from_block(groups) and not compat.HAS_FAILED_RECVING:
+        # vLLM merges windows into full attention only where the model has some of that.
+        is_mixed = any(group.kind is GroupKind.FULL for group in groups)
         raise ModelError(
             f"the model has KV groups {names_of_groups(groups)}, and vLLM {compat.release()} cannot be told that a "
             "load of anything but one full-attention group failed: use vLLM 0.30 or later"
+            + (f", or {MERGE_REMEDY}" if is_mixed else "")
         )
     return groups
 
@@ -103,7 +106,7 @@ def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
 
 def names_of_groups(groups: Sequence[KVGroup]) -> str:
     """Return one line that says what each group is. Pure."""
-    return ", ".join(f"{len(group.layer_names)} layers {group.kind.value}" for group in groups)
+    return ", ".join(f"{group.kind.value} x{len(group.layer_names)}" for group in groups)
 
 
 def _make_group(kv_cache_config: KVCacheConfig, idx: int) -> KVGroup:
