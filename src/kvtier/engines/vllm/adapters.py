@@ -16,7 +16,7 @@ from kvtier.engines.vllm.identity import fingerprint_checkpoint
 logger = logging.getLogger(__name__)
 
 Signature = tuple[tuple[str, int, int], ...]
-"""Name, size and time of change of each file of an adapter; when it is equal the files are not read again."""
+"""Name, size and time of change of each file of an adapter; while it is equal the files are taken for unchanged."""
 
 NO_SALT = b""
 """The salt of a request without an adapter."""
@@ -26,7 +26,11 @@ CONFIG_NAME = "adapter_config.json"
 
 
 class AdapterSalts:
-    """Fingerprints adapters; reads a folder again only after one of its files has changed."""
+    """Fingerprints each adapter once, when a request first names it; one whose files change afterwards is given up.
+
+    vLLM may go on with the weights it has in memory, or read the new ones when it likes: it does not say which, so
+    from then on nobody knows what a block of that adapter holds. The next start of the engine does.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Signature, bytes]] = {}
@@ -42,29 +46,33 @@ class AdapterSalts:
         if adapter is None:
             return NO_SALT
         path = str(adapter.lora_path)
+        if path in self._refused:
+            return None
         try:
-            return self._fingerprint(path)
+            return self._salt_at(path)
         except OSError as error:
-            if path not in self._refused:
-                self._refused.add(path)
-                logger.warning(
-                    "requests of adapter %r are not offloaded: its files cannot be read here: %s", path, error
-                )
+            self._refused.add(path)
+            logger.warning("from here on no request of adapter %r is offloaded: %s", path, error)
             return None
 
-    def _fingerprint(self, path: str) -> bytes:
+    def _salt_at(self, path: str) -> bytes:
+        """Return the salt of an adapter whose files are what they were when they were first seen."""
         folder = Path(path)
         signature = tuple(sorted(_describe(file) for file in folder.iterdir() if file.is_file()))
-        known = self._known.get(path)
-        if known is not None and known[0] == signature:
-            return known[1]
-        weights = fingerprint_checkpoint(folder)
-        if not weights:
-            raise FileNotFoundError(f"{path!r} holds no weights")
-        settings = (folder / CONFIG_NAME).read_bytes() if (folder / CONFIG_NAME).exists() else b""
-        digest = hashlib.sha256(weights.encode() + b"\0" + settings).digest()
-        self._known[path] = (signature, digest)
-        return digest
+        if path not in self._known:
+            self._known[path] = signature, _fingerprint(folder)
+        first_signature, salt = self._known[path]
+        if signature != first_signature:
+            raise FileExistsError(f"its files have changed while the engine runs ({folder})")
+        return salt
+
+
+def _fingerprint(folder: Path) -> bytes:
+    weights = fingerprint_checkpoint(folder)
+    if not weights:
+        raise FileNotFoundError(f"{folder} holds no weights")
+    settings = (folder / CONFIG_NAME).read_bytes() if (folder / CONFIG_NAME).exists() else b""
+    return hashlib.sha256(weights.encode() + b"\0" + settings).digest()
 
 
 def _describe(file: Path) -> tuple[str, int, int]:
