@@ -5,15 +5,15 @@ They decide nothing. A block may be gone between its search and its load, and ro
 
 from collections.abc import Collection
 
-from kvtier.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
+from kvtier.base import LoadStoreSpec, OffloadingManager, OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.tiering.manager import TieringOffloadingManager
 
 GONE = OffloadKey(b"a block that nobody holds")
 
 
-class MoodyCPUManager(CPUOffloadingManager):
-    """The primary tier alone.
+class Moods(OffloadingManager):
+    """What a test makes a manager do, in front of the one that does the work.
 
     Attributes:
         is_forgetting: the next load finds a block gone.
@@ -29,7 +29,7 @@ class MoodyCPUManager(CPUOffloadingManager):
         asked = [*keys, GONE] if self.is_forgetting else keys
         self.num_forgotten += self.is_forgetting
         self.is_forgetting = False
-        return super().prepare_load(asked, req_context)
+        return super().prepare_load(asked, req_context)  # type: ignore[safe-super]  # a manager comes after this
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -37,26 +37,12 @@ class MoodyCPUManager(CPUOffloadingManager):
         if self.num_to_refuse:
             self.num_to_refuse -= 1
             return None
-        return super().prepare_store(keys, req_context)
+        return super().prepare_store(keys, req_context)  # type: ignore[safe-super]  # a manager comes after this
 
 
-class MoodyTieringManager(TieringOffloadingManager):
-    """The primary tier and others; its attributes are those of the other manager."""
+class MoodyCPUManager(Moods, CPUOffloadingManager):
+    """The primary tier alone."""
 
-    is_forgetting = False
-    num_forgotten = 0
-    num_to_refuse = 0
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        asked = [*keys, GONE] if self.is_forgetting else keys
-        self.num_forgotten += self.is_forgetting
-        self.is_forgetting = False
-        return super().prepare_load(asked, req_context)
-
-    def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        if self.num_to_refuse:
-            self.num_to_refuse -= 1
-            return None
-        return super().prepare_store(keys, req_context)
+class MoodyTieringManager(Moods, TieringOffloadingManager):
+    """The primary tier and others."""
