@@ -10,6 +10,7 @@ in the same run.
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -42,6 +43,7 @@ def main() -> int:
     numbers = {}
     for part in parts:
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=arguments.dir) as folder:
+            os.environ["TMPDIR"] = folder  # vLLM leaves its sockets behind
             numbers[part] = measure(part, Path(folder), arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(numbers, indent=1))

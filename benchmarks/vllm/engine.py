@@ -164,6 +164,25 @@ class Engine:
         num_open_jobs = int(self.stats().get("connector.open_jobs", 0))
         return Served(tuple(make_answer(output) for output in outputs), time_s, loaded, num_open_jobs)
 
+    def serve_without(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int) -> Served:
+        """Answer the prompts as vLLM does that has no connector; to be called at rest.
+
+        All that vLLM asks before each call of a connector is whether there is one. Same process, same memory: two
+        processes of one program differ by more than what is measured here.
+        """
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        scheduler = self._core.scheduler
+        connectors = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001  # no other way out
+        has_kvtier = self._has_kvtier
+        self._has_kvtier = False
+        scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
+        try:
+            return self.serve(prompts, num_answer_tokens, has_logprobs=False)
+        finally:
+            scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connectors  # noqa: SLF001
+            self._has_kvtier = has_kvtier
+
     def settle(self) -> None:
         """Step the engine until its stores have ended and the tiers are done.
 

@@ -1,9 +1,7 @@
 """A child process with one vLLM engine, driven over a pipe; it sleeps while nothing is asked of it."""
 
 import multiprocessing
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 from benchmarks.vllm.engine import EngineOptions, Served, run_engine
@@ -60,17 +58,17 @@ class EngineProcess:
         self._call("settle")
         return served
 
+    def serve_without(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int) -> Served:
+        """Answer the prompts as if the engine had no kvtier."""
+        served = self._call("serve_without", prompts, num_answer_tokens)
+        assert isinstance(served, Served)
+        return served
+
     def stats(self) -> dict[str, float]:
         """Return kvtier's counters and gauges; nothing without kvtier."""
         stats = self._call("stats")
         assert isinstance(stats, dict)
         return stats
-
-    def processor_time_s(self) -> float:
-        """Return the processor time that the child has taken so far."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        user_ticks, system_ticks = int(fields[11]), int(fields[12])
-        return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
     def _call(self, method: str, *arguments: object) -> object:
         self._connection.send((method, arguments))

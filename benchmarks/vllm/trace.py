@@ -27,9 +27,6 @@ POOL_RATIO = 0.05
 HOST_RATIO = 0.25
 """Part of the working set that host memory holds; the fs tier holds all."""
 
-LOOKUP_DEADLINE_S = 3600.0
-"""Longer than the whole run."""
-
 LOGPROB_TOLERANCE = 2e-3
 """Largest difference that rounding explains: float32, other batches and chunks."""
 
@@ -166,12 +163,7 @@ def make_settings(plan: TracePlan, folder: Path) -> dict[str, object]:
         # The default, an eighth of so small a host tier, is less than one step stores: the rest would be declined.
         "max_in_flight_store_bytes": cpu_bytes // 2,
     }
-    return {
-        "cpu_bytes_to_use": cpu_bytes,
-        "secondary_tiers": [tier],
-        # All requests come at once, so most of them queue for longer than the default allows them to wait.
-        "lookup_deadline_s": LOOKUP_DEADLINE_S,
-    }
+    return {"cpu_bytes_to_use": cpu_bytes, "secondary_tiers": [tier]}
 
 
 def serve(

@@ -193,16 +193,72 @@ def test_an_interruption_does_not_move_the_deadline(waiting: WaitingRequests) ->
     assert not waiter.is_expired
 
 
-def test_only_who_still_waits_counts_as_overdue(waiting: WaitingRequests) -> None:
-    request = ReqContext("a")
+def begin_queueing(waiting: WaitingRequests, request: ReqContext) -> None:
+    """All that the request waited for comes, and its engine does not ask again before the deadline."""
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.notify([key_of(1)])
+    assert waiting.expire(DEADLINE_S) == []
+
+
+def test_a_request_that_its_engine_kept_has_not_expired(
+    waiting: WaitingRequests, holder: CountingHolder
+) -> None:
+    request = ReqContext("a")
+    begin_queueing(waiting, request)
+    assert not holder.counts
+    assert waiting.get(request) is None
+    assert waiting.num_expired == 0
+
+
+def test_a_request_that_its_engine_kept_waits_once_more_and_not_longer(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    begin_queueing(waiting, request)
+    waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
+    assert waiting.expire(60.0 + DEADLINE_S - 0.1) == []
+    waiting.notify([key_of(1)])
+    assert waiting.expire(60.0 + DEADLINE_S) == []
     waiter = waiting.get(request)
     assert waiter is not None
-    waiting.notify([key_of(1)])
-    assert waiting.begins_search(waiter, 1)
-    assert waiting.expire(DEADLINE_S) == []
-    assert waiting.num_expired == 0
     assert waiter.is_expired
+    assert waiting.num_expired == 1
+
+
+def test_what_does_not_come_in_a_second_wait_is_overdue(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    begin_queueing(waiting, request)
+    waiting.wait_for(key_of(2), request, now_s=60.0, step=1, is_held=True)
+    assert waiting.expire(60.0 + DEADLINE_S) == [frozenset({key_of(2)})]
+
+
+@pytest.mark.parametrize("again_s", [2.0, 60.0])
+def test_interruptions_do_not_make_a_second_wait_a_third(waiting: WaitingRequests, again_s: float) -> None:
+    request = ReqContext("a")
+    begin_queueing(waiting, request)
+    waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
+    waiting.interrupt()
+    waiting.wait_for(key_of(1), request, now_s=60.0 + again_s, step=2, is_held=True)
+    waiting.expire(max(60.0 + again_s, 60.0 + DEADLINE_S))
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert waiter.is_expired
+
+
+def test_no_tier_is_blamed_for_a_request_that_did_not_ask_after_a_reset(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.interrupt()
+    waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
+    assert waiting.expire(60.0) == []
+
+
+def test_a_request_that_ends_in_its_engines_queue_is_forgotten(waiting: WaitingRequests) -> None:
+    request = ReqContext("a")
+    begin_queueing(waiting, request)
+    waiting.end_wait(request)
+    waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
+    waiting.notify([key_of(1)])
+    waiting.expire(60.0 + DEADLINE_S)
+    assert waiting.get(request) is None
 
 
 def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> None:

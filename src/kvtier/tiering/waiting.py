@@ -3,6 +3,9 @@
 It moves no block and asks no tier. A request waits from its first None to its prepare_load, its
 request_finished or its deadline. While it waits, what it has found is held against eviction, one count per
 key and request, and it is searched again only when something it waits for has changed.
+
+A deadline ends the holds of everybody, but speaks only against a request for which something did not come. One whose
+blocks had all come was kept by its engine, in a queue: it may wait once more when its engine asks again.
 """
 
 import heapq
@@ -17,8 +20,8 @@ from kvtier.base import OffloadKey, ReqContext
 T = TypeVar("T")
 
 MAX_REMEMBERED = 65_536
-"""Requests whose deadline is remembered beyond their wait: those that have passed it, and those that a reset
-interrupted. An engine ends its requests, so this only bounds one that does not; the oldest is forgotten first."""
+"""Requests that are remembered beyond their wait: those that have expired, and those that may wait again.
+An engine ends its requests, so this only bounds one that does not; the oldest is forgotten first."""
 
 
 class Holder(Protocol):
@@ -40,7 +43,8 @@ class Waiter:
         deadline_s: the clock's reading after which it waits no longer.
         search_step: the step in which its present search began.
         has_news: True when searching again may give another answer.
-        is_expired: True once the deadline has passed: what is not ready is then absent for it.
+        is_expired: True once it may wait no longer: what is not ready is then absent for it.
+        is_renewed: True in its second wait, when its first deadline passed while it waited for nothing.
         held: keys it holds.
         awaited: keys whose change is news for it.
         promoted: keys that a tier has brought up while it waited for them, each with the tier's type.
@@ -51,6 +55,7 @@ class Waiter:
     search_step: int
     has_news: bool = False
     is_expired: bool = False
+    is_renewed: bool = False
     held: set[OffloadKey] = field(default_factory=set)
     awaited: set[OffloadKey] = field(default_factory=set)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
@@ -73,7 +78,7 @@ class WaitingRequests:
         self._lookup_deadline_s = lookup_deadline_s
         self._waiting: dict[ReqContext, Waiter] = {}
         self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
-        self._interrupted_s: OrderedDict[ReqContext, float] = OrderedDict()
+        self._stopped: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self._by_key: dict[OffloadKey, dict[ReqContext, Waiter]] = {}
         self._found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
         # A waiter that has ended stays in here until its deadline would have come.
@@ -123,9 +128,8 @@ class WaitingRequests:
         """
         waiter = self._waiting.get(req_context)
         if waiter is None:
-            deadline_s = self._interrupted_s.pop(req_context, now_s + self._lookup_deadline_s)
-            waiter = self._waiting[req_context] = Waiter(req_context, deadline_s, step)
-            heapq.heappush(self._by_deadline, (deadline_s, next(self._order), waiter))
+            waiter = self._waiting[req_context] = self._begin_wait(req_context, now_s, step)
+            heapq.heappush(self._by_deadline, (waiter.deadline_s, next(self._order), waiter))
             for found in self._found_this_step.pop(req_context, ()):
                 self._hold(waiter, found)
         if is_held:
@@ -153,10 +157,12 @@ class WaitingRequests:
         return key in self._by_key
 
     def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
-        """End the waits whose deadline has passed; the requests keep that verdict until they end.
+        """End the waits whose deadline has passed.
+
+        A request expires, until it ends, if it waited for something, or waited for the second time.
 
         Returns:
-            For each request that was still waiting the keys that did not come.
+            For each request that waited for something the keys that did not come.
         """
         overdue: list[frozenset[OffloadKey]] = []
         while self._by_deadline and self._by_deadline[0][0] <= now_s:
@@ -165,12 +171,12 @@ class WaitingRequests:
                 continue
             if waiter.awaited:
                 overdue.append(frozenset(waiter.awaited))
+            is_last = bool(waiter.awaited) or waiter.is_renewed
             self._stop(waiter)
-            waiter.is_expired = True
-            waiter.has_news = True
-            self._expired[waiter.req_context] = waiter
-            forget_oldest(self._expired)
-        self.num_expired += len(overdue)
+            if is_last:
+                self._expire(waiter)
+            else:
+                self._remember_stopped(waiter)
         return overdue
 
     def end_wait(self, req_context: ReqContext) -> None:
@@ -179,7 +185,7 @@ class WaitingRequests:
         if waiter is not None:
             self._stop(waiter)
         self._expired.pop(req_context, None)
-        self._interrupted_s.pop(req_context, None)
+        self._stopped.pop(req_context, None)
         self._found_this_step.pop(req_context, None)
 
     def end_step(self) -> None:
@@ -190,8 +196,7 @@ class WaitingRequests:
         """End every wait and release every hold, as a reset does; deadlines stay what they were."""
         for waiter in list(self._waiting.values()):
             self._stop(waiter)
-            self._interrupted_s[waiter.req_context] = waiter.deadline_s
-            forget_oldest(self._interrupted_s)
+            self._remember_stopped(waiter)
         self._found_this_step.clear()
 
     def holds(self) -> dict[OffloadKey, int]:
@@ -201,6 +206,26 @@ class WaitingRequests:
             for key in waiter.held:
                 counts[key] = counts.get(key, 0) + 1
         return counts
+
+    def _begin_wait(self, req_context: ReqContext, now_s: float, step: int) -> Waiter:
+        deadline_s = now_s + self._lookup_deadline_s
+        earlier = self._stopped.pop(req_context, None)
+        if earlier is None:
+            return Waiter(req_context, deadline_s, step)
+        if earlier.is_renewed or now_s < earlier.deadline_s:
+            return Waiter(req_context, earlier.deadline_s, step, is_renewed=earlier.is_renewed)
+        return Waiter(req_context, deadline_s, step, is_renewed=True)
+
+    def _expire(self, waiter: Waiter) -> None:
+        waiter.is_expired = True
+        waiter.has_news = True
+        self.num_expired += 1
+        self._expired[waiter.req_context] = waiter
+        forget_oldest(self._expired)
+
+    def _remember_stopped(self, waiter: Waiter) -> None:
+        self._stopped[waiter.req_context] = waiter
+        forget_oldest(self._stopped)
 
     def _hold(self, waiter: Waiter, key: OffloadKey) -> None:
         if key not in waiter.held:

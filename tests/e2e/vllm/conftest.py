@@ -1,5 +1,8 @@
 """What the tests with a real engine share: checkpoints, and answers of vLLM without kvtier."""
 
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+
 import pytest
 from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.engine_host import WHOLE_PROMPTS, EngineOptions
@@ -11,6 +14,14 @@ NUM_PROMPTS = 12
 
 CONTROL_POOL_BLOCKS = 600
 """Device blocks of an engine without kvtier: its answers do not depend on them."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder() -> Iterator[None]:
+    """Give every engine one temporary folder: vLLM leaves its sockets behind. Its path is short, as sockets want it."""
+    with TemporaryDirectory(prefix="kvtier-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        yield
 
 
 @pytest.fixture(scope="session")
