@@ -36,11 +36,16 @@ USED_BY_NOBODY = frozenset({"testing", "cli"})
 PUBLIC_FACE = BOTTOM | {"factory"}
 """What ``kvtier/__init__.py`` may re-export: all of it loads without torch."""
 
-SHARED_BY_TIERS = frozenset({"base", "envelope", "io_pool", "lookup", "breaker", "codecs"})
+SHARED_BY_TIERS = frozenset(
+    {
+        "base", "envelope", "io_pool", "lookup", "breaker", "codecs",
+        "aligned", "block_store", "counters", "failures", "outage", "pooled",
+    }
+)  # fmt: skip
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
-TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors"})
-"""Modules at the bottom that a tier's own folder may import."""
+TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "cpu.policies"})
+"""Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "numpy": ("",),
@@ -148,7 +153,8 @@ def tier_objection(module: str, target: str, tiers: Collection[str]) -> str | No
         is_shared = len(parts) > 2 and parts[2] in SHARED_BY_TIERS
         return None if is_shared else f"of tiering, a tier imports {', '.join(sorted(SHARED_BY_TIERS))} only"
     allowed = ", ".join(sorted(TIER_FOUNDATIONS))
-    return None if parts[1] in TIER_FOUNDATIONS else f"outside tiering, a tier imports {allowed} only"
+    is_foundation = parts[1] in TIER_FOUNDATIONS or ".".join(parts[1:3]) in TIER_FOUNDATIONS
+    return None if is_foundation else f"outside tiering, a tier imports {allowed} only"
 
 
 def outside_objection(found: Import) -> str | None:

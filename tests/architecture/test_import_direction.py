@@ -58,6 +58,8 @@ def test_an_import_against_the_rules_is_refused(module: str, target: str) -> Non
         ("kvtier.connector.offloading_connector", "kvtier.factory.OffloadingSpecFactory"),
         ("kvtier.tiering.spec", "kvtier.cpu.spec.CPUOffloadingSpec"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.fs.store.FileStore"),
+        ("kvtier.tiering.slab.tier", "kvtier.cpu.policies.registry.create_cache_policy"),
+        ("kvtier.tiering.slab.tier", "kvtier.tiering.pooled.PooledTier"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.io_pool.IoPool"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.codecs.raw.RawCodec"),
         ("kvtier.tiering.fs.tier", "kvtier.namespace.make_namespace"),

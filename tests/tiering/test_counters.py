@@ -2,7 +2,7 @@
 
 import threading
 
-from kvtier.tiering.fs.counters import Counters
+from kvtier.tiering.counters import Counters
 
 
 def test_named_counts_begin_at_zero() -> None:

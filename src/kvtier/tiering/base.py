@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig, SettingsReader
@@ -105,9 +105,11 @@ class SecondaryTierManager(ABC):
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
 
     Attributes:
+        honours: those of the settings every tier has that only some tiers can honour, and this one does: "policy".
         settings: the settings every tier has; create_secondary_tier assigns them before the first call.
     """
 
+    honours: ClassVar[frozenset[str]] = frozenset()
     settings: TierSettings = TierSettings()
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
@@ -180,6 +182,22 @@ class SecondaryTierManager(ABC):
         """
         del timeout_s
         return True
+
+
+class ReachableTier(ABC):
+    """What else a tier can do whose place may be away while the tier itself is well."""
+
+    @abstractmethod
+    def check_reachable(self) -> None:
+        """Ask the place once whether it is there and lets us in; called at the start, may block for seconds.
+
+        Raises:
+            TierError: it does not, and why.
+        """
+
+    @abstractmethod
+    def take_unanswered(self) -> int:
+        """Return how many questions since the last call found nobody to answer them, for the circuit breaker."""
 
 
 class TierFailure(Enum):

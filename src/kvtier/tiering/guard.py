@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TypeVar
 
 from kvtier.base import JobId, OffloadKey, ReqContext
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,9 @@ class TierGuard:
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
+        if isinstance(self.tier, ReachableTier):
+            for _ in range(self._call("take_unanswered", self.tier.take_unanswered, 0)):
+                self.breaker.record_failure(None)
         if self._is_stale():
             self.breaker.trip()
         return results or []

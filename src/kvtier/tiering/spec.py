@@ -20,7 +20,7 @@ from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import ReachableTier, SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -123,7 +123,10 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         )
 
     def _make_tiers(self, primary_kv_view: memoryview) -> list[SecondaryTierManager]:
-        """Build every tier that can start; one that cannot and is not required is left out."""
+        """Build every tier that can start; one that cannot and is not required is left out.
+
+        One whose place is away starts, unless it is required: the place may come back.
+        """
         tiers: list[SecondaryTierManager] = []
         try:
             for entry in self.config.settings.secondary_tiers:
@@ -133,9 +136,26 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                     if entry.get("required"):
                         raise
                     logger.warning("secondary tier left out, the engine starts without it: %s", error)
+                    continue
+                _check_reachable(tiers[-1])
         except BaseException:
             for tier in tiers:
                 with suppress(Exception):  # what ended the start is told, not what a foreign tier says now
                     tier.shutdown(0.0)
             raise
         return tiers
+
+
+def _check_reachable(tier: SecondaryTierManager) -> None:
+    """Ask a tier whose place may be away whether it is there; the tier logs what is wrong.
+
+    Raises:
+        TierError: it is not, and the tier is required.
+    """
+    if not isinstance(tier, ReachableTier):
+        return
+    try:
+        tier.check_reachable()
+    except TierError:
+        if tier.settings.required:
+            raise

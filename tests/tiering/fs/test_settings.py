@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.settings import FSSettings, parse_settings, require_short_keys
+from kvtier.tiering.fs.settings import FSSettings, parse_settings
 
 ROW_BYTES = 8192
 
@@ -78,19 +77,3 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
 
 def test_capacity_for_exactly_one_block_is_enough() -> None:
     assert parse(capacity_bytes=ROW_BYTES + 4096).capacity_bytes == ROW_BYTES + 4096
-
-
-def make_config(algorithm: str) -> OffloadingConfig:
-    """Return a configuration with that hash."""
-    group = KVGroup(16, ("layer.0",), ROW_BYTES)
-    return OffloadingConfig("engine", ModelIdentity("model"), (group,), 16, hash_algorithm=algorithm)
-
-
-@pytest.mark.parametrize("algorithm", ["sha256", "blake2s", "an-engine's-own"])
-def test_a_hash_whose_keys_fit_is_accepted(algorithm: str) -> None:
-    require_short_keys(make_config(algorithm))
-
-
-def test_a_hash_whose_keys_do_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="68 bytes, at most 40"):
-        require_short_keys(make_config("sha512"))

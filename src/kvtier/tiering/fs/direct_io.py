@@ -1,22 +1,16 @@
-"""What a file system can do for us: direct I/O, and files without a name; and memory that direct I/O accepts.
+"""What a file system can do for us: direct I/O, and files without a name.
 
 It decides nothing about policy. Some file systems refuse ``O_DIRECT`` or ``O_TMPFILE`` and say so only when
 asked, so they are asked once, when the tier is built.
 """
 
-import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.aligned import allocate_page
 from kvtier.tiering.fs.system import SystemCalls
-
-ALIGNMENT_BYTES = 4096
-"""What memory, offsets and lengths of direct I/O are multiples of: the largest logical block in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +29,6 @@ class FileSupport:
     def flags(self) -> int:
         """Flags for ``open``."""
         return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
-
-
-def allocate_page() -> memoryview:
-    """Return one zeroed, aligned page, format 'B'."""
-    return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
-
-
-def is_aligned(rows: memoryview) -> bool:
-    """Return whether direct I/O accepts each of ``rows``, shape (num_rows, row_bytes). Pure."""
-    address = int(np.asarray(rows).ctypes.data)
-    return address % ALIGNMENT_BYTES == 0 and rows.shape is not None and rows.shape[1] % ALIGNMENT_BYTES == 0
 
 
 def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.tiering.aligned import ALIGNMENT_BYTES, is_aligned
+from kvtier.tiering.counters import Counters
 from kvtier.tiering.fs.block_file import BlockFiles
-from kvtier.tiering.fs.counters import Counters
-from kvtier.tiering.fs.direct_io import ALIGNMENT_BYTES, FileSupport, is_aligned, probe
+from kvtier.tiering.fs.direct_io import FileSupport, probe
 from kvtier.tiering.fs.folders import make_folder
 from kvtier.tiering.fs.layout import TEMPORARY_NAME, USAGE_NAME
 from kvtier.tiering.fs.ledger import Ledger

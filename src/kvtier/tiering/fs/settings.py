@@ -3,19 +3,14 @@
 It opens no file; whether the directory can be written is seen when the tier is built.
 """
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.base import GROUP_INDEX_BYTES
-from kvtier.config import OffloadingConfig, SettingsReader, parse_bytes
+from kvtier.config import SettingsReader, parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
-
-DEFAULT_NEGATIVE_TTL_S = 2.0
-"""Seconds for which a block that is not on the disk is not asked for again. Shorter asks a shared disk more
-often for the same missing tails; longer finds later what other engines write."""
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_NUM_THREADS = 4
 """Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
@@ -92,22 +87,6 @@ def parse_settings(
         num_threads=threads,
         block_bytes=block_bytes,
     )
-
-
-def require_short_keys(config: OffloadingConfig) -> None:
-    """Refuse a hash whose keys do not fit into an envelope.
-
-    Raises:
-        ConfigError: the engine's hash is too long; an algorithm that hashlib does not know is let through,
-            and its keys are checked as they come.
-    """
-    algorithm = config.hash_algorithm
-    if algorithm not in hashlib.algorithms_available:
-        return
-    key_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size + GROUP_INDEX_BYTES
-    if key_bytes > MAX_KEY_BYTES:
-        remedy = f"gives keys of {key_bytes} bytes, at most {MAX_KEY_BYTES} can be stored: use sha256"
-        raise ConfigError("hash_algorithm", algorithm, remedy)
 
 
 def _parse_root(value: object) -> Path:

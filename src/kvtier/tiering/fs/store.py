@@ -9,39 +9,29 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
 from kvtier.base import OffloadKey
+from kvtier.namespace import Namespace
+from kvtier.tiering.aligned import allocate_page
 from kvtier.tiering.base import TierFailure
+from kvtier.tiering.block_store import BlockStore, Rows
 from kvtier.tiering.codecs.raw import RAW_NUMBER
 from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal
-from kvtier.tiering.fs.direct_io import allocate_page
+from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
 from kvtier.tiering.fs.directory import Directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import make_block_folder
+from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.layout import namespace_path
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.io_pool import Moved
 
 logger = logging.getLogger(__name__)
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-FAILURE_OF_VERDICT = {
-    Verdict.DAMAGED: TierFailure.DAMAGED,
-    Verdict.OTHER_KEY: TierFailure.DAMAGED,
-    Verdict.OTHER_VERSION: TierFailure.FOREIGN,
-    Verdict.OTHER_CODEC: TierFailure.FOREIGN,
-    Verdict.OTHER_NAMESPACE: TierFailure.FOREIGN,
-}
-"""Damaged files are removed, foreign ones left alone. A file of this namespace that says it is another block
-than its name does can only have been renamed."""
-
-
-FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.DAMAGED})
-"""What speaks against the disk; a block that was evicted, or is another instance's, does not."""
 
 
 class StoreOutcome(Enum):
@@ -53,47 +43,36 @@ class StoreOutcome(Enum):
     FAILED = "failed"
 
 
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
+
 ARRIVED = frozenset({StoreOutcome.WRITTEN, StoreOutcome.EXISTED})
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The primary's rows as the tier sees them.
-
-    Attributes:
-        flat: every row's bytes one after another, format 'B'.
-        row_bytes: length of one.
-    """
-
-    flat: memoryview
-    row_bytes: int
-
-    def row(self, slot: int) -> memoryview:
-        """Return the bytes of ``slot``."""
-        return self.flat[slot * self.row_bytes : (slot + 1) * self.row_bytes]
-
-
-class BlockStore:
-    """Stores and loads some blocks at a time; keeps no state but a header page per thread.
+class FSBlockStore(BlockStore[Space]):
+    """Stores and loads some blocks at a time in files; keeps no state but a header page per thread.
 
     Args:
         directory: where to.
         rows: the primary's.
         evictor: makes room.
-        forget: told when a block that was thought to be there is not.
+        max_keys: blocks of a namespace that are kept in mind.
     """
 
-    def __init__(
-        self, directory: Directory, rows: Rows, evictor: Evictor, forget: Callable[[Space, OffloadKey], None]
-    ) -> None:
+    def __init__(self, directory: Directory, rows: Rows, evictor: Evictor, max_keys: int) -> None:
         self._directory = directory
         self._rows = rows
         self._files = directory.files
         self._ledger = directory.ledger
         self._counters = directory.counters
         self._evictor = evictor
-        self._forget = forget
+        self._max_keys = max_keys
         self._of_thread = threading.local()
+
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
+        """Return the namespace's folder and what is known to be in it; a new one needs no scan."""
+        index = KeyIndex(self._max_keys, is_complete=is_new)
+        return Space(namespace, namespace_path(self._directory.root, namespace.name), index)
 
     def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
         """Write blocks; those that are on the disk now have arrived, held before or not.
@@ -123,7 +102,6 @@ class BlockStore:
             self._counters.add(**{failure.value: 1})
             if failure is not TierFailure.IO_ERROR:
                 space.index.discard((key,))
-                self._forget(space, key)
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
         return Moved(arrived, is_fault)
 
@@ -132,6 +110,14 @@ class BlockStore:
         found = [key for key in keys if _exists(space.block_path(key))]
         space.index.add(found)
         return found
+
+    def stats(self) -> dict[str, float]:
+        """Return counts of loads by outcome, of stores and of evictions."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """End the thread that evicts."""
+        self._evictor.shutdown(CLOSE_TIMEOUT_S)
 
     def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> Moved:
         block_bytes = self._directory.block_bytes

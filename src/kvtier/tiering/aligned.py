@@ -1,0 +1,21 @@
+"""Memory that direct I/O accepts."""
+
+import mmap
+
+import numpy as np
+
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+
+ALIGNMENT_BYTES = 4096
+"""What memory, offsets and lengths of direct I/O are multiples of: the largest logical block in use."""
+
+
+def allocate_page() -> memoryview:
+    """Return one zeroed, aligned page, format 'B'."""
+    return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
+
+
+def is_aligned(rows: memoryview) -> bool:
+    """Return whether direct I/O accepts each of ``rows``, shape (num_rows, row_bytes). Pure."""
+    address = int(np.asarray(rows).ctypes.data)
+    return address % ALIGNMENT_BYTES == 0 and rows.shape is not None and rows.shape[1] % ALIGNMENT_BYTES == 0

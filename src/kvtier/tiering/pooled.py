@@ -1,0 +1,256 @@
+"""A secondary tier whose blocks are moved by threads: everything but the place where they are kept.
+
+It knows no file, client or server; ``BlockStore`` does. The scheduler's thread reads verdicts and hands over jobs
+and questions; a lookup's thread asks in one batch per step, a pool moves blocks, loads first. A place that cannot be
+reached is a miss for whoever asks, one line in the log, and a fault that the manager's breaker hears of.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from kvtier.base import GROUP_INDEX_BYTES, OffloadKey, ReqContext
+from kvtier.config import OffloadingConfig
+from kvtier.errors import ConfigError, TierError
+from kvtier.namespace import make_namespace, require_stable_hash
+from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager
+from kvtier.tiering.block_store import BlockStore
+from kvtier.tiering.breaker import FAILURES_TO_OPEN
+from kvtier.tiering.envelope import MAX_KEY_BYTES
+from kvtier.tiering.io_pool import IOPool, Moved
+from kvtier.tiering.lookup import AsyncLookup
+from kvtier.tiering.outage import OutageLog
+
+S = TypeVar("S")
+
+DEFAULT_NEGATIVE_TTL_S = 2.0
+"""Seconds for which a block that was not there is not asked for again. Shorter asks a shared place more often for
+the same missing tails; longer finds later what other engines write."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """How a tier's threads work.
+
+    Attributes:
+        num_threads: threads that move blocks.
+        max_part_blocks: blocks that a thread moves in one call.
+        positive_ttl_s: seconds for which "held" is believed; 0 keeps no such verdict.
+        negative_ttl_s: seconds for which "not held" is believed.
+    """
+
+    num_threads: int
+    max_part_blocks: int
+    positive_ttl_s: float
+    negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
+
+
+class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
+    """Everything of a tier but the place where blocks are kept; a subclass builds that and names itself.
+
+    Args:
+        config: what the engine said of itself.
+        primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
+        block_store: the place.
+        options: how the threads work.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: the engine's keys change from process to process, or do not fit into an envelope.
+    """
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        block_store: BlockStore[S],
+        options: PoolOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(config, primary_kv_view)
+        name = self.get_tier_type()
+        require_lasting_keys(config, name)
+        self._num_rows, self._row_bytes = primary_kv_view.shape or (0, 0)
+        self._clock = clock
+        self._block_store = block_store
+        self._has_positive_verdicts = options.positive_ttl_s > 0
+        self._outages = OutageLog()
+        self._pool = IOPool(name, options.num_threads, clock=clock, max_part_blocks=options.max_part_blocks)
+        self._lookup = AsyncLookup(
+            name,
+            self._find,
+            clock=clock,
+            positive_ttl_s=options.positive_ttl_s,
+            negative_ttl_s=options.negative_ttl_s,
+        )
+        self._space = self._open_space(b"")
+        self._is_closed = False
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Answer from memory; what is not known there is asked at the end of the step."""
+        del req_context
+        return False if len(key) > MAX_KEY_BYTES else self._lookup.lookup(key)
+
+    def submit_store(self, job: JobMetadata) -> None:
+        """Start writing the job's slots.
+
+        Raises:
+            TierError: the job is malformed, or the tier is full of work or shut down; nothing was started.
+        """
+        require_sound(job, self._num_rows, self.get_tier_type())
+        self._pool.submit_store(job, partial(self._store, self._space), self.settings.job_timeout_s)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        """Start reading into the job's slots; otherwise as ``submit_store``."""
+        require_sound(job, self._num_rows, self.get_tier_type())
+        self._pool.submit_load(job, partial(self._load, self._space), self.settings.job_timeout_s)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call, each once."""
+        # Callers that never end a step ask here; for others there is nothing left to hand over.
+        self._lookup.flush()
+        return self._pool.get_finished()
+
+    def end_step(self) -> None:
+        """Hand the questions of this step to the lookup's thread, as one batch."""
+        self._lookup.flush()
+
+    def take_answered(self) -> Collection[OffloadKey] | None:
+        """Return the keys whose question has an answer now, each once."""
+        return self._lookup.take_answered()
+
+    def check_reachable(self) -> None:
+        """Ask the place once whether it is there and lets us in; may block.
+
+        Raises:
+            TierError: it does not, and why; logged, and enough for the breaker to leave the tier out at once.
+        """
+        try:
+            self._block_store.check_reachable()
+        except TierError as error:
+            self._outages.note_failure(error, num_unanswered=FAILURES_TO_OPEN)
+            raise
+
+    def take_unanswered(self) -> int:
+        """Return how many batches of questions since the last call found nobody to answer them."""
+        return self._outages.take_unanswered()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Mark ``keys`` as recently used."""
+        del req_context
+        self._block_store.touch(self._space, keys)
+
+    def waiting_s(self) -> float:
+        """Return the age in seconds of the oldest job that no thread has begun."""
+        return self._pool.oldest_wait_s()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Block until every accepted job has ended; False when ``timeout_s`` passed first."""
+        return self._pool.drain(timeout_s)
+
+    def reset(self, epoch: bytes) -> None:
+        """Move to the namespace of ``epoch``; jobs in flight end in the one they were submitted in."""
+        self._space = self._open_space(epoch)
+        self._lookup.clear()
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and gauges: those of the place, of the lookups, of the queue."""
+        lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
+        return self._block_store.stats() | self._pool.stats() | lookups
+
+    def shutdown(self, timeout_s: float) -> bool:
+        """End the threads, then close the place; idempotent.
+
+        Returns:
+            False when ``timeout_s`` passed and a thread may still touch the primary's rows.
+        """
+        end_s = self._clock() + timeout_s
+        has_ended = self._pool.shutdown(timeout_s)
+        # A question touches no row: whether its thread ends in time does not change the answer.
+        has_answered = self._lookup.shutdown(max(0.0, end_s - self._clock()))
+        if has_ended and has_answered and not self._is_closed:
+            self._is_closed = True
+            self._block_store.close()
+        return has_ended
+
+    def _open_space(self, epoch: bytes) -> S:
+        # A new epoch is random: nobody has stored anything in it.
+        namespace = make_namespace(self.config, self._row_bytes, epoch)
+        return self._block_store.open_space(namespace, is_new=bool(epoch))
+
+    def _find(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        try:
+            found = self._block_store.find(self._space, keys)
+        except TierError as error:
+            self._outages.note_failure(error, num_unanswered=1)
+            return ()
+        self._outages.note_success(self.get_tier_type())
+        return found
+
+    def _store(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(self._block_store.store, space, keys, slots))
+        if self._has_positive_verdicts and space is self._space:
+            for key in moved.arrived:
+                self._lookup.tell(key, is_held=True)
+        return moved
+
+    def _load(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(self._block_store.load, space, keys, slots))
+        if len(moved.arrived) < len(keys) and space is self._space:
+            for key in set(keys).difference(moved.arrived):
+                self._lookup.tell(key, is_held=False)
+        return moved
+
+    def _move(self, move: Callable[[], Moved]) -> Moved:
+        try:
+            moved = move()
+        except TierError as error:
+            self._outages.note_failure(error)
+            return Moved((), is_fault=True)
+        if not moved.is_fault:
+            self._outages.note_success(self.get_tier_type())
+        return moved
+
+
+def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
+    """Refuse a job that no thread could carry out.
+
+    Raises:
+        TierError: keys and slots do not fit together, or one of them cannot be.
+    """
+
+    def refusal(reason: str) -> TierError:
+        return TierError(tier, f"job {job.job_id} {reason}")
+
+    if len(job.keys) != len(job.block_ids):
+        counts = f"{len(job.keys)} keys and {len(job.block_ids)} slots"
+        raise refusal(f"has {counts}: give one slot for each key")
+    too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
+    if too_long is not None:
+        limit = f"1 to {MAX_KEY_BYTES} bytes fit into an envelope"
+        raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
+    if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
+        slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
+        raise refusal(f"names {slots}, the primary has {num_rows}")
+
+
+def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:
+    """Refuse keys that no other process would compute again, or that do not fit into an envelope.
+
+    A tier asks this before it opens anything.
+
+    Raises:
+        ConfigError: the engine's hash is seeded at random or too long; an algorithm that hashlib does not know is
+            let through, and its keys are checked as they come.
+    """
+    require_stable_hash(config, tier)
+    algorithm = config.hash_algorithm
+    if algorithm not in hashlib.algorithms_available:
+        return
+    key_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size + GROUP_INDEX_BYTES
+    if key_bytes > MAX_KEY_BYTES:
+        remedy = f"gives keys of {key_bytes} bytes, at most {MAX_KEY_BYTES} can be stored: use sha256"
+        raise ConfigError("hash_algorithm", algorithm, remedy)
