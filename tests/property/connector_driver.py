@@ -27,6 +27,9 @@ from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 NUM_WORKERS = 2
 MAX_TOKENS = 48
 MAX_REQUESTS = 6
+DRAIN_S = 60.0
+"""Only a guard: the tier works when it is polled."""
+
 MAX_STEPS_TO_DRAIN = 400
 LATE_STEPS = 10
 NUM_ROOMY_SLOTS = 400
@@ -329,6 +332,8 @@ class ConnectorDriver:
     def drain(self) -> None:
         """Let everything run out, and look for what is left."""
         self.run_out()
+        if isinstance(self.manager, MoodyTieringManager):
+            assert self.manager.drain(DRAIN_S), "a tier never got what is due"
         stats = self.engine.scheduler.stats()
         for name in COUNTERS:
             self.seen[name] += int(stats.get(name, 0))

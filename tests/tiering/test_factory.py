@@ -52,9 +52,6 @@ def test_a_value_that_cannot_work_is_refused(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("cascade", "on_evict"),
-        ("store_threshold", 2),
-        ("fill", True),
         ("policy", "lru"),
         ("admission", {"horizon_s": 10}),
         ("emit_events", True),

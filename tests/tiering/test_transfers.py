@@ -254,18 +254,30 @@ def test_a_cascade_pins_its_blocks_until_it_is_reported() -> None:
     assert driver.begin_store([3], ReqContext("b")) is not None
 
 
-def test_a_cascade_beyond_the_budget_is_declined_and_counted() -> None:
+def test_a_cascade_beyond_the_budget_waits_unpinned_and_is_given_later() -> None:
     driver, tier = make_faulty_driver(num_blocks=16, settings=TierSettings())
     tier.faults.delay_ratio = ALWAYS
     driver.store(range(5))
-    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 3
+    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 3
     assert driver.manager.stats()["tier.0.faulty.in_flight_store_bytes"] == 2 * ROW_BYTES
     driver.store(range(5, 8))
-    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 6
+    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 6
     tier.faults.delay_ratio = 0.0
-    driver.step()
-    driver.step()
+    for _ in range(5):
+        driver.step()
     assert driver.manager.stats()["tier.0.faulty.in_flight_store_bytes"] == 0
+    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 0
+    driver.evict_everything()
+    assert driver.search_until_known(range(8), ReqContext("a")) == 8
+
+
+def test_a_block_that_is_evicted_before_its_cascade_is_lost_to_the_tier_and_counted() -> None:
+    driver, tier = make_faulty_driver(num_blocks=16, settings=TierSettings())
+    tier.faults.delay_ratio = ALWAYS
+    driver.store(range(5))
+    assert driver.begin_store(range(100, 114), ReqContext("b")) is not None
+    assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 3
+    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 0
 
 
 def test_jobs_open_at_a_reset_only_settle_their_slots() -> None:

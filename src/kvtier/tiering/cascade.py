@@ -1,46 +1,136 @@
-"""Which tiers get a finished store.
+"""Which blocks of the primary tier go to which tiers, and when.
 
-It pins and submits nothing. A tier that is left out or whose stores already hold their share of the primary
-is passed over for what does not fit: declined and counted, never queued, because a queue of pinned slots
-would let the slowest tier take the primary from everybody.
+It pins and submits nothing. A tier gets a block when it is stored, or, with write-back, shortly before it would be
+evicted, so that an evicted block is already below. What a tier cannot take just now, because it is left out or its
+stores hold their share of the primary, stays due and unpinned: a queue of pinned slots would let the slowest tier
+take the primary from everybody. A block that is evicted first is lost to that tier, and never waited for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import InvariantError
 from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.intake import TierIntake
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+AHEAD_DIVISOR = 8
+"""Write-back keeps the eighth of the primary that leaves next free or already below. Less is overtaken by a burst of
+stores; more writes blocks that are used again before they would have left."""
+
+MAX_AHEAD_BLOCKS = 1024
+"""The most of them that are looked at in a step, which takes about a tenth of a millisecond; a step of an engine
+stores fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCascade:
-    """What one tier gets of a finished store.
+    """What one tier gets.
 
     Attributes:
         guard: the tier.
-        keys: what it gets: the leading ones, since a prefix without its head is worth nothing.
-        num_declined: how many of the store's keys it does not get.
+        keys: blocks that are ready in the primary.
     """
 
     guard: TierGuard
     keys: tuple[OffloadKey, ...]
-    num_declined: int
 
 
-def plan_cascades(
-    ready: Sequence[OffloadKey], guards: Sequence[TierGuard], req_context: ReqContext
-) -> list[PlannedCascade]:
-    """Decide what each tier gets of blocks that have just become ready in the primary tier. Pure.
+class CascadePlanner:
+    """What each tier is still to get.
 
     Args:
-        ready: the blocks, in the order of the store.
-        guards: the tiers, in their order.
-        req_context: the request that stored them.
+        guards: the tiers, fastest first.
+        primary: where blocks are evicted from.
     """
-    planned = []
-    for guard in guards:
-        is_usable = guard.breaker.allows(req_context) and not guard.is_out_of_service
-        num_fitting = guard.budget.room_for(guard.row_bytes) if is_usable else 0
-        keys = tuple(ready[:num_fitting])
-        planned.append(PlannedCascade(guard, keys, len(ready) - len(keys)))
-    return planned
+
+    def __init__(self, guards: Sequence[TierGuard], primary: CPUPrimaryTierOffloadingManager) -> None:
+        self._primary = primary
+        self._intakes = [TierIntake(guard) for guard in guards]
+        if self._intakes:
+            primary.departed = []
+
+    def offer(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Take note of blocks that the device has stored and that are ready now."""
+        self._forget_departed()
+        for intake in self._intakes:
+            intake.offer(keys, req_context)
+
+    def offer_promoted(self, keys: Sequence[OffloadKey], source: TierGuard) -> None:
+        """Take note of blocks that ``source`` has brought up, for the tiers above it that fill.
+
+        The copy below stays: dropping it would write the block again each time it leaves the primary.
+        """
+        self._forget_departed()
+        req_context = ReqContext("fill")
+        for intake in self._intakes:
+            if intake.guard is source:
+                return
+            if intake.guard.tier.settings.fill:
+                intake.offer(keys, req_context)
+
+    def note_used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Count a use of ``keys`` for the tiers that want blocks used more than once."""
+        for intake in self._intakes:
+            intake.note_used(keys, req_context)
+
+    def plan(self, req_context: ReqContext, *, is_step_over: bool) -> list[PlannedCascade]:
+        """Return what the tiers get now.
+
+        Args:
+            req_context: on whose behalf; it owns the probe of a tier that is being tried again.
+            is_step_over: whether blocks that would leave next are written ahead too.
+
+        Effects: what is returned is due no more.
+        """
+        self._forget_departed()
+        planned = []
+        for intake in self._intakes:
+            if not intake.due or not intake.guard.breaker.allows(req_context):
+                continue
+            if not intake.is_write_back:
+                keys = intake.take(intake.due)
+            else:
+                keys = intake.take(self._leaving(intake)) if is_step_over else ()
+            if keys:
+                planned.append(PlannedCascade(intake.guard, keys))
+        return planned
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Forget which blocks the request has used."""
+        for intake in self._intakes:
+            intake.request_finished(req_context)
+
+    def clear(self) -> None:
+        """Forget everything, as a reset does."""
+        self._forget_departed()
+        for intake in self._intakes:
+            intake.clear()
+
+    def stats(self, guard: TierGuard) -> dict[str, float]:
+        """Return a tier's gauge of blocks that it is to get and has not been given."""
+        return {"due_blocks": float(sum(len(i.due) for i in self._intakes if i.guard is guard))}
+
+    def check(self) -> None:
+        """Raise InvariantError when a tier waits for a block that is not in the primary."""
+        self._forget_departed()
+        for intake in self._intakes:
+            for key in intake.waiting_keys():
+                if not self._primary.is_ready(key):
+                    raise InvariantError(f"{key.hex()} is due for {intake.guard.name} but not in the primary")
+
+    def _leaving(self, intake: TierIntake) -> Iterable[OffloadKey]:
+        """Return what would be evicted next, soonest first; of a policy that cannot say it, the oldest stores."""
+        num_clean = max(1, self._primary.num_blocks // AHEAD_DIVISOR) - self._primary.num_free
+        num_ahead = max(0, min(num_clean, MAX_AHEAD_BLOCKS))
+        victims = self._primary.next_victims(num_ahead)
+        return list(islice(intake.due, num_ahead)) if victims is None else victims
+
+    def _forget_departed(self) -> None:
+        departed = self._primary.departed
+        if departed:
+            for intake in self._intakes:
+                intake.note_departed(departed)
+            departed.clear()

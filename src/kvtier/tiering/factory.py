@@ -21,8 +21,8 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
 NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
 """Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
 
-UNAVAILABLE_SETTINGS = frozenset({"cascade", "store_threshold", "fill", "policy", "admission", "emit_events"})
-"""Settings that have a name but only their default so far: refused rather than silently without effect."""
+SPECIAL_SETTINGS = frozenset({"policy", "admission", "emit_events"})
+"""Settings that a tier must be able to honour: refused elsewhere rather than silently without effect."""
 
 
 def create_secondary_tier(
@@ -48,7 +48,7 @@ def create_secondary_tier(
         raise ConfigError("type", name, f"every secondary tier needs one of {', '.join(TIERS.names())}")
     tier_class = TIERS.resolve(name)
     settings = parse_tier_settings(tier_config)
-    _refuse_unavailable(settings)
+    _refuse_unavailable(settings, name, tier_class.honours)
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
     known = set(inspect.signature(tier_class).parameters) - NOT_SETTINGS
     unknown = sorted(set(own) - known)
@@ -68,9 +68,9 @@ def create_secondary_tier(
     return tier
 
 
-def _refuse_unavailable(settings: TierSettings) -> None:
+def _refuse_unavailable(settings: TierSettings, name: str, honours: frozenset[str]) -> None:
     for field in fields(TierSettings):
         value = getattr(settings, field.name)
-        if field.name in UNAVAILABLE_SETTINGS and value != field.default:
-            remedy = f"this version has only the default, {field.default!r}: leave the setting out"
+        if field.name in SPECIAL_SETTINGS - honours and value != field.default:
+            remedy = f"tier {name!r} has only the default, {field.default!r}: leave the setting out"
             raise ConfigError(field.name, value, remedy)

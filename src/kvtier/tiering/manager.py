@@ -24,7 +24,7 @@ from kvtier.base import (
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.cascade import plan_cascades
+from kvtier.tiering.cascade import CascadePlanner
 from kvtier.tiering.guard import TierGuard
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotion import WantedPromotions
@@ -82,6 +82,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting = WaitingRequests(primary_tier, lookup_deadline_s)
         self._wanted = WantedPromotions()
         self._transfers = TierTransfers(primary_tier)
+        self._cascades = CascadePlanner(self._guards, primary_tier)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
@@ -124,6 +125,7 @@ class TieringOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used in the primary and in every tier."""
         self.primary.touch(keys, req_context)
+        self._cascades.note_used(tuple(keys), req_context)
         for guard in self._guards:
             guard.touch(keys, req_context)
 
@@ -143,9 +145,9 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.complete_store(own, req_context, success)
         self._waiting.notify(in_flight)
         ready = [key for key in in_flight if self.primary.is_ready(key)]
-        if ready:
-            for planned in plan_cascades(ready, self._guards, req_context):
-                self._transfers.cascade(planned, req_context)
+        self._cascades.offer(ready, req_context)
+        for planned in self._cascades.plan(req_context, is_step_over=False):
+            self._transfers.cascade(planned, req_context)
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         """Return whether asking again for this request could not change anything yet."""
@@ -177,6 +179,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._poll()
         for planned in self._wanted.take():
             self._waiting.notify(self._transfers.promote(planned))
+        backlog = ReqContext("backlog")
+        for due in self._cascades.plan(backlog, is_step_over=True):
+            self._transfers.cascade(due, backlog)
         for guard in self._guards:
             guard.end_step()
         self._waiting.end_step()
@@ -187,6 +192,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Release what the request holds; promotions on their way go on, others may wait for them."""
         self._waiting.end_wait(req_context)
         self.primary.request_finished(req_context)
+        self._cascades.request_finished(req_context)
         for guard in self._guards:
             guard.request_finished(req_context)
 
@@ -200,20 +206,30 @@ class TieringOffloadingManager(OffloadingManager):
             self._transfers.cancel(planned)
         self._waiting.interrupt()
         self.primary.reset()
+        self._cascades.clear()
         self._transfers.orphan()
         epoch = self._make_epoch()
         for guard in self._guards:
             guard.reset(epoch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Block until the tiers have ended every job they accepted; False when ``timeout_s`` passed first."""
+        """Block until the tiers have got and ended what is due to them; False when ``timeout_s`` passed first.
+
+        Blocks that write-back keeps for their eviction stay where they are.
+        """
         end_s = self._clock() + timeout_s
-        is_drained = True
-        for guard in self._guards:
-            is_drained &= guard.drain(max(0.0, end_s - self._clock()))
-        self._is_polled = False
-        self._poll()
-        return is_drained
+        backlog = ReqContext("drain")
+        while True:
+            is_drained = True
+            for guard in self._guards:
+                is_drained &= guard.drain(max(0.0, end_s - self._clock()))
+            self._is_polled = False
+            self._poll()
+            due = self._cascades.plan(backlog, is_step_over=False) if is_drained else ()
+            if not due:
+                return is_drained
+            for planned in due:
+                self._transfers.cascade(planned, backlog)
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges; those of a tier stand under ``tier.<position>.<type>``."""
@@ -225,7 +241,8 @@ class TieringOffloadingManager(OffloadingManager):
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
         }
         for position, guard in enumerate(self._guards):
-            stats |= {f"tier.{position}.{guard.name}.{name}": v for name, v in guard.stats().items()}
+            own = guard.stats() | self._cascades.stats(guard)
+            stats |= {f"tier.{position}.{guard.name}.{name}": value for name, value in own.items()}
         return stats
 
     def shutdown(self) -> None:
@@ -257,6 +274,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary.check()
         self.primary.check_holds(self._waiting.holds())
         self._transfers.check()
+        self._cascades.check()
 
     def _poll(self) -> None:
         """Take the tiers' reports, once a step, and tell who waits."""
@@ -266,7 +284,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._now_s = self._clock()
         for guard in self._guards:
             ended = self._transfers.poll(guard)
-            self._waiting.notify(filter(self.primary.is_ready, ended), promoted_from=guard.name)
+            came = list(filter(self.primary.is_ready, ended))
+            self._cascades.offer_promoted(came, guard)
+            self._waiting.notify(came, promoted_from=guard.name)
             self._waiting.notify(ended)
             self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
         for overdue in self._waiting.expire(self._now_s):

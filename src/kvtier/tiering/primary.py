@@ -17,6 +17,7 @@ from kvtier.base import (
     RowMemory,
 )
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.errors import InvariantError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         enable_events: whether to record OffloadingEvents.
         store_threshold: accesses of a key before it is stored from the device; promotions are not filtered.
         max_tracker_size: access counts kept by the reuse filter.
+
+    Attributes:
+        departed: keys evicted since whoever watches them emptied the list; None while nobody does.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self._region = mmap_region
         self._view = mmap_region.create_kv_memoryview()
         self._holds: dict[OffloadKey, int] = {}
+        self.departed: list[OffloadKey] | None = None
 
     def get_kv_memoryview(self) -> memoryview:
         """Return the rows: writable, zero-copy, shape (num_blocks, row_stride), format 'b'."""
@@ -120,6 +125,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         block = self._policy.get(key)
         return block is not None and block.is_ready
 
+    def next_victims(self, n: int) -> list[OffloadKey] | None:
+        """Return at most ``n`` idle blocks that would leave next, in that order; None when the policy cannot say."""
+        return self._policy.next_victims(n) if isinstance(self._policy, EvictionPreview) else None
+
     def hold(self, key: OffloadKey) -> None:
         """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
         self._holds[key] = self._holds.get(key, 0) + 1
@@ -157,6 +166,14 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def abandon(self) -> None:
         """Clean the region but leave the rows mapped: a thread of a tier may still touch them."""
         self._region.cleanup()
+
+    def _reserve(
+        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = frozenset()
+    ) -> PrepareStoreOutput | None:
+        output = super()._reserve(keys, protected)
+        if output is not None and self.departed is not None:
+            self.departed += output.evicted_keys
+        return output
 
     def _pin_held(self, keys: Collection[OffloadKey]) -> None:
         """Pin what has just become ready as often as it is held; until now it could not be evicted."""

@@ -64,12 +64,10 @@ class TierTransfers:
 
     def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
         """Pin the blocks, take their bytes from the tier's budget and submit the store."""
-        planned.guard.num_declined_cascades += planned.num_declined
-        if planned.keys:
-            slots = self._primary.slots_of(self._primary.prepare_read(planned.keys, req_context))
-            planned.guard.budget.take(len(planned.keys) * planned.guard.row_bytes)
-            job = self.jobs.open(planned.guard, planned.keys, slots, req_context, is_promotion=False)
-            self._submit(job)
+        slots = self._primary.slots_of(self._primary.prepare_read(planned.keys, req_context))
+        planned.guard.budget.take(len(planned.keys) * planned.guard.row_bytes)
+        job = self.jobs.open(planned.guard, planned.keys, slots, req_context, is_promotion=False)
+        self._submit(job)
 
     def poll(self, guard: TierGuard) -> list[OffloadKey]:
         """Take a tier's reports; return the keys whose promotion has ended, well or badly."""
@@ -108,7 +106,10 @@ class TierTransfers:
         if submission is Submission.STARTED:
             return []
         self.jobs.close(job.metadata.job_id, job.guard)
-        return self._settle(job, frozenset(), is_tried=submission is Submission.FAILED)
+        is_declined = submission is Submission.DECLINED
+        if is_declined and not job.metadata.is_promotion:
+            job.guard.num_declined_cascades += len(job.metadata.keys)
+        return self._settle(job, frozenset(), is_tried=not is_declined)
 
     def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
         keys = frozenset(job.metadata.keys)

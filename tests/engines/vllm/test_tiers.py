@@ -163,6 +163,8 @@ def test_a_setting_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
         StockEngine([fs(tmp_path, lookup_deadline_s=-1)])
     with pytest.raises(ConfigError, match="capacity_bytes"):
         StockEngine([fs(tmp_path, capacity_bytes="1B")])
+    with pytest.raises(ConfigError, match=r"cascade='on_evict'.*vLLM's own manager"):
+        StockEngine([fs(tmp_path, cascade="on_evict")])
 
 
 def test_after_a_reset_nothing_old_is_found_and_the_tier_goes_on(tmp_path: Path) -> None:

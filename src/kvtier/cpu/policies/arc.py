@@ -17,12 +17,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.errors import InvariantError
 
 
-class ARCCachePolicy(CachePolicy):
+class ARCCachePolicy(CachePolicy, EvictionPreview):
     """ARC; ghosts of both lists together never outnumber the capacity.
 
     Attributes:
@@ -83,20 +83,17 @@ class ARCCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict ``n`` idle blocks, each from the list that is then too long, or none at all."""
-        recent, frequent = _idle(self.t1, protected), _idle(self.t2, protected)
-        num_recent = len(self.t1)
-        victims: list[tuple[OffloadKey, BlockStatus]] = []
-        for _ in range(n):
-            first, second = (recent, frequent) if num_recent > self.target_t1_size else (frequent, recent)
-            victim = next(first, None) or next(second, None)
-            if victim is None:
-                return None
-            victims.append(victim)
-            num_recent -= victim[0] in self.t1
+        victims = self._plan_eviction(n, protected)
+        if len(victims) < n:
+            return None
         for key, _ in victims:
             self._make_ghost(key)
         self._forget_excess_ghosts()
         return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return the ``n`` blocks that would leave, each from the list that is then too long."""
+        return [key for key, _ in self._plan_eviction(n, ())]
 
     def clear(self) -> None:
         """Forget every block and ghost, and the target."""
@@ -115,6 +112,22 @@ class ARCCachePolicy(CachePolicy):
             raise InvariantError(f"{num_ghosts} ghosts for a capacity of {self.cache_capacity}")
         if not 0 <= self.target_t1_size <= self.cache_capacity:
             raise InvariantError(f"target_t1_size={self.target_t1_size} is not within the capacity")
+
+    def _plan_eviction(
+        self, n: int, protected: Collection[OffloadKey]
+    ) -> list[tuple[OffloadKey, BlockStatus]]:
+        """Return the next ``n`` victims in order, fewer when there are no more. Pure."""
+        recent, frequent = _idle(self.t1, protected), _idle(self.t2, protected)
+        num_recent = len(self.t1)
+        victims: list[tuple[OffloadKey, BlockStatus]] = []
+        for _ in range(n):
+            first, second = (recent, frequent) if num_recent > self.target_t1_size else (frequent, recent)
+            victim = next(first, None) or next(second, None)
+            if victim is None:
+                break
+            victims.append(victim)
+            num_recent -= victim[0] in self.t1
+        return victims
 
     def _ghosts_with(self, key: OffloadKey) -> GhostList | None:
         if key in self.b1:

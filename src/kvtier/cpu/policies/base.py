@@ -113,6 +113,14 @@ class CachePolicy(ABC):
                 raise InvariantError(f"block {key.hex()} in slot {block.block_id} is not held by the policy")
 
 
+class EvictionPreview(ABC):
+    """What else a policy can do: say which blocks would leave next. Without it write-back takes the oldest stores."""
+
+    @abstractmethod
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
+
+
 def check_same_blocks(
     found: Mapping[OffloadKey, BlockStatus], held: Mapping[OffloadKey, BlockStatus]
 ) -> None:

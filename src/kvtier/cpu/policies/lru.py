@@ -6,12 +6,13 @@ reason that books of a million blocks cost well under a microsecond a block.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
 
 
-class LRUCachePolicy(CachePolicy):
+class LRUCachePolicy(CachePolicy, EvictionPreview):
     """LRU; a stored block counts as used when its room is reserved.
 
     Attributes:
@@ -66,6 +67,10 @@ class LRUCachePolicy(CachePolicy):
         for key, _ in victims:
             del self.blocks[key]
         return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return the ``n`` oldest idle blocks."""
+        return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
 
     def clear(self) -> None:
         """Forget every block."""

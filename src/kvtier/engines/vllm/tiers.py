@@ -40,7 +40,7 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, OffloadingConfig, SettingsR
 from kvtier.engines.vllm.metrics import StatsClock
 from kvtier.engines.vllm.stock_config import is_reproducible, make_stock_config, require_same_keys
 from kvtier.engines.vllm.stock_jobs import StockJobs, kvtier_context
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager
 from kvtier.tiering.factory import NOT_SETTINGS, TIERS, create_secondary_tier
 from kvtier.tiering.guard import TierGuard
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 STAT_NAME = "vllm:kvtier_tier_stat"
 """Family of kvtier's own numbers on vLLM's metrics page; those that vLLM counts itself are not repeated."""
+
+MANAGER_SETTINGS = frozenset({"cascade", "store_threshold", "fill"})
+"""Settings that only kvtier's own manager can carry out."""
 
 ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
@@ -124,6 +127,8 @@ class KVTierSecondaryTier(StockTier):
             nearest = get_close_matches(name, known, n=1)
             hint = f": did you mean {nearest[0]!r}?" if nearest else ""
             logger.warning("%s ignores %s=%r%s", cls.__name__, name, settings[name], hint)
+        for name in sorted(MANAGER_SETTINGS & set(settings)):
+            raise ConfigError(name, settings[name], "vLLM's own manager decides what it writes: leave it out")
         understood = {name: value for name, value in settings.items() if name in known}
         return create_secondary_tier({"type": cls.kvtier_type, **understood}, primary_kv_view, config)
 
