@@ -164,6 +164,17 @@ def test_a_hit_in_a_slow_tier_is_copied_into_the_faster_ones_that_want_it() -> N
     assert [numbers_in(driver, position) for position in range(4)] == [[1], [], [1], [1]]
 
 
+def test_a_tier_below_the_one_that_had_the_block_is_not_filled() -> None:
+    driver = make_chain(FILL, ROOMY, FILL)
+    driver.store([1])
+    for position in (0, 2):
+        example_of(driver, position).clear()
+    driver.evict_everything()
+    assert driver.search_until_known([1], ReqContext("a")) == 1
+    driver.step()
+    assert [numbers_in(driver, position) for position in range(3)] == [[1], [1], []]
+
+
 def test_nothing_due_survives_a_reset() -> None:
     driver, tier = make_faulty_driver(
         num_blocks=16, settings=TierSettings(max_in_flight_store_bytes=ROW_BYTES)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, EvictionPreview
 
 TRACE_LENGTH = 20_000
 """Accesses of the fixed trace. Fewer would not fill the larger capacities, more only take time."""
@@ -100,6 +100,23 @@ class PolicySuite:
         for key in keys:
             insert_ready(single, [key])
         assert evicted_keys(single, 4) == evicted_keys(batched, 4)
+
+    def test_what_would_leave_next_is_what_leaves(self) -> None:
+        """A preview names what evict then takes, in its order, and changes nothing; busy blocks are left out."""
+        policy = self.make_policy(64)
+        if not isinstance(policy, EvictionPreview):
+            return
+        trace = make_trace(seed=2, length=2_000)
+        replay(policy, trace)
+        held = [key for key in dict.fromkeys(trace) if policy.get(key) is not None]
+        for key in held[::5]:
+            block = policy.get(key)
+            assert block is not None
+            block.ref_cnt = 1
+        preview = policy.next_victims(20)
+        assert preview == policy.next_victims(20)
+        assert preview == evicted_keys(policy, 20)
+        assert len(policy.next_victims(1_000)) == len(held) - len(held[::5]) - 20
 
     def test_getter_answers_like_get_for_the_policys_life(self) -> None:
         """The callable from getter() sees inserts, evictions and clear()."""
