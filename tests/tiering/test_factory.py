@@ -54,7 +54,6 @@ def test_a_value_that_cannot_work_is_refused(name: str, value: object) -> None:
     [
         ("policy", "lru"),
         ("admission", {"horizon_s": 10}),
-        ("emit_events", True),
     ],
 )
 def test_a_setting_without_effect_is_refused_rather_than_ignored(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from tests.tiering.drivers import (
     make_faulty_driver,
 )
 
-from kvtier.base import ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.faults import FaultyTier
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
@@ -269,6 +269,41 @@ def test_a_cascade_beyond_the_budget_waits_unpinned_and_is_given_later() -> None
     assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 0
     driver.evict_everything()
     assert driver.search_until_known(range(8), ReqContext("a")) == 8
+
+
+def events_of(driver: TieringDriver, medium: str) -> list[tuple[list[OffloadKey], bool]]:
+    """What a medium has told since the last call."""
+    return [(event.keys, event.removed) for event in driver.manager.take_events() if event.medium == medium]
+
+
+def test_a_tier_tells_what_it_gains_evicts_and_has_lost_when_asked_to() -> None:
+    telling = TierSettings(max_in_flight_store_bytes=2**30, emit_events=True)
+    driver = TieringDriver(4, lambda view: [make_example(view, telling), make_example(view)])
+    for position in (0, 1):
+        example_of(driver, position).max_blocks = 2
+    driver.store([1, 2])
+    driver.step()
+    driver.store([3])
+    driver.step()
+    driver.step()
+    stored, evicted = ([key_of(1), key_of(2)], False), ([key_of(1)], True)
+    assert events_of(driver, "example") == [stored, ([key_of(3)], False), evicted]
+    assert events_of(driver, "example") == []
+
+
+def test_a_tier_tells_that_a_block_it_was_thought_to_have_is_gone() -> None:
+    telling = TierSettings(max_in_flight_store_bytes=2**30, emit_events=True)
+    driver, tier = make_faulty_driver(settings=telling)
+    driver.store([1])
+    driver.evict_everything()
+    assert isinstance(tier.inner, ExampleSecondaryTier)
+    tier.faults.claims_everything = True
+    tier.inner.clear()
+    driver.manager.take_events()
+    driver.search([1], ReqContext("a"))
+    driver.step()
+    driver.step()
+    assert events_of(driver, "faulty") == [([key_of(1)], True)]
 
 
 def test_a_block_that_is_evicted_before_its_cascade_is_lost_to_the_tier_and_counted() -> None:

@@ -43,7 +43,7 @@ class TierSettings:
         fill: whether a hit in a slower tier is copied into this one.
         policy: name of the policy that orders the tier; None leaves it to the tier.
         admission: what the policy must expect of a block for it to be written; None writes each.
-        emit_events: whether the tier reports OffloadingEvents of its own.
+        emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
     """
 
     required: bool = False
@@ -198,6 +198,14 @@ class ReachableTier(ABC):
     @abstractmethod
     def take_unanswered(self) -> int:
         """Return how many questions since the last call found nobody to answer them, for the circuit breaker."""
+
+
+class EvictionReporter(ABC):
+    """What else a tier can do that knows what it evicts: tell it, for events."""
+
+    @abstractmethod
+    def take_evicted(self) -> Collection[OffloadKey]:
+        """Return blocks that the tier has evicted since the last call; asked only with ``emit_events``."""
 
 
 class TierFailure(Enum):

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from enum import Enum
 from typing import TypeVar
 
-from kvtier.base import JobId, OffloadKey, ReqContext
-from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager
+from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
+from kvtier.cpu.events import EventLog
+from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult, ReachableTier, SecondaryTierManager
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class TierGuard:
 
     Attributes:
         is_out_of_service: True once its get_finished has raised; it is not asked for anything any more.
+        events: what the tier has gained and lost, as far as its jobs tell; off unless asked for.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TierGuard:
         self.breaker = CircuitBreaker(clock, probe_timeout_s=tier.settings.job_timeout_s)
         self.backoff = LoadBackoff(clock)
         self.is_out_of_service = False
+        self.events = EventLog(self.name, is_enabled=tier.settings.emit_events)
         self.num_declined_cascades = 0
         self.num_promoted_blocks = 0
         self.num_lookups_left_out = 0
@@ -143,6 +146,15 @@ class TierGuard:
         for key in answered:
             self._asked.pop(key, None)
         return answered
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return what the tier has gained and lost since the last call; nothing unless its settings ask for it."""
+        if self.tier.settings.emit_events and isinstance(self.tier, EvictionReporter):
+            reporter = self.tier
+            none: list[OffloadKey] = []
+            evicted = self._call("take_evicted", lambda: list(reporter.take_evicted()), none)
+            self.events.record(evicted, removed=True)
+        return self.events.take()
 
     def end_step(self) -> None:
         """Let the tier start what this step's lookups asked for."""

@@ -166,11 +166,16 @@ class TieringOffloadingManager(OffloadingManager):
         return {} if waiter is None else waiter.promoted
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the primary's events; for a caller that never uses end_step this ends the step first."""
+        """Return the primary's events, then those of tiers that emit any, each with its own medium.
+
+        For a caller that never uses end_step this ends the step first.
+        """
         if not self._is_stepped:
             self.end_step()
             self._is_stepped = False  # by this call, not by the caller
         events = self.primary.take_events()
+        for guard in self._guards:
+            events += guard.take_events()
         return events if self._enable_events else ()
 
     def end_step(self) -> None:

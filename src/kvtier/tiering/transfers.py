@@ -115,6 +115,8 @@ class TierTransfers:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
         job.guard.record_end(job.metadata, is_well=result.success or bool(arrived) or not result.is_fault)
+        if not job.is_stale:
+            note_events(job, arrived, is_fault=result.is_fault)
         return self._settle(job, arrived)
 
     def _settle(
@@ -170,3 +172,11 @@ class TierTransfers:
             self.jobs.close(job.metadata.job_id, guard)
             ended += self._settle(job, frozenset())
         return ended
+
+
+def note_events(job: OpenJob, arrived: frozenset[OffloadKey], *, is_fault: bool) -> None:
+    """Note what a tier has gained by a store, or turned out to have lost before a load."""
+    if not job.metadata.is_promotion:
+        job.guard.events.record([key for key in job.metadata.keys if key in arrived], removed=False)
+    elif not is_fault:
+        job.guard.events.record([key for key in job.metadata.keys if key not in arrived], removed=True)

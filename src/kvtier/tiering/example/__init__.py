@@ -5,16 +5,19 @@ has no thread: a synchronous tier does its work in submit and reports it at the 
 (``simulate_async``) does it one poll later, as a tier behind a network would.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult, SecondaryTierManager
+
+MAX_UNTOLD_KEYS = 65_536
+"""Evicted keys that are remembered until they are asked for; nobody asks where events are off."""
 
 
-class ExampleSecondaryTier(SecondaryTierManager):
+class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
     """Keeps rows in a dictionary.
 
     Args:
@@ -43,6 +46,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
         self.completed_jobs: list[JobResult] = []
         self._begun: list[JobMetadata] = []
+        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNTOLD_KEYS)
         self._is_shut_down = False
 
     @staticmethod
@@ -75,6 +79,12 @@ class ExampleSecondaryTier(SecondaryTierManager):
         for key in reversed(list(keys)):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
+
+    def take_evicted(self) -> Collection[OffloadKey]:
+        """Return what has been evicted since the last call, the oldest of very many left out."""
+        evicted = tuple(self._evicted)
+        self._evicted.clear()
+        return evicted
 
     def reset(self, epoch: bytes) -> None:
         """Forget the blocks: this memory is private, so nobody else can miss them."""
@@ -132,7 +142,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self.blocks.move_to_end(key)
             yield key
         while len(self.blocks) > self.max_blocks:
-            self.blocks.popitem(last=False)
+            self._evicted.append(self.blocks.popitem(last=False)[0])
 
     def _load(self, job: JobMetadata) -> Iterable[OffloadKey]:
         for key, row in zip(job.keys, self._rows(job), strict=True):
