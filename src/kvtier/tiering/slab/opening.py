@@ -1,0 +1,211 @@
+"""From a path to a locked, formatted slab: refuses what is not ours, reserves the room, chooses the kind of I/O.
+
+It reads no slot. A file is formatted in an order that a crash may interrupt anywhere: emptied, superblock, room. An
+empty file is formatted by whoever comes next, and one that is too short gets the rest of its room.
+"""
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiering.aligned import ALIGNMENT_BYTES, allocate_page, is_aligned
+from kvtier.tiering.slab.settings import SlabSettings
+from kvtier.tiering.slab.slab_file import SlabFile
+from kvtier.tiering.slab.superblock import (
+    SUPERBLOCK_BYTES,
+    Geometry,
+    Origin,
+    pack_superblock,
+    unpack_superblock,
+)
+from kvtier.tiering.slab.system import SystemCalls
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+STAT_BLOCK_BYTES = 512
+"""Unit of ``st_blocks``. Source: stat(3type)."""
+
+
+class Opening(Enum):
+    """What is done with a file."""
+
+    KEEP = "keep"
+    FORMAT = "format"
+    FORMAT_ANEW = "format anew"
+    REFUSE = "refuse"
+
+
+def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> SlabFile:
+    """Open the slab of ``settings`` for rows such as these, made when it is missing.
+
+    Args:
+        settings: where it is and how large.
+        rows: the primary's, shape (num_blocks, row_stride).
+        calls: the system.
+
+    Raises:
+        ConfigError: the file is not ours or cannot be made, the disk has no room, or direct I/O is insisted on and
+            impossible.
+        TierError: another process, or another tier of this one, owns the file.
+    """
+    with _translated(settings):
+        fd, is_created = _open(settings)
+    is_owner = False
+    try:
+        with _translated(settings):
+            _lock(fd, settings)
+            is_owner = True
+            is_new = _prepare(fd, settings, calls)
+            _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
+    except BaseException:
+        if is_created and is_owner:
+            with suppress(OSError):
+                settings.path.unlink()
+        os.close(fd)
+        raise
+    return SlabFile(settings.path, fd, settings.geometry, is_new=is_new, calls=calls)
+
+
+def plan_opening(found: Geometry | Origin, wanted: Geometry) -> Opening:
+    """Decide what to do with a file, given what its first page says. Pure."""
+    if found is Origin.EMPTY:
+        return Opening.FORMAT
+    if found is Origin.FOREIGN:
+        return Opening.REFUSE
+    return Opening.KEEP if found == wanted else Opening.FORMAT_ANEW
+
+
+def _open(settings: SlabSettings) -> tuple[int, bool]:
+    """Open the file, or make it; returns whether it was made. Never waits, whatever kind of file it is."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(settings.path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
+    except FileExistsError:
+        return os.open(settings.path, flags), False
+
+
+@contextmanager
+def _translated(settings: SlabSettings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        remedy = f"cannot be used ({error}): give a file that this user may make, in a folder that exists"
+        raise ConfigError("path", str(settings.path), remedy) from error
+
+
+def _lock(fd: int, settings: SlabSettings) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError("path", str(settings.path), "is not a regular file: give the path of one")
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        message = f"{settings.path} belongs to an engine that is running: give each engine a file of its own"
+        raise TierError("slab", message) from error
+    # Whoever made the file may have given up and removed it, between our opening and our locking it.
+    if not os.path.samestat(status, settings.path.lstat()):
+        raise TierError("slab", f"{settings.path} was replaced while it was opened: start again")
+
+
+def _prepare(fd: int, settings: SlabSettings, calls: SystemCalls) -> bool:
+    """Bring the file into its form; returns whether it holds nothing.
+
+    Raises:
+        ConfigError: it is not ours, or there is no room.
+    """
+    found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
+    opening = plan_opening(found, settings.geometry)
+    if opening is Opening.REFUSE:
+        remedy = "holds something else and was left as it is: give a path that is free, or an empty file"
+        raise ConfigError("path", str(settings.path), remedy)
+    if stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
+        with suppress(OSError):  # another user's file, or a file system without modes
+            os.fchmod(fd, FILE_MODE)
+    if opening is Opening.FORMAT_ANEW:
+        logger.warning(
+            "tier slab: %s was made for other rows or another capacity; it is emptied", settings.path
+        )
+    if opening is not Opening.KEEP:
+        _require_room(fd, settings)
+        _format(fd, settings.geometry)
+    _allocate(fd, settings, calls)
+    return opening is not Opening.KEEP
+
+
+def _require_room(fd: int, settings: SlabSettings) -> None:
+    """Refuse before anything is lost what a full disk would refuse afterwards."""
+    disk = os.fstatvfs(fd)
+    room_bytes = disk.f_bavail * disk.f_frsize + os.fstat(fd).st_blocks * STAT_BLOCK_BYTES
+    if room_bytes < settings.geometry.file_bytes:
+        raise _no_room(settings, f"{room_bytes} are free")
+
+
+def _format(fd: int, geometry: Geometry) -> None:
+    os.ftruncate(fd, 0)
+    page = allocate_page()
+    superblock = pack_superblock(geometry)
+    page[: len(superblock)] = superblock
+    os.pwrite(fd, page, 0)
+    # A loss of power may leave a file of zeros otherwise, which nobody would know as ours.
+    os.fsync(fd)
+
+
+def _allocate(fd: int, settings: SlabSettings, calls: SystemCalls) -> None:
+    file_bytes = settings.geometry.file_bytes
+    status = os.fstat(fd)
+    if status.st_size == file_bytes and status.st_blocks * STAT_BLOCK_BYTES >= file_bytes:
+        return
+    try:
+        calls.allocate(fd, 0, file_bytes)
+        os.ftruncate(fd, file_bytes)
+    except OSError as error:
+        os.ftruncate(fd, min(status.st_size, file_bytes))
+        raise _no_room(settings, str(error)) from error
+
+
+def _no_room(settings: SlabSettings, reason: str) -> ConfigError:
+    file_bytes = settings.geometry.file_bytes
+    remedy = f"{settings.path} needs {file_bytes} bytes on its disk ({reason}): free some or give less"
+    return ConfigError("capacity_bytes", file_bytes, remedy)
+
+
+def _choose_io(fd: int, settings: SlabSettings, calls: SystemCalls, *, are_rows_aligned: bool) -> None:
+    """Bypass the page cache where it was not ruled out and works; says once why not.
+
+    Raises:
+        ConfigError: it is insisted on and impossible.
+    """
+    if settings.direct_io is False:
+        return
+    if not are_rows_aligned:
+        reason = (
+            f"rows of the primary tier are not multiples of {ALIGNMENT_BYTES} bytes in address and length"
+        )
+    elif _take_direct(fd, calls):
+        return
+    else:
+        reason = f"the file system of {settings.path} refuses it"
+    if settings.direct_io:
+        raise ConfigError("direct_io", value=True, remedy=f'{reason}: say "auto" to go without')
+    logger.info("tier slab: no direct I/O, %s; blocks go through the page cache", reason)
+
+
+def _take_direct(fd: int, calls: SystemCalls) -> bool:
+    """Set direct I/O and try it on the first page, which is written as it was read."""
+    page = allocate_page()
+    try:
+        calls.set_flags(fd, os.O_DIRECT)
+        is_read = calls.preadv(fd, [page], 0) == len(page)
+        if is_read and calls.pwritev(fd, [page], 0) == len(page):
+            return True
+    except OSError:
+        pass
+    with suppress(OSError):
+        calls.set_flags(fd, 0)
+    return False

@@ -1,0 +1,93 @@
+"""The tier's own settings, checked and typed.
+
+It opens no file; whether the file can be made is seen when the tier is built.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.config import SettingsReader, parse_bytes
+from kvtier.errors import ConfigError
+from kvtier.tiering.slab.superblock import Geometry, fit_geometry
+
+DEFAULT_NUM_THREADS = 4
+"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
+for the same cores and, with small blocks, for the interpreter."""
+
+MAX_THREADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSettings:
+    """What the user asked of the tier.
+
+    Attributes:
+        path: the file, absolute.
+        direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
+        num_threads: threads that move blocks.
+        geometry: what the capacity and the primary's rows make of the file.
+    """
+
+    path: Path
+    direct_io: bool | None
+    num_threads: int
+    geometry: Geometry
+
+
+def parse_settings(
+    *, path: object, capacity_bytes: object, direct_io: object, num_threads: object, row_bytes: int
+) -> SlabSettings:
+    """Check the tier's arguments. Pure.
+
+    Args:
+        path: text or a path; ``~`` is the home directory.
+        capacity_bytes: a number or text such as ``"8GiB"``; the length that the file has at most.
+        direct_io: a flag, or ``"auto"``.
+        num_threads: from 1 to 128.
+        row_bytes: length of a block in the primary tier.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+    threads = SettingsReader({"num_threads": num_threads}).whole(
+        "num_threads", DEFAULT_NUM_THREADS, minimum=1
+    )
+    if threads > MAX_THREADS:
+        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
+    return SlabSettings(
+        path=_parse_path(path),
+        direct_io=_parse_direct_io(direct_io),
+        num_threads=threads,
+        geometry=_parse_capacity(capacity_bytes, row_bytes),
+    )
+
+
+def _parse_path(value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise ConfigError("path", value, "must be the path of a file")
+    if "\0" in str(value):
+        raise ConfigError("path", value, "must not have a zero byte in it")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:
+        raise ConfigError("path", value, f"{error}; give an absolute path") from error
+    if not path.is_absolute():
+        raise ConfigError("path", str(value), "must be an absolute path, since engines start anywhere")
+    return path
+
+
+def _parse_capacity(value: object, row_bytes: int) -> Geometry:
+    geometry = fit_geometry(parse_bytes("capacity_bytes", value), row_bytes)
+    if geometry.num_slots < 1:
+        least_bytes = Geometry(row_bytes, 1).file_bytes
+        remedy = f"a file with one block takes {least_bytes} bytes with its headers; give many times that"
+        raise ConfigError("capacity_bytes", value, remedy)
+    return geometry
+
+
+def _parse_direct_io(value: object) -> bool | None:
+    if value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError("direct_io", value, 'must be true, false or "auto"')
+    return value

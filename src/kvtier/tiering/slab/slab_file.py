@@ -1,0 +1,107 @@
+"""The open file of a slab: reads, writes and erases slots; a slot is a list of buffers to it.
+
+It knows no key and keeps no books. Neighbouring slots are one piece of the file, so several of them are moved with
+one call. Nothing is synced to the device: after a crash of the process the kernel still has every byte that a
+finished call has written, after a loss of power a torn slot fails its checksum.
+"""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.tiering.aligned import allocate_page
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.slab.superblock import Geometry
+from kvtier.tiering.slab.system import Buffers, SystemCalls
+
+
+class SlabFile:
+    """A locked, formatted file; immutable, so any thread may use it until it is closed.
+
+    Args:
+        path: its name, for messages.
+        fd: the open file; closing it gives the lock back.
+        geometry: how it is divided.
+        is_new: whether it has just been formatted, so that no slot holds anything.
+        calls: the system.
+    """
+
+    def __init__(self, path: Path, fd: int, geometry: Geometry, *, is_new: bool, calls: SystemCalls) -> None:
+        self.path = path
+        self.geometry = geometry
+        self.is_new = is_new
+        self._fd = fd
+        self._calls = calls
+        self._zero_page = allocate_page()
+
+    def write(self, slot: int, buffers: Buffers) -> None:
+        """Write ``buffers`` over the slots from ``slot`` on.
+
+        Raises:
+            OSError: the system refused; the slots are then of no use.
+        """
+        done = self._transfer(self._calls.pwritev, slot, buffers)
+        if done < sum(map(len, buffers)):
+            raise OSError(errno.ENOSPC, "the file system took only a part of the block")
+
+    def read(self, slot: int, buffers: Buffers) -> int:
+        """Fill ``buffers`` from the slots from ``slot`` on.
+
+        Returns:
+            The bytes read; fewer than asked for when the file ends before.
+
+        Raises:
+            OSError: the system could not read.
+        """
+        return self._transfer(self._calls.preadv, slot, buffers)
+
+    def read_header(self, slot: int, page: memoryview) -> bool:
+        """Fill ``page`` with the header of ``slot``; False when the file ends before.
+
+        Raises:
+            OSError: the system could not read.
+        """
+        return self.read(slot, [page]) == HEADER_PAGE_BYTES
+
+    def erase(self, slot: int) -> None:
+        """Make ``slot`` an empty one.
+
+        Raises:
+            OSError: the system refused.
+        """
+        self.write(slot, [self._zero_page])
+
+    def close(self) -> None:
+        """Give the file and its lock back."""
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+
+    def _transfer(self, call: Callable[[int, Buffers, int], int], slot: int, buffers: Buffers) -> int:
+        offset = self.geometry.offset_of(slot)
+        total = sum(map(len, buffers))
+        done = call(self._fd, buffers, offset)
+        while 0 < done < total:
+            try:
+                more = call(self._fd, _behind(buffers, done), offset + done)
+            except OSError as error:
+                # Direct I/O goes on at page boundaries only, and stops elsewhere only where the file ends.
+                if error.errno != errno.EINVAL:
+                    raise
+                break
+            if more == 0:
+                break
+            done += more
+        return done
+
+
+def _behind(buffers: Sequence[memoryview], offset: int) -> list[memoryview]:
+    """Return what of ``buffers`` lies behind the first ``offset`` bytes. Pure."""
+    rest = []
+    for buffer in buffers:
+        if offset < len(buffer):
+            rest.append(buffer[offset:])
+        offset = max(0, offset - len(buffer))
+    return rest
