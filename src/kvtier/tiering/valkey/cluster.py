@@ -1,0 +1,217 @@
+"""A cluster: each name has its node, which may change, be away, or hand a name over just now.
+
+It moves no bytes itself. The map of slots is a value that is replaced as a whole; a node that says "not me" or does
+not answer makes it stale, and the next call reads it anew. A node that is away costs its own blocks only, so it is
+no fault of the tier as long as some node still says where everything is.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvtier.errors import TierError
+from kvtier.tiering.outage import OutageLog
+from kvtier.tiering.valkey.call import Call, Outcome, error_code
+from kvtier.tiering.valkey.endpoint import Address
+from kvtier.tiering.valkey.node import Node
+from kvtier.tiering.valkey.refusals import TIER_TYPE, refused
+from kvtier.tiering.valkey.resp import Reply
+from kvtier.tiering.valkey.servers import (
+    PROBE,
+    Servers,
+    raise_if_away,
+    raise_if_refused,
+)
+from kvtier.tiering.valkey.settings import ValkeySettings
+from kvtier.tiering.valkey.slot_map import SlotMap, fetch_slot_map, slot_of
+
+MAX_HOPS = 4
+"""Nodes that a call is sent to before it is given up: the one of the map, the one that has the slot by now, and the
+one that the name is moving to; one more for a map that changes meanwhile."""
+
+REFRESH_S = 1.0
+"""Seconds between two readings of the map. Shorter asks a cluster in trouble more often; longer finds a new primary
+later, and each of its blocks is a miss until then."""
+
+MAX_PORT = 65_535
+
+TROUBLE_THAT_LASTS = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN"})
+TROUBLE_OF_ONE_NODE = TROUBLE_THAT_LASTS | {"MOVED", "ASK", "TRYAGAIN"}
+"""Refusals that say something of the node that was asked; what else is refused, every node would refuse."""
+
+
+class Destination(NamedTuple):
+    """Where a call goes.
+
+    Attributes:
+        address: the node's.
+        is_asking: whether the name is just moving there.
+    """
+
+    address: Address
+    is_asking: bool = False
+
+
+class Cluster(Servers):
+    """Sends each call to the node that has its name, and follows it when it has moved.
+
+    Mutable are the map, what is known of its age, the last reason why it could not be read, the nodes,
+    and which of them are in trouble.
+    ``_lock`` guards them; nobody is asked anything under it.
+
+    Args:
+        settings: one node of it, and how to connect.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, settings: ValkeySettings, clock: Callable[[], float]) -> None:
+        super().__init__(settings.endpoint.address)
+        self._settings = settings
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slot_map: SlotMap = {}
+        self._is_stale = True
+        self._next_refresh_s = float("-inf")
+        self._unread: TierError | None = None
+        self._nodes: dict[Address, tuple[Node, OutageLog]] = {}
+        self._members: frozenset[Address] = frozenset()
+        self._troubled: set[Address] = set()
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Return one outcome for each call, in order; a node that is away costs the calls that it has.
+
+        Raises:
+            TierError: no node says where anything is.
+        """
+        slot_map = self._current_map()
+        unserved = TierError(TIER_TYPE, "no node of the cluster serves the block's slot")
+        outcomes: list[Outcome] = [unserved] * len(calls)
+        waiting: dict[Destination, list[int]] = {}
+        for index, call in enumerate(calls):
+            address = slot_map.get(slot_of(call.name))
+            if address is None:
+                self._note_stale()
+            else:
+                waiting.setdefault(Destination(address), []).append(index)
+        for _ in range(MAX_HOPS):
+            if not waiting:
+                break
+            waiting = self._run_each(calls, waiting, outcomes)
+        return outcomes
+
+    def is_fault(self, outcome: Outcome) -> bool:
+        """Return whether it is more than the trouble of some nodes: of another kind, or of all of them."""
+        if isinstance(outcome, Reply) and outcome.error_code not in TROUBLE_OF_ONE_NODE:
+            return True
+        with self._lock:
+            return self._troubled >= self._members
+
+    def check_reachable(self) -> None:
+        """Try everything that a block will need on each node; one that answers is enough.
+
+        Raises:
+            TierError: it does not work, and why.
+        """
+        slot_map = self._read_map()
+        nodes = [self._node(address)[0] for address in sorted(set(slot_map.values()))]
+        probes = {node.address: node.run(PROBE, is_probe=True) for node in nodes}
+        raise_if_away([outcome for outcomes in probes.values() for outcome in outcomes])
+        for address, outcomes in probes.items():
+            # Permission is asked before the slot: a node that says "not mine" would have let us.
+            raise_if_refused(address, outcomes, allowed={"OOM", *TROUBLE_OF_ONE_NODE} - {"CLUSTERDOWN"})
+
+    def close(self) -> None:
+        """Close every connection."""
+        with self._lock:
+            nodes = list(self._nodes.values())
+        for node, _ in nodes:
+            node.close()
+
+    def _run_each(
+        self, calls: Sequence[Call], waiting: dict[Destination, list[int]], outcomes: list[Outcome]
+    ) -> dict[Destination, list[int]]:
+        """Run calls at their destinations, note the outcomes, return those that have to go elsewhere."""
+        moved: dict[Destination, list[int]] = {}
+        for destination, indices in waiting.items():
+            for index, outcome in zip(indices, self._run_at(destination, calls, indices), strict=True):
+                outcomes[index] = outcome
+                if (elsewhere := redirection(outcome, destination.address)) is not None:
+                    moved.setdefault(elsewhere, []).append(index)
+                    if not elsewhere.is_asking:
+                        self._note_stale()
+        return moved
+
+    def _run_at(
+        self, destination: Destination, calls: Sequence[Call], indices: Sequence[int]
+    ) -> list[Outcome]:
+        node, outages = self._node(destination.address)
+        outcomes = node.run([calls[index] for index in indices], is_asking=destination.is_asking)
+        trouble = next((outcome for outcome in outcomes if isinstance(outcome, TierError)), None)
+        codes = {error_code(outcome) for outcome in outcomes} & TROUBLE_THAT_LASTS
+        if trouble is None and codes:
+            trouble = refused(destination.address, codes.pop())
+        with self._lock:
+            (self._troubled.discard if trouble is None else self._troubled.add)(destination.address)
+        if trouble is None:
+            outages.note_success(f"{TIER_TYPE}, node {destination.address}")
+        else:
+            outages.note_failure(trouble)
+            self._note_stale()
+        return outcomes
+
+    def _node(self, address: Address) -> tuple[Node, OutageLog]:
+        with self._lock:
+            if address not in self._nodes:
+                self._nodes[address] = (Node(self._settings, address, self._clock), OutageLog())
+            return self._nodes[address]
+
+    def _note_stale(self) -> None:
+        with self._lock:
+            self._is_stale = True
+
+    def _current_map(self) -> SlotMap:
+        with self._lock:
+            is_due = self._is_stale and self._clock() >= self._next_refresh_s
+            if not is_due and self._unread is not None:
+                raise self._unread.with_traceback(None)
+            if not is_due and self._slot_map:
+                return self._slot_map
+            self._next_refresh_s = self._clock() + REFRESH_S
+        return self._read_map()
+
+    def _read_map(self) -> SlotMap:
+        with self._lock:
+            known = {address: node.is_left_alone for address, (node, _) in self._nodes.items()}
+        # Those that were away a moment ago last: each of them may cost a time-out.
+        known.setdefault(self.address, False)
+        try:
+            slot_map = fetch_slot_map(self._settings, sorted(known, key=lambda address: known[address]))
+        except TierError as error:
+            with self._lock:
+                self._unread = error
+            raise
+        members = frozenset(slot_map.values())
+        with self._lock:
+            self._slot_map, self._is_stale, self._unread = slot_map, False, None
+            self._members = members
+            self._troubled &= members
+            gone = [self._nodes.pop(address) for address in self._nodes.keys() - members]
+        for node, _ in gone:
+            node.close()
+        return slot_map
+
+
+def redirection(outcome: Outcome, asked: Address) -> Destination | None:
+    """Return where ``outcome`` says that the name is, None when it says nothing of that kind. Pure.
+
+    Args:
+        outcome: of a call.
+        asked: the node that was asked; one that names no host means its own.
+    """
+    code = error_code(outcome)
+    if code not in {"MOVED", "ASK"} or not isinstance(outcome, Reply):
+        return None
+    host, _, port = outcome.text.rpartition(" ")[2].rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):
+        return None
+    return Destination(Address(host or asked.host, int(port)), is_asking=code == "ASK")

@@ -1,0 +1,112 @@
+"""Connections to one server: redis-py makes them, checks them and keeps the idle ones; their sockets carry rows.
+
+It sends no command. Connecting, TLS, the user and the database are redis-py's, with explicit time-outs and without
+retries, which would multiply them: whoever lacks a block computes it.
+"""
+
+import socket
+from typing import Any
+
+from kvtier.errors import MissingExtraError
+from kvtier.tiering.valkey.endpoint import Address
+from kvtier.tiering.valkey.resp import ProtocolError
+from kvtier.tiering.valkey.settings import ValkeySettings
+
+try:
+    from redis.backoff import NoBackoff
+    from redis.connection import Connection, ConnectionPool, SSLConnection
+    from redis.retry import Retry
+except ImportError as error:
+    raise MissingExtraError("redis", "valkey") from error
+
+CONNECT_TIMEOUT_S = 1.0
+"""Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
+are what a kernel waits before it tries a second time."""
+
+SPARE_CONNECTIONS = 4
+"""Connections beyond one for each thread that moves blocks: for lookups, and for the question at the start."""
+
+
+class LinkPool:
+    """Connections to one address, made when they are needed; any thread may take one.
+
+    Args:
+        settings: how to connect.
+        address: where to.
+    """
+
+    def __init__(self, settings: ValkeySettings, address: Address) -> None:
+        is_tls = settings.endpoint.is_tls
+        self._pool = ConnectionPool(
+            connection_class=SecureLink if is_tls else PlainLink,
+            max_connections=settings.num_threads + SPARE_CONNECTIONS,
+            host=address.host,
+            port=address.port,
+            **connection_arguments(settings),
+            **(tls_arguments(settings) if is_tls else {}),
+        )
+
+    def take(self) -> "PlainLink | SecureLink":
+        """Return a connection that is open and has nothing to read; blocks while it is made.
+
+        Raises:
+            RedisError: it cannot be made.
+        """
+        link = self._pool.get_connection()
+        assert isinstance(link, PlainLink | SecureLink), "the pool makes what it was told to"
+        return link
+
+    def give_back(self, link: "PlainLink | SecureLink", *, is_clean: bool) -> None:
+        """Keep ``link`` for the next one, or close it when replies may still come on it."""
+        if not is_clean:
+            link.disconnect()  # type: ignore[no-untyped-call]  # redis-py 8.1 has no annotations there
+        self._pool.release(link)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._pool.disconnect()
+
+
+class PlainLink(Connection):
+    """A connection of redis-py that lends its socket."""
+
+    def lend_socket(self) -> socket.socket:
+        """Return the connected socket; who does not read each reply must disconnect."""
+        return _lent(self._sock)
+
+
+class SecureLink(SSLConnection):
+    """The same with TLS."""
+
+    def lend_socket(self) -> socket.socket:
+        """Return the connected socket; who does not read each reply must disconnect."""
+        return _lent(self._sock)
+
+
+def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: redis-py's keyword arguments
+    """Return what redis-py must know for each connection but the address; has the password in it. Pure."""
+    return {
+        "db": settings.endpoint.database,
+        "username": settings.endpoint.username or None,
+        "password": settings.endpoint.password or None,
+        "socket_timeout": settings.timeout_s,
+        "socket_connect_timeout": min(CONNECT_TIMEOUT_S, settings.timeout_s),
+        "socket_keepalive": True,
+        "retry": Retry(NoBackoff(), 0),
+        # The third version may send what nobody asked for, in front of a reply.
+        "protocol": 2,
+        # redis-py names itself on each new connection, and we let it: those replies also take the tickets off the
+        # socket that a server sends after a TLS 1.3 handshake. Unread they make redis-py 8.1 believe in stray data
+        # and give the connection up. A user who may not name himself is let in all the same.
+    }
+
+
+def tls_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: redis-py's keyword arguments
+    """Return what redis-py must know of TLS; the server's certificate and name are checked. Pure."""
+    return {"ssl_ca_certs": settings.ca_file, "ssl_cert_reqs": "required", "ssl_check_hostname": True}
+
+
+def _lent(sock: socket.socket | None) -> socket.socket:
+    if sock is None:
+        raise ProtocolError("the connection was closed")
+    return sock

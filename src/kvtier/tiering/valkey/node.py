@@ -1,0 +1,94 @@
+"""One server: sends it calls as one batch on one connection, and leaves it alone for a moment when it is away.
+
+It knows no cluster and no block. Without the pause each part of a job would wait once more for a server that hangs.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvtier.errors import MissingExtraError, TierError
+from kvtier.tiering.valkey.call import Call, Outcome
+from kvtier.tiering.valkey.endpoint import Address
+from kvtier.tiering.valkey.link import LinkPool
+from kvtier.tiering.valkey.refusals import TIER_TYPE, unreachable
+from kvtier.tiering.valkey.resp import ProtocolError, ReplyReader, encode, read_reply, send_all
+from kvtier.tiering.valkey.settings import ValkeySettings
+
+try:
+    from redis.exceptions import RedisError
+except ImportError as error:
+    raise MissingExtraError("redis", "valkey") from error
+
+LEFT_ALONE_S = 1.0
+"""Seconds for which a server that did not answer is not asked again. Longer loses its blocks after it came back;
+shorter makes a job of many parts wait ``timeout_s`` for several of them."""
+
+ASKING = encode(b"ASKING")
+
+
+class Node:
+    """Talks to one server; several threads at once, each on its own connection.
+
+    Mutable is the time until which the server is left alone; each write of it is whole, the last one counts.
+
+    Args:
+        settings: how to connect.
+        address: where to.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, settings: ValkeySettings, address: Address, clock: Callable[[], float]) -> None:
+        self.address = address
+        self._links = LinkPool(settings, address)
+        self._clock = clock
+        self._left_alone_until_s = float("-inf")
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether the server has been away a moment ago."""
+        return self._clock() < self._left_alone_until_s
+
+    def run(self, calls: Sequence[Call], *, is_asking: bool = False, is_probe: bool = False) -> list[Outcome]:
+        """Send ``calls`` together and read their replies in order.
+
+        Args:
+            calls: what to send.
+            is_asking: whether a node is asked for names that are just moving to it.
+            is_probe: whether to ask even a server that is left alone.
+
+        Returns:
+            One outcome for each call. When the connection is lost those that came before have counted.
+
+        Thread: any; blocks, a time-out at the most for each step that makes no progress.
+        """
+        if self.is_left_alone and not is_probe:
+            away = TierError(
+                TIER_TYPE, f"{self.address} was away a moment ago and is left alone for a second"
+            )
+            return [away] * len(calls)
+        outcomes: list[Outcome] = []
+        try:
+            self._exchange(calls, outcomes, is_asking=is_asking)
+        except (RedisError, OSError, ProtocolError) as error:
+            self._left_alone_until_s = self._clock() + LEFT_ALONE_S
+            away = unreachable(self.address, error)
+            outcomes.extend([away] * (len(calls) - len(outcomes)))
+        return outcomes
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._links.close()
+
+    def _exchange(self, calls: Sequence[Call], outcomes: list[Outcome], *, is_asking: bool) -> None:
+        link = self._links.take()
+        try:
+            sock = link.lend_socket()
+            prefix = (ASKING,) if is_asking else ()
+            send_all(sock, [piece for call in calls for piece in (*prefix, *call.request)])
+            reader = ReplyReader(sock)
+            for call in calls:
+                if is_asking:
+                    read_reply(reader)
+                outcomes.append(call.read(reader))
+        finally:
+            # Replies that nobody has read would be taken for those of the next batch.
+            self._links.give_back(link, is_clean=len(outcomes) == len(calls))

@@ -1,0 +1,207 @@
+"""The protocol of Valkey and Redis, as far as blocks need it: requests out, replies in, rows not copied.
+
+It opens no connection and knows no block. A row goes from its slot to the kernel and back without passing through
+another buffer. redis-py, which makes the connections, hands a value back in memory of its own: reading is what this
+is for, 1.5 to 5 times as fast (``benchmarks/valkey.py``). Writing is about as fast as tuned redis-py's, and stays
+here because requests and replies of one batch belong on one connection.
+
+Source: RESP2, https://valkey.io/topics/protocol
+"""
+
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.tiering.envelope import Buffer
+
+READ_AHEAD_BYTES = 4096
+"""Bytes read at most beyond what was asked for. Enough for some hundred short replies in one call; what of them
+belongs to a row is copied once, which for so little does not matter."""
+
+MAX_BUFFERS = 512
+"""Buffers handed to the kernel in one call; Linux takes 1024."""
+
+SKIP_BYTES = 65_536
+CRLF = b"\r\n"
+
+
+class ProtocolError(Exception):
+    """What came is not what the protocol allows, or ended within a reply."""
+
+
+class Reply(NamedTuple):
+    """One reply.
+
+    Attributes:
+        kind: its first byte: "+" a status, "-" an error, ":" a number, "$" a value.
+        number: of a number the number, of a value its length, -1 when there is none.
+        text: of a status or an error.
+    """
+
+    kind: str
+    number: int = 0
+    text: str = ""
+
+    @property
+    def error_code(self) -> str:
+        """The first word of an error, "" when it is none."""
+        return self.text.partition(" ")[0] if self.kind == "-" else ""
+
+
+class ReplyReader:
+    """Reads from one socket, a little ahead; used by one thread for one batch of replies.
+
+    Args:
+        sock: connected, with a time-out.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray(READ_AHEAD_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = 0
+        self._end = 0
+
+    def read_line(self) -> bytes:
+        """Return the next line without its end."""
+        while (stop := self._buffer.find(CRLF, self._begin, self._end)) < 0:
+            self._fill()
+        line = bytes(self._view[self._begin : stop])
+        self._begin = stop + len(CRLF)
+        return line
+
+    def read_into(self, target: memoryview) -> None:
+        """Fill ``target``, format 'B'; what is not read ahead goes there without a copy."""
+        num_done = min(len(target), self._end - self._begin)
+        target[:num_done] = self._view[self._begin : self._begin + num_done]
+        self._begin += num_done
+        while num_done < len(target):
+            num_done += self._receive(target[num_done:])
+
+    def skip(self, num_bytes: int) -> None:
+        """Read ``num_bytes`` and forget them."""
+        scratch = memoryview(bytearray(min(num_bytes, SKIP_BYTES)))
+        while num_bytes > 0:
+            part = scratch[:num_bytes]
+            self.read_into(part)
+            num_bytes -= len(part)
+
+    def _fill(self) -> None:
+        num_left = self._end - self._begin
+        if num_left == READ_AHEAD_BYTES:
+            raise ProtocolError(f"a line is longer than {READ_AHEAD_BYTES} bytes")
+        self._view[:num_left] = bytes(self._view[self._begin : self._end])
+        self._begin, self._end = 0, num_left
+        self._end += self._receive(self._view[num_left:])
+
+    def _receive(self, target: memoryview) -> int:
+        num_bytes = self._sock.recv_into(target)
+        if num_bytes == 0:
+            raise ProtocolError("the connection was closed within a reply")
+        return num_bytes
+
+
+def encode(*arguments: bytes) -> bytes:
+    """Return the request for a command and its arguments. Pure."""
+    return b"*%d\r\n" % len(arguments) + _encode_arguments(*arguments)
+
+
+def encode_set(name: bytes, header: bytes, row: memoryview, ttl_ms: int | None) -> tuple[Buffer, ...]:
+    """Return the request that stores ``header`` and ``row`` as one value, in pieces; the row is one of them. Pure.
+
+    Args:
+        name: under which.
+        header: what stands in front of the row.
+        row: format 'B'.
+        ttl_ms: milliseconds until it expires; None for never.
+    """
+    expiry = () if ttl_ms is None else (b"PX", b"%d" % ttl_ms)
+    num_value_bytes = len(header) + len(row)
+    begin = b"*%d\r\n" % (3 + len(expiry)) + _encode_arguments(b"SET", name)
+    return b"%b$%d\r\n%b" % (begin, num_value_bytes, header), row, CRLF + _encode_arguments(*expiry)
+
+
+def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
+    """Hand ``buffers`` to the kernel one after another, without joining them.
+
+    Raises:
+        OSError: the connection is lost, or took nothing for as long as its time-out says.
+    """
+    if isinstance(sock, ssl.SSLSocket):  # encryption reads each buffer anyway, and offers no call for several
+        for buffer in buffers:
+            sock.sendall(buffer)
+        return
+    views = [memoryview(buffer) for buffer in buffers]
+    begin = 0
+    while begin < len(views):
+        num_sent = sock.sendmsg(views[begin : begin + MAX_BUFFERS])
+        while begin < len(views) and num_sent >= len(views[begin]):
+            num_sent -= len(views[begin])
+            begin += 1
+        if num_sent:
+            views[begin] = views[begin][num_sent:]
+
+
+def read_reply(reader: ReplyReader) -> Reply:
+    """Read one reply; the bytes of a value are skipped.
+
+    Raises:
+        ProtocolError: it is none, or ends too soon.
+    """
+    reply = _read_head(reader)
+    if reply.kind == "$" and reply.number >= 0:
+        reader.skip(reply.number)
+        _read_value_end(reader)
+    return reply
+
+
+def read_value(reader: ReplyReader, header: memoryview, row: memoryview) -> Reply:
+    """Read a reply whose value is a header and a row, into both; of any other value fill the header at most.
+
+    Args:
+        reader: where from.
+        header: filled when the value is at least as long.
+        row: filled when the value has exactly both lengths, otherwise left alone; format 'B'.
+
+    Raises:
+        ProtocolError: it is none, or ends too soon; ``row`` may then have part of it.
+    """
+    reply = _read_head(reader)
+    if reply.kind != "$" or reply.number < 0:
+        return reply
+    num_left = reply.number
+    if num_left >= len(header):
+        reader.read_into(header)
+        num_left -= len(header)
+        if num_left == len(row):
+            reader.read_into(row)
+            num_left = 0
+    reader.skip(num_left)
+    _read_value_end(reader)
+    return reply
+
+
+def _encode_arguments(*arguments: bytes) -> bytes:
+    return b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
+
+
+def _read_head(reader: ReplyReader) -> Reply:
+    line = reader.read_line()
+    kind, rest = chr(line[0]) if line else "", line[1:]
+    if kind in {"+", "-"}:
+        return Reply(kind, text=rest.decode("ascii", "replace"))
+    if kind in {":", "$"}:
+        try:
+            number = int(rest)
+        except ValueError:
+            raise ProtocolError("a number was expected") from None
+        if kind == "$" and number < -1:
+            raise ProtocolError("a value has a negative length")
+        return Reply(kind, number)
+    raise ProtocolError(f"no reply begins with {kind!r}")
+
+
+def _read_value_end(reader: ReplyReader) -> None:
+    if reader.read_line():
+        raise ProtocolError("a value is longer than it said")

@@ -1,0 +1,233 @@
+"""Moves blocks between rows of the primary tier and values of a server: envelope, expiry, and what becomes of failures.
+
+It decides nothing about when; threads of the tier call it with some blocks of a job. A block that cannot be stored
+or loaded costs itself only, and is counted with its reason.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtier.base import OffloadKey
+from kvtier.errors import TierError
+from kvtier.namespace import Namespace
+from kvtier.tiering.base import TierFailure
+from kvtier.tiering.block_store import BlockStore, Rows
+from kvtier.tiering.codecs.raw import RAW_NUMBER
+from kvtier.tiering.counters import Counters
+from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal, unpack
+from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
+from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.valkey.call import Call, Outcome, command, error_code
+from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
+from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
+from kvtier.tiering.valkey.space import ValkeySpace
+
+logger = logging.getLogger(__name__)
+
+MAX_QUESTIONS = 1024
+"""Questions sent before their answers are read. Both sides' buffers take ten times as many; fewer would ask for a
+long prefix in several turns."""
+
+COUNTS = (
+    "hits",
+    "loaded_bytes",
+    "stored_blocks",
+    "stored_bytes",
+    "held_blocks",
+    "declined",
+    "store_errors",
+    "removed",
+)
+
+
+@dataclass(slots=True)
+class Landing:
+    """Where the value of one block goes.
+
+    Attributes:
+        key: the block.
+        row: its slot.
+        header: room for its envelope.
+    """
+
+    key: OffloadKey
+    row: memoryview
+    header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
+
+    def read(self, reader: ReplyReader) -> Reply:
+        """Read the value into both."""
+        return read_value(reader, self.header, self.row)
+
+
+class ValkeyBlockStore(BlockStore[ValkeySpace]):
+    """Stores and loads some blocks at a time; keeps no state but counts.
+
+    Args:
+        servers: where they are kept.
+        rows: the primary's.
+        ttl_s: seconds after its last use that a block is kept; None for ever.
+    """
+
+    def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
+        self._servers = servers
+        self._rows = rows
+        self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
+        self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
+        self._counters = Counters(*COUNTS, *(failure.value for failure in TierFailure))
+
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> ValkeySpace:
+        """Return the names of the namespace's blocks."""
+        return ValkeySpace(namespace)
+
+    def find(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return which of ``keys`` have a value of the right length. Thread: the lookup's; blocks."""
+        found: list[OffloadKey] = []
+        for begin in range(0, len(keys), MAX_QUESTIONS):
+            found += self._find(space, keys[begin : begin + MAX_QUESTIONS])
+        return found
+
+    def store(self, space: ValkeySpace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Write blocks; those that the server has now have arrived, held before or not.
+
+        Thread: any of the pool's; blocks.
+        """
+        try:
+            # The question costs some dozen bytes, the block that another engine has written already a million.
+            held = set(self._find(space, keys, self._renewals(space, keys)))
+            todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
+            outcomes = self._run([self._set_call(space, key, slot) for key, slot in todo])
+        except TierError:
+            self._counters.add(store_errors=len(keys))
+            raise
+        written = [key for (key, _), outcome in zip(todo, outcomes, strict=True) if _is_done(outcome)]
+        num_declined = sum(error_code(outcome) == "OOM" for outcome in outcomes)
+        num_failed = len(todo) - len(written) - num_declined
+        self._counters.add(
+            held_blocks=len(held),
+            stored_blocks=len(written),
+            stored_bytes=len(written) * self._rows.row_bytes,
+            declined=num_declined,
+            store_errors=num_failed,
+        )
+        failed = [outcome for outcome in outcomes if not _is_done(outcome) and error_code(outcome) != "OOM"]
+        return Moved([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
+
+    def load(self, space: ValkeySpace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Read blocks into slots; those whose bytes are there and right have arrived.
+
+        Thread: any of the pool's; blocks.
+        """
+        landings = [Landing(key, self._rows.row(slot)) for key, slot in zip(keys, slots, strict=True)]
+        try:
+            outcomes = self._run(
+                [_get_call(space, landing) for landing in landings], self._renewals(space, keys)
+            )
+        except TierError:
+            self._counters.add(io_error=len(keys))
+            raise
+        arrived: list[OffloadKey] = []
+        damaged: list[OffloadKey] = []
+        is_fault = False
+        for landing, outcome in zip(landings, outcomes, strict=True):
+            failure = self._judge(space, landing, outcome)
+            if failure is None:
+                arrived.append(landing.key)
+                continue
+            self._counters.add(**{failure.value: 1})
+            is_away = failure is TierFailure.IO_ERROR
+            is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(outcome))
+            if failure is TierFailure.DAMAGED:
+                damaged.append(landing.key)
+        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
+        self._remove(space, damaged)
+        return Moved(arrived, is_fault)
+
+    def check_reachable(self) -> None:
+        """Try everything that a block will need, once.
+
+        Raises:
+            TierError: it does not work, and why.
+        """
+        self._servers.check_reachable()
+
+    def stats(self) -> dict[str, float]:
+        """Return counts of loads by outcome, and of stores."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._servers.close()
+
+    def _run(self, calls: Sequence[Call], extras: Sequence[Call] = ()) -> list[Outcome]:
+        """Return the outcomes of ``calls``; those of ``extras``, sent with them, change nothing.
+
+        Raises:
+            TierError: nobody answered, or each of ``calls`` was refused for one reason that is no block's.
+        """
+        if not calls:
+            return []
+        outcomes = self._servers.run([*calls, *extras])[: len(calls)]
+        raise_if_all_refused(self._servers, outcomes)
+        return outcomes
+
+    def _find(
+        self, space: ValkeySpace, keys: Sequence[OffloadKey], extras: Sequence[Call] = ()
+    ) -> list[OffloadKey]:
+        replies = self._run([command(b"STRLEN", space.block_name(key)) for key in keys], extras)
+        return [key for key, reply in zip(keys, replies, strict=True) if self._is_held(reply)]
+
+    def _is_held(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
+
+    def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int) -> Call:
+        row = self._rows.row(slot)
+        header = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
+        name = space.block_name(key)
+        return Call(name, encode_set(name, header, row, self._ttl_ms))
+
+    def _judge(self, space: ValkeySpace, landing: Landing, outcome: Outcome) -> TierFailure | None:
+        """Return why a block did not arrive, None when it did."""
+        if not isinstance(outcome, Reply):
+            return TierFailure.IO_ERROR
+        if outcome.kind != "$":
+            return TierFailure.FOREIGN if outcome.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
+        if outcome.number < 0:
+            return TierFailure.ABSENT
+        verdict = self._verdict(space, landing, outcome.number)
+        if verdict is Verdict.OK:
+            return None
+        logger.warning("tier valkey: block %s is %s", landing.key.hex(), verdict.value)
+        return FAILURE_OF_VERDICT[verdict]
+
+    def _verdict(self, space: ValkeySpace, landing: Landing, num_bytes: int) -> Verdict:
+        if num_bytes == self._value_bytes:
+            return check(landing.header, landing.row, landing.key, space.namespace.digest, codec=RAW_NUMBER)
+        # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
+        envelope = unpack(landing.header) if num_bytes >= ENVELOPE_BYTES else Verdict.DAMAGED
+        return envelope if isinstance(envelope, Verdict) else Verdict.DAMAGED
+
+    def _renewals(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[Call]:
+        """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
+        if self._ttl_ms is None:
+            return []
+        ttl = b"%d" % self._ttl_ms
+        return [command(b"PEXPIRE", space.block_name(key), ttl) for key in keys]
+
+    def _remove(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> None:
+        if not keys:
+            return
+        try:
+            outcomes = self._servers.run([command(b"UNLINK", space.block_name(key)) for key in keys])
+        except TierError:
+            return  # it is found damaged again, and removed then
+        self._counters.add(removed=sum(map(_is_done, outcomes)))
+
+
+def _get_call(space: ValkeySpace, landing: Landing) -> Call:
+    name = space.block_name(landing.key)
+    return Call(name, (encode(b"GET", name),), landing.read)
+
+
+def _is_done(outcome: Outcome) -> bool:
+    return isinstance(outcome, Reply) and outcome.kind != "-"
