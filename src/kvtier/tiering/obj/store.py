@@ -1,0 +1,205 @@
+"""Moves blocks between rows of the primary tier and objects, and says what becomes of failures.
+
+It decides nothing about when; threads of the tier call it with some blocks of a job. What is wrong with one block
+costs that block and is counted with its reason; a store that cannot be reached fails the call.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+
+from kvtier.base import OffloadKey
+from kvtier.errors import TierError
+from kvtier.namespace import Namespace
+from kvtier.tiering.base import TierFailure
+from kvtier.tiering.block_store import BlockStore
+from kvtier.tiering.counters import Counters
+from kvtier.tiering.envelope import Envelope, Verdict, unpack
+from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
+from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.obj.client import Client
+from kvtier.tiering.obj.group import Groups, Member
+from kvtier.tiering.obj.keeper import CapacityKeeper
+from kvtier.tiering.obj.layout import namespace_path
+from kvtier.tiering.obj.pointer import POINTER_BYTES, POINTER_CODEC, Location, unpack_pointer
+from kvtier.tiering.obj.rows import Block, SealedRows
+from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.space import Space
+
+logger = logging.getLogger(__name__)
+
+
+class ObjBlockStore(BlockStore[Space]):
+    """Stores and loads some blocks at a time; what it knows of a namespace is in its space.
+
+    Args:
+        client: where to.
+        rows: the primary's.
+        settings: how.
+        keeper: keeps the capacity; None when the store has none.
+        counters: where everything is counted.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        rows: SealedRows,
+        settings: ObjSettings,
+        keeper: CapacityKeeper | None,
+        counters: Counters,
+    ) -> None:
+        self._client = client
+        self._rows = rows
+        self._root = settings.place.root
+        self._blocks_per_object = settings.blocks_per_object
+        self._groups = Groups(client, rows)
+        self._keeper = keeper
+        self._counters = counters
+        self._last_opened: Space | None = None
+
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
+        """Return the namespace's names; nothing is asked."""
+        del is_new
+        self._last_opened = Space(namespace, namespace_path(self._root, namespace.name))
+        return self._last_opened
+
+    def check_reachable(self) -> None:
+        """Read and write the description of the namespace.
+
+        Raises:
+            TierError: no server, no bucket, or no leave to do either.
+        """
+        space = self._last_opened
+        assert space is not None, "a tier opens its namespace when it is built"
+        self._client.require_bucket(space.document_path)
+        space.drop_description()
+        self._describe(space)
+
+    def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return which of ``keys`` are held: one question about a length for each, in parallel.
+
+        Thread: the lookup's; blocks.
+        """
+        paths = {key: space.block_path(key) for key in keys}
+        sizes = self._client.sizes(list(paths.values()))
+        size_of = {key: sizes.get(path) for key, path in paths.items()}
+        pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
+        unread = {key for key in pointed if space.location(key) is None}
+        unsound = unread.difference(self._groups.read_pointers(space, unread))
+        return [
+            key
+            for key, size in size_of.items()
+            if size == self._rows.block_bytes or key in pointed.difference(unsound)
+        ]
+
+    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Write blocks; those that are in the store now have arrived, held before or not.
+
+        Thread: any of the pool's; blocks.
+        """
+        self._describe(space)
+        blocks = list(zip(keys, slots, strict=True))
+        arrived: set[OffloadKey] = set()
+        if self._blocks_per_object > 1 and len(blocks) > 1:
+            # A group is a new object whatever others hold: asking first keeps bytes from being stored twice.
+            arrived.update(self.find(space, keys))
+            blocks = [block for block in blocks if block[0] not in arrived]
+        for begin in range(0, len(blocks), self._blocks_per_object):
+            arrived.update(self._write(space, blocks[begin : begin + self._blocks_per_object]))
+        return Moved(arrived)
+
+    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Read blocks into slots; those whose bytes are there and right have arrived.
+
+        Thread: any of the pool's; blocks.
+        """
+        blocks = list(zip(keys, slots, strict=True))
+        known = [Member(at, block) for block in blocks if (at := space.location(block[0])) is not None]
+        # What is remembered of a group may be older than the pointer: who is not found there is looked up afresh.
+        missed = self._groups.load(space, known)
+        there = {member.block[0] for member in known}.difference(missed)
+        failures = self._load_named(space, [block for block in blocks if block[0] not in there])
+        for failure in failures.values():
+            self._counters.add(**{failure.value: 1})
+        arrived = [key for key in keys if key not in failures]
+        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
+        return Moved(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def stats(self) -> dict[str, float]:
+        """Return counts of loads by outcome, of stores and of evictions."""
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        """End the thread that keeps the capacity."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def _describe(self, space: Space) -> None:
+        if not space.begin_description():
+            return
+        try:
+            self._client.put_new(space.document_path, [space.namespace.document.encode()])
+        except TierError:
+            space.drop_description()
+            raise
+
+    def _write(self, space: Space, blocks: Sequence[Block]) -> Collection[OffloadKey]:
+        """Write blocks as one object; return which are held now."""
+        is_group = len(blocks) > 1
+        num_bytes = len(blocks) * (self._rows.block_bytes + (POINTER_BYTES if is_group else 0))
+        if self._keeper is not None and not self._keeper.admit(num_bytes):
+            self._counters.add(declined=len(blocks))
+            return ()
+        if is_group:
+            arrived: Collection[OffloadKey] = self._groups.write(space, blocks)
+            num_written = len(blocks)
+        else:
+            arrived = (blocks[0][0],)
+            sealed = self._rows.seal(blocks, space.namespace.digest)
+            num_written = int(self._client.put_new(space.block_path(blocks[0][0]), sealed))
+            if self._keeper is not None and not num_written:
+                self._keeper.give_back(num_bytes)
+        num_existed = len(blocks) - num_written
+        stored_bytes = num_written * self._rows.row_bytes
+        self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
+        return arrived
+
+    def _load_named(self, space: Space, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
+        """Read the objects that have the blocks' names, and the groups that they point into."""
+        failures: dict[OffloadKey, TierFailure] = {}
+        members = []
+        for block in blocks:
+            found = self._load_single(space, block)
+            if isinstance(found, Location):
+                members.append(Member(found, block))
+            elif found is not None:
+                failures[block[0]] = found
+        for key, verdict in self._groups.load(space, members).items():
+            # Its pointer goes and not the group: that may hold others, and ages by itself.
+            failures[key] = self._judge(space.block_path(key), verdict)
+        return failures
+
+    def _load_single(self, space: Space, block: Block) -> TierFailure | Location | None:
+        """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
+        key, digest = block[0], space.namespace.digest
+        path = space.block_path(key)
+        fetched = self._client.get(path, self._rows.block_bytes)
+        if fetched is None:
+            return TierFailure.ABSENT
+        envelope = unpack(fetched.body)
+        if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
+            pointed = unpack_pointer(fetched.body, key, digest)
+            if isinstance(pointed, Location):
+                space.note_locations([(key, pointed)])
+                return pointed
+            return self._judge(path, pointed)
+        verdict = self._rows.land(fetched.body, block, digest)
+        return None if verdict is Verdict.OK else self._judge(path, verdict)
+
+    def _judge(self, path: str, verdict: Verdict | None) -> TierFailure:
+        """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""
+        failure = TierFailure.ABSENT if verdict is None else FAILURE_OF_VERDICT[verdict]
+        if verdict is not None:
+            logger.warning("tier obj: object %s is %s (%s)", path, failure.value, verdict.value)
+        if failure is not TierFailure.FOREIGN:
+            self._client.remove([path])
+        return failure

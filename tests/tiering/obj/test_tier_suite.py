@@ -1,0 +1,64 @@
+"""The obj tier keeps the contract of every secondary tier, on a real server and on what else a URL can name."""
+
+from pathlib import Path
+
+import pytest
+from tests.tiering.obj.conftest import s3_options
+from tests.tiering.obj.server import S3Server
+
+from kvtier.config import OffloadingConfig
+from kvtier.testing.tier_suite import TierSuite
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.obj import ObjTier
+
+
+class OnServer(TierSuite):
+    """Over the real server, under names of the test's own."""
+
+    changes: dict[str, object]
+
+    @pytest.fixture(autouse=True)
+    def use_server(self, server: S3Server, prefix: str) -> None:
+        self.options = s3_options(server, prefix)
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, **(self.options | self.changes))  # type: ignore[arg-type]  # a test's own
+
+
+class TestS3(OnServer):
+    """As configured by a user who names the bucket only."""
+
+    changes: dict[str, object] = {}  # noqa: RUF012  # never changed
+
+
+class TestGrouped(OnServer):
+    """With several blocks in an object."""
+
+    changes: dict[str, object] = {"blocks_per_object": 4, "num_threads": 1}  # noqa: RUF012
+
+
+class TestWithCapacity(OnServer):
+    """With room for ten times what the tests write."""
+
+    changes: dict[str, object] = {"capacity_bytes": "16MiB"}  # noqa: RUF012
+
+
+class TestDirectory(TierSuite):
+    """A directory instead of a bucket."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, url=f"file://{directory}/store", num_threads=2)
+
+
+class TestMemory(TierSuite):
+    """Memory of the process instead of a bucket."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, url="memory://")
+
+
+class TestMemoryGrouped(TierSuite):
+    """Groups in memory."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, url="memory://", blocks_per_object=8, num_threads=1)
