@@ -1,0 +1,206 @@
+"""The connection to the store: joined when it is first needed, left alone for a while when it fails.
+
+It knows no block and no envelope. A call that the master did not answer is a TierError, and for a while each further
+call is one at once; then the master is knocked at before it is asked again, because the library itself would block
+for more than four seconds. What single names lack stays in the answer.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.errors import TierError
+from kvtier.tiering.mooncake.codes import MASTER_AWAY, Code, name_of
+from kvtier.tiering.mooncake.headers import address_of
+from kvtier.tiering.mooncake.native import (
+    TIER_TYPE,
+    NativeStore,
+    knock,
+    make_replica_options,
+    open_native,
+)
+from kvtier.tiering.mooncake.settings import MooncakeSettings
+
+PAUSE_S = 1.0
+"""Seconds after a call that the master did not answer in which none is tried. Shorter knocks more often for each
+waiting job; longer finds a restarted master later. The manager's breaker pauses for longer."""
+
+UNSETTLED_S = 50.0
+"""A transfer that failed after so many seconds may still be going on. The library gives up after 60 without stopping
+what it has begun; less than that with room for clocks."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """A client that has joined, and who uses it."""
+
+    native: NativeStore
+    num_calls: int = 0
+    is_closing: bool = False
+    is_closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the bytes of values come from or go to.
+
+    Attributes:
+        addresses: of the pieces of each value in their order, in registered memory.
+        lengths: of the same pieces.
+    """
+
+    addresses: list[list[int]]
+    lengths: list[list[int]]
+
+
+class MooncakeClient:
+    """Calls of the store, each with a time limit and no retry.
+
+    Mutable are the session, the pause and the doubt. ``_changed`` guards them; nobody talks to the network under it.
+
+    Args:
+        settings: which store.
+        memories: what to register: all memory that values come from or go to.
+        clock: seconds, monotonic.
+        open_store: joins the store.
+    """
+
+    def __init__(
+        self,
+        settings: MooncakeSettings,
+        memories: Sequence[memoryview],
+        clock: Callable[[], float],
+        open_store: Callable[[MooncakeSettings], NativeStore] = open_native,
+    ) -> None:
+        self._settings = settings
+        self._memories = [memory for memory in memories if len(memory)]
+        self._clock = clock
+        self._open_store = open_store
+        self._replicas = make_replica_options(settings.num_replicas)
+        self._changed = threading.Condition()
+        self._session: _Session | None = None
+        self._is_joining = False
+        self._is_doubtful = False
+        self._is_closed = False
+        self._paused_until_s = 0.0
+        self._reason = ""
+
+    def exist(self, names: list[str]) -> list[int]:
+        """Return 1 for each of ``names`` that has a whole value, 0 for others.
+
+        Raises:
+            TierError: the master does not answer.
+        """
+        return self._call(lambda native: native.batch_is_exist(names))
+
+    def put(self, names: list[str], places: Places) -> list[int]:
+        """Write a value under each name; one that is there stays as it is. Raises as ``exist``."""
+        addresses, lengths = places.addresses, places.lengths
+        return self._call(
+            lambda native: native.batch_put_from_multi_buffers(names, addresses, lengths, self._replicas)
+        )
+
+    def get(self, names: list[str], places: Places) -> list[int]:
+        """Read each name's value; return its length, or why not. Raises as ``exist``."""
+        addresses, lengths = places.addresses, places.lengths
+        return self._call(lambda native: native.batch_get_into_multi_buffers(names, addresses, lengths))
+
+    def remove(self, names: list[str]) -> list[int]:
+        """Remove values that nobody reads just now. Raises as ``exist``."""
+        return self._call(lambda native: native.batch_remove(names))
+
+    def size(self, name: str) -> int:
+        """Return the length of a value, or why it is not known. Raises as ``exist``."""
+        return self._call(lambda native: [native.get_size(name)])[0]
+
+    def close(self) -> None:
+        """Leave the store, and take the contributed memory with it; called when no call runs any more."""
+        with self._changed:
+            self._is_closed = True
+            session = self._session
+        if session is not None:
+            self._retire(session)
+
+    def _call(self, ask: Callable[[NativeStore], list[int]]) -> list[int]:
+        session = self._enter()
+        began_s = self._clock()
+        try:
+            answers = ask(session.native)
+        finally:
+            with self._changed:
+                session.num_calls -= 1
+                self._changed.notify_all()
+        if Code.TRANSFER_FAIL in answers and self._clock() - began_s >= UNSETTLED_S:
+            # The caller reports its slots as free after this: a late answer must find no one to write for.
+            self._retire(session)
+        away = next((code for code in answers if code in MASTER_AWAY), None)
+        if away is not None:
+            raise self._pause(f"the master at {self._settings.master} does not answer: {name_of(away)}")
+        return answers
+
+    def _enter(self) -> _Session:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_joining)
+            if self._is_closed:
+                raise TierError(TIER_TYPE, "the tier is shut down")
+            if self._clock() < self._paused_until_s:
+                raise TierError(TIER_TYPE, self._reason)
+            if self._session is not None and not self._is_doubtful:
+                self._session.num_calls += 1
+                return self._session
+            self._is_joining = True
+            session = self._session
+        return self._join(session)
+
+    def _join(self, session: _Session | None) -> _Session:
+        """Make sure that somebody answers; the caller has announced that it does so."""
+        try:
+            if session is None:
+                session = _Session(self._register(self._open_store(self._settings)))
+            else:
+                knock(self._settings.master, self._settings.timeout_s)
+        except TierError as error:
+            self._pause(str(error).removeprefix(f"tier {TIER_TYPE!r}: "))
+            raise
+        else:
+            with self._changed:
+                self._session = session
+                self._is_doubtful = False
+                session.num_calls += 1
+            return session
+        finally:
+            with self._changed:
+                self._is_joining = False
+                self._changed.notify_all()
+
+    def _register(self, native: NativeStore) -> NativeStore:
+        for memory in self._memories:
+            code = native.register_buffer(address_of(memory), len(memory))
+            if code != Code.OK:
+                native.close()
+                remedy = "with rdma, is the limit of locked memory (ulimit -l) high enough?"
+                failure = f"registering {len(memory)} bytes of memory failed: {name_of(code)}; {remedy}"
+                raise TierError(TIER_TYPE, failure)
+        return native
+
+    def _pause(self, reason: str) -> TierError:
+        with self._changed:
+            self._is_doubtful = True
+            self._paused_until_s = self._clock() + PAUSE_S
+            self._reason = reason
+        return TierError(TIER_TYPE, reason)
+
+    def _retire(self, session: _Session) -> None:
+        """Close a client when nobody uses it any more; returns when it is closed."""
+        with self._changed:
+            if self._session is session:
+                self._session = None
+            self._changed.wait_for(lambda: session.num_calls == 0)
+            is_mine, session.is_closing = not session.is_closing, True
+            if not is_mine:
+                self._changed.wait_for(lambda: session.is_closed)
+                return
+        session.native.close()
+        with self._changed:
+            session.is_closed = True
+            self._changed.notify_all()

@@ -1,0 +1,202 @@
+"""Moves blocks between rows of the primary tier and the store: envelopes, answers, and what becomes of failures.
+
+It decides nothing about when; threads of the tier call it with some blocks of a job. A value is an envelope and a
+row, written and read in one transfer without a copy of ours. A master that does not answer fails the call; anything
+else costs single blocks, and is counted with its reason.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+
+from kvtier.base import OffloadKey
+from kvtier.errors import TierError
+from kvtier.namespace import Namespace
+from kvtier.tiering.base import TierFailure
+from kvtier.tiering.block_store import BlockStore, Rows
+from kvtier.tiering.codecs.raw import RAW_NUMBER
+from kvtier.tiering.counters import Counters
+from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal
+from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
+from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.mooncake.client import MooncakeClient, Places
+from kvtier.tiering.mooncake.codes import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
+from kvtier.tiering.mooncake.doomed import Doomed
+from kvtier.tiering.mooncake.headers import HeaderArea, Strip, address_of
+from kvtier.tiering.mooncake.space import Space
+
+logger = logging.getLogger(__name__)
+
+PROBE_NAME = "kvtier/reachable"
+"""A name that nobody stores: asking for it shows that the master answers."""
+
+COUNTS = ("hits", "loaded_bytes", "stored_blocks", "stored_bytes", "declined", "store_errors")
+MORE_COUNTS = ("absent", "damaged", "foreign", "io_error", "removed_damaged", "ask_errors", "unknown_answers")
+
+
+class MooncakeBlockStore(BlockStore[Space]):
+    """Stores and loads some blocks at a time.
+
+    Args:
+        client: the connection; the rows and the headers are registered with it.
+        rows: the primary's.
+        headers: room for envelopes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, client: MooncakeClient, rows: Rows, headers: HeaderArea, clock: Callable[[], float]
+    ) -> None:
+        self._client = client
+        self._rows = rows
+        self._rows_address = address_of(rows.flat)
+        self._headers = headers
+        self._doomed = Doomed(clock)
+        self._counters = Counters(*COUNTS, *MORE_COUNTS)
+        self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
+
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
+        """Return what names the namespace's blocks; asks nobody."""
+        return Space(namespace)
+
+    def check_reachable(self) -> None:
+        """Join the store and ask its master once; may block."""
+        self._client.exist([PROBE_NAME])
+
+    def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return which of ``keys`` have a whole value. Thread: the lookup's; blocks."""
+        self._remove(self._doomed.take_due())
+        names = {key: space.name_of(key) for key in keys}
+        doomed = self._doomed.among(names.values())
+        asked = [key for key in keys if names[key] not in doomed]
+        if not asked:
+            return []
+        answers = self._client.exist([names[key] for key in asked])
+        self._note_unknown(answers)
+        self._counters.add(ask_errors=sum(answer < 0 for answer in answers))
+        return [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
+
+    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Write blocks; those that have a value now have arrived. Thread: any of the pool's; blocks."""
+        todo = list(zip(keys, slots, [space.name_of(key) for key in keys], strict=True))
+        if len(self._doomed):
+            self._remove(self._doomed.among([name for _, _, name in todo]))
+            doomed = self._doomed.among([name for _, _, name in todo])
+            todo = [block for block in todo if block[2] not in doomed]
+            self._counters.add(declined=len(keys) - len(todo))
+        if not todo:
+            return Moved(())
+        digest = space.namespace.digest
+        with self._headers.borrow() as strip:
+            for number, (key, slot, _) in enumerate(todo):
+                strip.place(number)[:] = pack(seal(key, digest, self._rows.row(slot), codec=RAW_NUMBER))
+            places = self._places(strip, [slot for _, slot, _ in todo])
+            answers = self._client.put([name for _, _, name in todo], places)
+        return self._count_stored([key for key, _, _ in todo], answers)
+
+    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        """Read blocks; those whose bytes are there and right have arrived. Thread: any of the pool's; blocks."""
+        names = [space.name_of(key) for key in keys]
+        with self._headers.borrow() as strip:
+            answers = self._client.get(names, self._places(strip, slots))
+            failures = [
+                self._judge(space, key, strip.place(number), self._rows.row(slot), answers[number])
+                for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
+            ]
+        self._note_unknown(answers)
+        pairs = zip(answers, failures, strict=True)
+        self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
+        damaged = [name for name, why in zip(names, failures, strict=True) if why is TierFailure.DAMAGED]
+        self._doomed.add(damaged)
+        self._remove(damaged)
+        return self._count_loaded(keys, failures)
+
+    def stats(self) -> dict[str, float]:
+        """Return counts of loads by outcome and of stores, and how many damaged values wait for removal."""
+        return self._counters.snapshot() | {"doomed_blocks": len(self._doomed)}
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._client.close()
+
+    def _places(self, strip: Strip, slots: Sequence[int]) -> Places:
+        begin, row_bytes = self._rows_address, self._rows.row_bytes
+        addresses = [[strip.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
+        return Places(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
+
+    def _judge(
+        self, space: Space, key: OffloadKey, header: memoryview, row: memoryview, answer: int
+    ) -> TierFailure | None:
+        """Say why a block did not come, or None when it is there and right."""
+        # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
+        if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
+            return self._explain(space.name_of(key), answer)
+        verdict = check(header, row, key, space.namespace.digest, codec=RAW_NUMBER)
+        if verdict is Verdict.OK:
+            return None
+        failure = FAILURE_OF_VERDICT[verdict]
+        name = space.name_of(key)
+        logger.warning("tier mooncake: block %s is %s (%s)", name, failure.value, verdict.value)
+        return failure if answer == self._value_bytes else TierFailure.IO_ERROR
+
+    def _explain(self, name: str, answer: int) -> TierFailure:
+        """Say why a value did not come."""
+        if answer in ABSENT:
+            return TierFailure.ABSENT
+        # A value of another length is refused as a bad parameter when it is longer, as a failed transfer when it is
+        # shorter; only its length tells it from a provider that is away.
+        may_be_damaged = answer in (Code.INVALID_PARAMS, Code.TRANSFER_FAIL) or answer >= 0
+        if may_be_damaged and self._has_other_length(name):
+            logger.warning("tier mooncake: block %s is damaged (another length)", name)
+            return TierFailure.DAMAGED
+        return TierFailure.IO_ERROR
+
+    def _has_other_length(self, name: str) -> bool:
+        try:
+            num_bytes = self._client.size(name)
+        except TierError:
+            return False
+        return num_bytes >= 0 and num_bytes != self._value_bytes
+
+    def _remove(self, names: Collection[str]) -> None:
+        """Try to remove damaged values; what somebody reads just now stays doomed."""
+        asked = list(names)
+        if not asked:
+            return
+        try:
+            answers = self._client.remove(asked)
+        except TierError as error:
+            logger.warning("tier mooncake: %d damaged blocks are not removed yet: %s", len(asked), error)
+            return
+        gone = (Code.OK, Code.OBJECT_NOT_FOUND)
+        self._doomed.discard(name for name, answer in zip(asked, answers, strict=True) if answer in gone)
+        self._note_unknown(answers)
+        self._counters.add(removed_damaged=answers.count(Code.OK))
+
+    def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> Moved:
+        arrived = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
+        failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
+        self._log_failed("stored", failed)
+        self._note_unknown(answers)
+        self._counters.add(
+            stored_blocks=len(arrived),
+            stored_bytes=len(arrived) * self._rows.row_bytes,
+            declined=sum(answer in NO_ROOM for answer in answers),
+            store_errors=failed.total(),
+        )
+        return Moved(arrived, is_fault=failed.total() > 0)
+
+    def _count_loaded(self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]) -> Moved:
+        arrived = [key for key, failure in zip(keys, failures, strict=True) if failure is None]
+        reasons = Counter(failure.value for failure in failures if failure is not None)
+        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes, **reasons)
+        return Moved(arrived, is_fault=any(failure in FAULTS for failure in failures))
+
+    def _log_failed(self, verb: str, counts: Counter[int]) -> None:
+        for answer, count in counts.items():
+            logger.warning("tier mooncake: %d blocks were not %s: %s", count, verb, name_of(answer))
+
+    def _note_unknown(self, answers: Sequence[int]) -> None:
+        unknown = sum(answer < 0 and not is_known(answer) for answer in answers)
+        if unknown:
+            self._counters.add(unknown_answers=unknown)

@@ -1,0 +1,88 @@
+"""Real stores and tiers on them, ended with the test; where the library is not installed the tests skip and say why."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read while the library is loaded, by whoever is first
+pytest.importorskip(
+    "mooncake.store",
+    reason="the mooncake tier needs its library: pip install 'kvtier[mooncake]', apt-get install libibverbs1 "
+    "libnl-3-200 libnl-route-3-200 libnuma1 libcurl4",
+    exc_type=ImportError,
+)
+
+from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, Vandal  # needs the library itself
+
+from kvtier.config import OffloadingConfig
+from kvtier.namespace import make_namespace
+from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
+from kvtier.tiering.mooncake import MooncakeTier
+from kvtier.tiering.mooncake.space import Space
+
+TIMEOUT_S = 1.0
+
+StartTier = Callable[..., TierDriver]
+
+
+def salted(config: OffloadingConfig, salt: str) -> OffloadingConfig:
+    """Return a configuration whose blocks only tests with the same ``salt`` see."""
+    return dataclasses.replace(config, extra_config={"tenant_salt": salt})
+
+
+@pytest.fixture(scope="session")
+def shared_store() -> Iterator[LiveStore]:
+    """A store with two providers that no test harms; its leases are short, so that removals need not wait long."""
+    store = LiveStore(num_providers=2, lease_ms=300)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store() -> Iterator[LiveStore]:
+    """A store with one provider that the test may kill."""
+    store = LiveStore()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> str:
+    """What keeps the blocks of a test from those of others in the same store."""
+    return str(request.node.nodeid)
+
+
+@pytest.fixture
+def start_tier(salt: str) -> Iterator[StartTier]:
+    """Build tiers on a store, with something that drives them."""
+    drivers: list[TierDriver] = []
+
+    def start(store: LiveStore | str, model: str = "model-a", **options: object) -> TierDriver:
+        address = store if isinstance(store, str) else store.address
+        arguments = {"master": address, "timeout_s": TIMEOUT_S} | options
+        rows = make_rows()
+        config = salted(make_config(model), salt)
+        tier = MooncakeTier(config, rows, **arguments)  # type: ignore[arg-type]  # a test's own options
+        drivers.append(TierDriver(tier, rows))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        assert driver.tier.shutdown(HANG_GUARD_S)
+
+
+@pytest.fixture
+def name_of(salt: str) -> Callable[[int], str]:
+    """Return the name under which a block of model-a is kept."""
+    space = Space(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
+    return lambda number: space.name_of(key_of(number))
+
+
+@pytest.fixture
+def vandal(shared_store: LiveStore) -> Iterator[Vandal]:
+    """Somebody else in the shared store."""
+    vandal = Vandal(shared_store.address)
+    yield vandal
+    vandal.close()

@@ -1,0 +1,71 @@
+"""The tier's settings are refused when they cannot work, each with a remedy."""
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol, parse_settings
+
+
+def parse(**changes: object) -> MooncakeSettings:
+    """Parse good settings with some of them changed."""
+    values: dict[str, object] = {
+        "master": "127.0.0.1:50051",
+        "segment_bytes": "1GiB",
+        "num_replicas": 2,
+        "local_host": "127.0.0.1",
+        "protocol": "tcp",
+        "timeout_s": 1.5,
+        "num_threads": 3,
+    }
+    return parse_settings(**(values | changes))
+
+
+def test_good_settings_are_typed() -> None:
+    assert parse() == MooncakeSettings("127.0.0.1:50051", 2**30, 2, "127.0.0.1", Protocol.TCP, 1.5, 3)
+
+
+@pytest.mark.parametrize("master", ["host.example:1", "10.0.0.5:65535", "[::1]:50051"])
+def test_a_master_is_a_host_and_a_port(master: str) -> None:
+    assert parse(master=master).master == master
+
+
+def test_an_engine_that_contributes_nothing_says_zero() -> None:
+    assert parse(segment_bytes=0).segment_bytes == 0
+
+
+def test_rdma_is_known() -> None:
+    assert parse(protocol="rdma").protocol is Protocol.RDMA
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("master", "", "host:port"),
+        ("master", None, "host:port"),
+        ("master", "host", "host:port"),
+        ("master", "host:0", "host:port"),
+        ("master", "host:70000", "host:port"),
+        ("master", "http://host:5", "host:port"),
+        ("master", "user:secret@host:5", "host:port"),
+        ("master", "host:5 --flag", "host:port"),
+        ("segment_bytes", "1MiB", "at least 16777216 bytes"),
+        ("segment_bytes", -1, "positive"),
+        ("segment_bytes", False, "positive"),
+        ("segment_bytes", "many", "8GiB"),
+        ("num_replicas", 0, "at least 1"),
+        ("num_replicas", 17, "at most 16"),
+        ("local_host", "", "without a port"),
+        ("local_host", "host:5 x", "without a port"),
+        ("local_host", None, "without a port"),
+        ("protocol", "cxl", "one of 'tcp', 'rdma'"),
+        ("timeout_s", 0, "more than 0"),
+        ("timeout_s", 31, "at most 30"),
+        ("timeout_s", "1", "seconds"),
+        ("num_threads", 0, "at least 1"),
+        ("num_threads", 65, "at most 64"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: object, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        parse(**{setting: value})
+    assert caught.value.setting == setting

@@ -1,0 +1,85 @@
+"""Engines with one namespace share blocks through the store, others see nothing; processes end cleanly."""
+
+import subprocess
+import sys
+
+from tests.tiering.mooncake.conftest import StartTier
+from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore
+
+from kvtier.testing.tier_suite import content_of
+
+READER = """
+import dataclasses
+import sys
+from kvtier.testing.tier_suite import TierDriver, content_of, make_config, make_rows
+from kvtier.tiering.mooncake import MooncakeTier
+rows = make_rows()
+config = dataclasses.replace(make_config("model-a"), extra_config={"tenant_salt": sys.argv[2]})
+driver = TierDriver(MooncakeTier(config, rows, master=sys.argv[1], segment_bytes="16MiB"), rows)
+assert driver.lookup(1)
+assert driver.load([1]).success
+assert bytes(driver.rows[0]) == bytes(content_of(1))
+assert driver.store([5]).success
+try:
+    __import__("os").kill(__import__("os").getpid(), __import__("signal").SIGINT)
+    __import__("select").select([], [], [], 10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_two_engines_share_blocks(shared_store: LiveStore, start_tier: StartTier) -> None:
+    writer, reader = start_tier(shared_store), start_tier(shared_store, segment_bytes="16MiB")
+    assert writer.store([1, 2]).success
+    assert reader.lookup(1)
+    assert reader.load([2, 1]).success
+    assert bytes(reader.rows[0]) == bytes(content_of(2))
+    assert reader.store([3]).success
+    assert writer.load([3]).success
+    assert bytes(writer.rows[0]) == bytes(content_of(3))
+
+
+def test_blocks_in_memory_that_an_engine_lent_leave_with_it(start_tier: StartTier) -> None:
+    store = LiveStore(num_providers=0)
+    try:
+        lender, reader = start_tier(store, segment_bytes="16MiB"), start_tier(store)
+        assert not lender.lookup(1)  # the first question joins the store
+        assert reader.store([1]).success
+        assert lender.tier.shutdown(HANG_GUARD_S)
+        assert not reader.load([1]).success
+        result = reader.store([2])
+        assert not result.success
+        assert not result.is_fault
+    finally:
+        store.close()
+
+
+def test_another_process_finds_the_blocks_and_ends_cleanly_without_a_shutdown(
+    shared_store: LiveStore, start_tier: StartTier, salt: str
+) -> None:
+    assert start_tier(shared_store).store([1]).success
+    command = [sys.executable, "-c", READER, shared_store.address, salt]
+    ended = subprocess.run(
+        command,
+        env={"PYTHONPATH": "src:."},
+        capture_output=True,
+        text=True,
+        timeout=HANG_GUARD_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "interrupted\n"
+
+
+def test_the_library_is_quiet_while_all_is_well(shared_store: LiveStore, salt: str) -> None:
+    script = READER.replace("assert driver.lookup(1)\n", "assert driver.store([1]).success\n")
+    command = [sys.executable, "-c", script, shared_store.address, salt]
+    ended = subprocess.run(
+        command,
+        env={"PYTHONPATH": "src:."},
+        capture_output=True,
+        text=True,
+        timeout=HANG_GUARD_S,
+        check=False,
+    )
+    assert len(ended.stderr.splitlines()) <= 3, ended.stderr
