@@ -216,3 +216,15 @@ def test_device_blocks_of_a_recurrent_state_are_not_joined() -> None:
     with pytest.raises(ConfigError, match="recurrent state"):
         make_config((GROUP, state), block_size=32)
     assert make_config((GROUP, state), block_size=16).block_size_factor == 1
+
+
+def test_what_an_engine_says_of_itself_can_be_logged_without_a_password() -> None:
+    tiers = [{"type": "valkey", "url": "redis://someone:hunter2@host"}]
+    config = OffloadingConfig(
+        "engine",
+        ModelIdentity("m"),
+        (KVGroup(16, ("layer",), 64),),
+        16,
+        extra_config={"secondary_tiers": tiers},
+    )
+    assert "hunter2" not in repr(config)

@@ -62,3 +62,10 @@ def test_a_tier_error_names_its_tier() -> None:
     error = TierError("fs", "the disk is full")
     assert error.tier == "fs"
     assert str(error) == "tier 'fs': the disk is full"
+
+
+def test_a_refused_setting_is_named_without_the_password_in_it() -> None:
+    tiers = [{"type": "valkey", "url": "redis://someone:hunter2@host:6379/0"}]
+    message = str(ConfigError("secondary_tiers", tiers, "must be a mapping"))
+    assert "hunter2" not in message
+    assert "redis://***@host:6379/0" in message

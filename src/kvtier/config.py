@@ -277,8 +277,9 @@ class OffloadingConfig:
     num_hosts: int = 1
     enable_events: bool = False
     engine_kind: str = ""
-    extra_config: Mapping[str, Any] = field(default_factory=dict)  # Any: parsed into settings below
-    settings: Settings = field(init=False)
+    # Neither is part of the repr: a tier's URL may carry a password, and a repr goes into logs.
+    extra_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Any: parsed below
+    settings: Settings = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", parse_settings(self.extra_config))

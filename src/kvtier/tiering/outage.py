@@ -34,7 +34,9 @@ class OutageLog:
             self._num_unanswered += num_unanswered
             is_news, self._is_out = not self._is_out, True
         if is_news:
-            logger.warning("%s; its blocks are misses, and it is tried again every few seconds", error)
+            logger.warning(
+                "%s (until it answers its blocks are misses; it is tried again every few seconds)", error
+            )
 
     def note_success(self, tier: str) -> None:
         """The place has answered; the first answer after an outage is logged."""

@@ -29,7 +29,7 @@ def test_an_option_that_cannot_work_is_refused_by_name(make: Callable[[], object
 
 
 def test_a_set_up_survives_its_way_through_json() -> None:
-    set_up = SetUp(ModelOptions(None, 2, 256, 7), PoolOptions(8, 2**20, "fs"), "/some/where")
+    set_up = SetUp(ModelOptions(None, 2, 256, 7), PoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"})
 
     assert SetUp.from_json(json.loads(json.dumps(set_up.to_json()))) == set_up
 

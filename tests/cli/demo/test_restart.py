@@ -20,7 +20,9 @@ def test_the_last_turns_of_the_conversations_served_last_are_chosen() -> None:
 
 
 def test_a_child_that_fails_is_one_error_with_what_it_said(tmp_path: Path) -> None:
-    set_up = SetUp(ModelOptions(str(tmp_path), 1, 256, 0), PoolOptions(8, 2**20, "fs"), str(tmp_path))
+    set_up = SetUp(
+        ModelOptions(str(tmp_path), 1, 256, 0), PoolOptions(8, 2**20, "fs"), {"root_dir": str(tmp_path)}
+    )
 
     with pytest.raises(RestartError, match=r"status 2.*no causal model") as caught:
         serve_after_restart(set_up, TierDirectory(tmp_path), [served_turn()], lambda: None)

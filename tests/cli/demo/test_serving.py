@@ -7,7 +7,7 @@ from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
 from kvtier.cli.demo.serving import config_with, config_without, serve_turns
 from kvtier.engines.transformers import GenerationResult
 
-SET_UP = SetUp(ModelOptions(None, 1, 256, 0), PoolOptions(8, 2**20, "fs"), "/some/where")
+SET_UP = SetUp(ModelOptions(None, 1, 256, 0), PoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"})
 
 
 class CountingEngine:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtier.cli.demo.backends import open_backend
 from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
 from kvtier.cli.demo.directory import open_directory
 from kvtier.cli.demo.documents import read_documents
@@ -49,7 +50,9 @@ def demo(
         int | None, typer.Option(help="Blocks of 16 tokens in the device pool; by default just enough.")
     ] = None,
     cpu_bytes: Annotated[str, typer.Option(help="Host memory behind the device pool.")] = "48MiB",
-    tier: Annotated[str, typer.Option(help="The tier behind the host memory.")] = "fs",
+    tier: Annotated[
+        str, typer.Option(help="The tier behind the host memory: fs, slab, obj, valkey, mooncake.")
+    ] = "fs",
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The tier's directory; by default one removed at the end.")
     ] = None,
@@ -71,8 +74,12 @@ def demo(
         planned = _plan_trace(trace, TraceShape(requests, scale, answer_tokens))
     pools = PoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
     _require_outputs(json_file, plot)
-    with ended_like_interrupted(), open_directory(directory) as tier_directory:
-        set_up = SetUp(model_options, pools, str(tier_directory.path))
+    with (
+        ended_like_interrupted(),
+        open_directory(directory) as tier_directory,
+        open_backend(tier, tier_directory.path) as tier_settings,
+    ):
+        set_up = SetUp(model_options, pools, tier_settings)
         with show_progress(Console(stderr=True)) as begin_stage:
             from kvtier.cli.demo.runner import run_demo  # its imports take seconds; wrong arguments need none
 

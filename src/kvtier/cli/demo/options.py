@@ -11,7 +11,7 @@ from typing import Any, Self
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError, UnknownNameError
 
-TIER_TYPES = ("fs",)
+TIER_TYPES = ("fs", "slab", "obj", "valkey", "mooncake")
 """Secondary tiers that the demo can run on."""
 
 HIDDEN_SIZE_STEP = 256
@@ -70,12 +70,12 @@ class SetUp:
     Attributes:
         model: which model answers.
         pools: how much memory each level gets.
-        directory: where the secondary tier keeps its blocks.
+        tier_settings: where the secondary tier keeps its blocks: its own settings, as JSON.
     """
 
     model: ModelOptions
     pools: PoolOptions
-    directory: str
+    tier_settings: Mapping[str, Any]  # Any: JSON
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
@@ -89,7 +89,7 @@ class SetUp:
             ConfigError: a value that cannot work.
         """
         model, pools = ModelOptions(**values["model"]), PoolOptions(**values["pools"])
-        return cls(model, pools, values["directory"])
+        return cls(model, pools, values["tier_settings"])
 
 
 def require_at_least(option: str, value: int, minimum: int) -> None:

@@ -24,9 +24,6 @@ STORES_IN_FLIGHT_RATIO = 0.75
 """Share of host memory that unfinished writes to the tier may hold. The default, an eighth, protects an engine with
 gigabytes of it; here an eighth is less than one step of prefill stores, and the tier would be given holes."""
 
-TIER_CAPACITY = "16GiB"
-"""What the tier may keep on disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
-
 
 class Engine(Protocol):
     """What serves a turn: KVTierEngine."""
@@ -44,8 +41,7 @@ def config_with(set_up: SetUp) -> EngineConfig:
     """Return the settings of the same engine with host memory and a tier behind it. Pure."""
     tier = {
         "type": set_up.pools.tier,
-        "root_dir": set_up.directory,
-        "capacity_bytes": TIER_CAPACITY,
+        **set_up.tier_settings,
         "max_in_flight_store_bytes": max(1, int(set_up.pools.cpu_bytes * STORES_IN_FLIGHT_RATIO)),
     }
     return EngineConfig(

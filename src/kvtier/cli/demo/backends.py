@@ -1,0 +1,91 @@
+"""The place behind the demo's tier: a directory, a file in it, or a server that the demo starts for itself.
+
+It builds no tier. A server is a program of ``kvtier.cli.demo.servers`` in a process of its own, which both of the
+demo's engines use.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvtier.cli.demo.restart import SOURCE_FOLDER
+from kvtier.errors import TierError
+
+FILE_CAPACITY = "16GiB"
+"""What a tier may keep on the disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
+
+SLAB_CAPACITY = "1GiB"
+"""What the slab allocates at its start."""
+
+SERVERS = {"valkey": "valkey", "obj": "seaweed", "mooncake": "mooncake"}
+"""Tiers that need a server, each with the program that runs one."""
+
+STOP_S = 15.0
+
+Settings = dict[str, Any]  # Any: a tier's JSON
+
+
+@contextmanager
+def open_backend(tier: str, directory: Path) -> Iterator[Settings]:
+    """Yield the settings of ``tier`` for a place in ``directory``; a server runs as long as the block.
+
+    Raises:
+        TierError: the server cannot be started; it says why.
+    """
+    if tier in SERVERS:
+        with own_server(tier, SERVERS[tier], directory / tier) as settings:
+            yield settings
+    elif tier == "slab":
+        yield {"path": str(directory / "blocks.slab"), "capacity_bytes": SLAB_CAPACITY}
+    else:
+        yield {"root_dir": str(directory), "capacity_bytes": FILE_CAPACITY}
+
+
+@contextmanager
+def own_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
+    """Start a server in ``directory`` and yield what a tier must know of it; it ends with the block.
+
+    Effects:
+        Sets environment variables that the server's client needs, for this process and its children.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    messages = directory / "messages.log"
+    search_path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+    with messages.open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter with fixed arguments
+            [sys.executable, "-m", f"kvtier.cli.demo.servers.{program}", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | {"PYTHONPATH": search_path},
+            # Ctrl-C reaches a whole process group; the server is ended from here, after the engines.
+            start_new_session=True,
+        )
+    with process:
+        try:
+            assert process.stdout is not None, "the program was started with pipes"
+            line = next((line for line in process.stdout if line.startswith("{")), None)
+            if line is None:
+                said = messages.read_text(errors="replace").strip().splitlines()
+                raise TierError(tier, f"its server did not start: {said[-1] if said else 'it said nothing'}")
+            place = json.loads(line)
+            os.environ.update(place["environment"])
+            yield place["settings"]
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Close the program's standard input, which ends it."""
+    assert process.stdin is not None, "the program was started with pipes"
+    process.stdin.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
