@@ -177,7 +177,7 @@ def test_whatever_changes_the_bytes_of_a_block_changes_its_namespace(
     variants["algorithm"].cache_config.prefix_caching_hash_algo = "sha256_cbor"
     variants["kv dtype"].cache_config.cache_dtype = "fp8"
     variants["skipped layers"].cache_config.kv_cache_dtype_skip_layers = ["0"]
-    variants["rope"].model_config.hf_config.rope_scaling = {"rope_type": "linear", "factor": 2.0}
+    variants["rope"].model_config.hf_config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
 
     digests = {name: digest(variant, kv_cache_config) for name, variant in variants.items()}
 

@@ -170,7 +170,7 @@ def test_the_longest_request_counts_where_it_decides_how_keys_are_rotated(
     vllm_config: VllmConfig, rope_type: str, is_different: bool
 ) -> None:
     short = copy.deepcopy(vllm_config.model_config)
-    short.hf_config.rope_scaling = {"rope_type": rope_type, "factor": 2.0}
+    short.hf_config.rope_parameters = {"rope_type": rope_type, "factor": 2.0}
     long = copy.deepcopy(short)
     long.max_model_len = 2 * short.max_model_len
 

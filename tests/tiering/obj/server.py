@@ -18,6 +18,8 @@ import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from kvtier.cli.demo.servers.seaweed import remove_sockets
+
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
@@ -90,6 +92,7 @@ class S3Server:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
             self._process.wait(START_GUARD_S)
+            remove_sockets(self._ports)
 
     def hang(self) -> None:
         """Make it stop answering, connections standing."""

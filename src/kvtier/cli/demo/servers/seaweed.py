@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ except ImportError as error:
 
 BUCKET = "kvtier-demo"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-demo", "AWS_SECRET_ACCESS_KEY": "of-a-server-on-loopback"}
+SOCKET_FOLDER = Path("/tmp")  # noqa: S108  # the server's choice
 GRPC_OFFSET = 10_000
 """Each port that the server is given has a second one that much higher."""
 
@@ -51,9 +52,20 @@ def serve(directory: Path) -> Iterator[Place]:
     command = [program, f"-logdir={directory}", "server", f"-dir={directory / 'data'}", *OPTIONS]
     command += [f"-{name}.port={port}" for name, port in ports.items()]
     endpoint = f"http://127.0.0.1:{ports['s3']}"
-    with running(command, directory, os.environ | CREDENTIALS) as process:
-        wait_until_written(endpoint, process)
-        yield Place({"url": f"s3://{BUCKET}", "endpoint": endpoint, "allow_http": True}, CREDENTIALS)
+    try:
+        with running(command, directory, os.environ | CREDENTIALS) as process:
+            wait_until_written(endpoint, process)
+            yield Place({"url": f"s3://{BUCKET}", "endpoint": endpoint, "allow_http": True}, CREDENTIALS)
+    finally:
+        remove_sockets(ports.values())
+
+
+def remove_sockets(ports: Iterable[int]) -> None:
+    """Remove the sockets that a server on these ports leaves behind, in a folder that it does not let one choose."""
+    for port in ports:
+        for number in (port, port + GRPC_OFFSET):
+            for path in SOCKET_FOLDER.glob(f"seaweedfs-*-{number}.sock"):
+                path.unlink(missing_ok=True)
 
 
 def wait_until_written(endpoint: str, process: subprocess.Popen[bytes]) -> None:
