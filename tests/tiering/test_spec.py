@@ -24,7 +24,7 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.instance_lock import make_lock_path
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
-from kvtier.errors import ConfigError, RegionOwnerError, TierError, UnknownNameError
+from kvtier.errors import ConfigError, MissingExtraError, RegionOwnerError, TierError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -148,6 +148,39 @@ def test_a_tier_that_cannot_start_is_left_out_unless_it_is_required(unable_tier:
     with pytest.raises(TierError, match="nobody listens"):
         TieringOffloadingSpec(make_config(None, "strict", secondary_tiers=entries)).get_manager()
     assert leftovers("strict") == []
+
+
+AWAY: dict[str, dict[str, object]] = {
+    "valkey": {"url": "redis://127.0.0.1:1"},
+    "obj": {"url": "http://127.0.0.1:1/blocks", "allow_http": True},
+    "mooncake": {"master": "127.0.0.1:1"},
+}
+"""Tiers whose server is not there."""
+
+
+@pytest.mark.parametrize("name", AWAY)
+def test_an_engine_starts_without_a_tier_s_server_and_says_why_unless_the_tier_is_required(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = {"type": name, **AWAY[name]}
+    try:
+        spec = TieringOffloadingSpec(make_config(None, f"away-{name}", secondary_tiers=[entry]))
+        manager = spec.get_manager()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert isinstance(manager, TieringOffloadingManager)
+    request = ReqContext("a")
+    assert manager.lookup(key_of(1), request) is False
+    lines = [record.getMessage() for record in caplog.records if f"tier '{name}'" in record.getMessage()]
+    assert len(lines) == 1
+    assert "tried again" in lines[0]
+    spec.shutdown()
+    required = TieringOffloadingSpec(
+        make_config(None, f"required-{name}", secondary_tiers=[entry | {"required": True}])
+    )
+    with pytest.raises(TierError, match=r"127\.0\.0\.1"):
+        required.get_manager()
+    assert leftovers(f"required-{name}") == []
 
 
 def test_a_region_of_a_dead_engine_is_removed_when_the_next_one_starts() -> None:
