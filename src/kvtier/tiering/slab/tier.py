@@ -17,6 +17,7 @@ from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
 from kvtier.tiering.slab.book import SlotBook
+from kvtier.tiering.slab.document import write_document
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.settings import DEFAULT_NUM_THREADS, parse_settings
 from kvtier.tiering.slab.space import Space
@@ -84,6 +85,7 @@ class SlabTier(PooledTier[Space]):
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
         options = PoolOptions(own.num_threads, max_part_blocks, positive_ttl_s=0.0)
         super().__init__(config, primary_kv_view, self._slab, options, clock)
+        write_document(own.path, self._space.namespace)
         self._slab.indexer.start(self._space)
 
     @staticmethod
