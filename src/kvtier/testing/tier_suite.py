@@ -223,6 +223,33 @@ class TierSuite(ABC):
         assert driver.load([1, 2]).success
         assert np.array_equal(driver.rows[0], content_of(1))
 
+    def test_jobs_under_way_at_a_reset_are_reported_once_and_leave_nothing_behind(
+        self, driver: TierDriver
+    ) -> None:
+        driver.store([1])
+        jobs = [driver.submit([2], [3], is_promotion=False), driver.submit([1], [4], is_promotion=True)]
+        driver.tier.reset(bytes(range(16)))
+        for job_id in jobs:
+            driver.wait(job_id)
+        driver.poll()
+        assert sorted(driver.results)[-2:] == jobs
+        assert not driver.lookup(2)
+        assert not driver.load([2]).success
+
+    def test_loads_and_stores_of_the_same_blocks_at_once_bring_only_right_bytes(
+        self, driver: TierDriver
+    ) -> None:
+        numbers = list(range(NUM_ROWS // 2))
+        driver.store(numbers)
+        loads = {}
+        for number in numbers:
+            slot = NUM_ROWS // 2 + number
+            driver.submit([number], [number], is_promotion=False)
+            loads[driver.submit([number], [slot], is_promotion=True)] = (number, slot)
+        for job_id, (number, slot) in loads.items():
+            assert driver.wait(job_id).success
+            assert np.array_equal(driver.rows[slot], content_of(number))
+
     def test_a_finished_request_cancels_no_job(self, driver: TierDriver) -> None:
         driver.store([1])
         job_id = driver.submit([1], [5], is_promotion=True)
