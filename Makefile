@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
-BENCHMARKS := manager copy fs slab obj valkey mooncake connector engine
+BENCHMARKS := manager copy fs slab obj valkey mooncake outage connector engine
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 .PHONY: help venv demo test test-vllm check bench bench-vllm docs clean

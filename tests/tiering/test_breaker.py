@@ -173,3 +173,14 @@ def test_the_back_off_is_bounded(clock: ManualClock) -> None:
     assert len(backoff) == MAX_BACKOFF_KEYS
     assert not backoff.is_paused(key_of(0))
     assert backoff.is_paused(key_of(MAX_BACKOFF_KEYS))
+
+
+def test_a_late_failure_of_nobody_s_does_not_prolong_the_pause() -> None:
+    clock = ManualClock()
+    breaker = CircuitBreaker(clock, failures_to_open=1, open_s=5.0)
+    breaker.record_silence()
+    clock.advance(4.0)
+    breaker.record_silence()
+    breaker.record_failure(None)
+    clock.advance(1.0)
+    assert breaker.state is BreakerState.HALF_OPEN

@@ -116,8 +116,18 @@ class CircuitBreaker:
             self._num_failures += 1
             if self._num_failures >= self._failures_to_open:
                 self.trip()
-        elif self._probe is owner:
+        elif self._probe is not None and self._probe is owner:
             self.trip()
+
+    def record_silence(self) -> None:
+        """Take note that somebody, whoever it was, got no answer; while half-open it was the probe."""
+        if self.state is not BreakerState.OPEN:
+            self.record_failure(self._probe)
+
+    def end_question(self, owner: object) -> None:
+        """Take note that a question was answered: if it was the probe, another may follow at once."""
+        if self._probe is owner:
+            self._probe = None
 
     def trip(self) -> None:
         """Open now, or go on being open for another pause."""

@@ -78,8 +78,11 @@ class TierGuard:
             self.num_lookups_left_out += 1
             return False
         answer = self._ask(key, req_context)
-        if answer is None and len(self._asked) < MAX_ASKED_KEYS:
-            self._asked[key] = req_context
+        if answer is None:
+            # A question is a probe too: otherwise everybody who asks waits for a place that still hangs.
+            self.breaker.begin(req_context)
+            if len(self._asked) < MAX_ASKED_KEYS:
+                self._asked[key] = req_context
         return answer
 
     def submit(self, job: JobMetadata) -> Submission:
@@ -105,7 +108,7 @@ class TierGuard:
             self._began_s.pop(result.job_id, None)
         if isinstance(self.tier, ReachableTier):
             for _ in range(self._call("take_unanswered", self.tier.take_unanswered, 0)):
-                self.breaker.record_failure(None)
+                self.breaker.record_silence()
         if self._is_stale():
             self.breaker.trip()
         return results or []
@@ -124,7 +127,7 @@ class TierGuard:
         """
         if is_loading or any(key in self._asked for key in keys):
             self.num_overdue_requests += 1
-            self.breaker.record_failure(None)
+            self.breaker.record_silence()
 
     def take_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
@@ -144,7 +147,7 @@ class TierGuard:
             asked = self._asked.items()
             answered = [key for key, context in asked if self._ask(key, context) is not None]
         for key in answered:
-            self._asked.pop(key, None)
+            self.breaker.end_question(self._asked.pop(key, None))
         return answered
 
     def take_events(self) -> list[OffloadingEvent]:
