@@ -270,7 +270,7 @@ class Gate:
 
 def test_full_of_blocks_that_are_read_a_store_is_declined_and_that_is_no_fault(start_tier: StartTier) -> None:
     gate = Gate()
-    driver = start_tier(calls=gate.calls, capacity_bytes=capacity_of(2))
+    driver = start_tier(num_threads=4, calls=gate.calls, capacity_bytes=capacity_of(2))
     driver.store([1, 2])
     gate.shut()
     reading = driver.submit([1, 2], [4, 5], is_promotion=True)
@@ -288,7 +288,7 @@ def test_full_of_blocks_that_are_read_a_store_is_declined_and_that_is_no_fault(s
 
 def test_a_read_and_a_write_that_hang_block_no_call_of_the_scheduler(start_tier: StartTier) -> None:
     gate = Gate()
-    driver = start_tier(calls=gate.calls)
+    driver = start_tier(num_threads=4, calls=gate.calls)
     driver.store([1])
     gate.shut()
     jobs = [driver.submit([1], [4], is_promotion=True), driver.submit([2], [5], is_promotion=False)]
