@@ -16,8 +16,8 @@ from kvtier.tiering.obj.place import Place, Service, parse_place, parse_server, 
 DEFAULT_PREFIX = "kvtier"
 
 DEFAULT_NUM_THREADS = 16
-"""Requests in flight. A store answers one connection with some 50 to 90 MB/s after tens of milliseconds: fewer leave
-the link idle, many more hold as many blocks in buffers of the client and gain nothing."""
+"""Requests in flight. A store far away answers each of them slowly and many at once: fewer leave the link idle, many
+more hold as many blocks in buffers of the client."""
 
 DEFAULT_BLOCKS_PER_OBJECT = 1
 """Blocks in one object. More need a pointer for each block, as an engine that knows one key only must find it: a store
