@@ -42,8 +42,8 @@ NUM_BLOCKS = 128
 JOB_SHAPES = ((8, 16), (1, 128))
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[:2]
-NUM_ROUNDS = 11
-NUM_QUICK_ROUNDS = 5
+NUM_ROUNDS = 12
+NUM_QUICK_ROUNDS = 6
 HANG_GUARD_S = 300.0
 VLLM_TIERING = "vllm.v1.kv_offload.tiering"
 
@@ -77,8 +77,12 @@ class Result:
         get_mib_s: the tier's reads.
         floor_put_mib_s: raw writes.
         floor_get_mib_s: raw reads.
+        put_ratio: of the tier's writes to raw ones of the same round.
+        get_ratio: of its reads.
         vllm_put_mib_s: writes of vLLM's fs tier, None where it is not measured.
         vllm_get_mib_s: its reads.
+        vllm_put_ratio: of the tier's writes to vLLM's of the same round.
+        vllm_get_ratio: of its reads.
     """
 
     case: Case
@@ -86,8 +90,12 @@ class Result:
     get_mib_s: float
     floor_put_mib_s: float
     floor_get_mib_s: float
+    put_ratio: float
+    get_ratio: float
     vllm_put_mib_s: float | None = None
     vllm_get_mib_s: float | None = None
+    vllm_put_ratio: float | None = None
+    vllm_get_ratio: float | None = None
 
 
 def main() -> int:
@@ -118,7 +126,7 @@ def main() -> int:
 
 
 def measure(case: Case, folder: Path, num_rounds: int, num_threads: int, *, has_vllm: bool) -> Result:
-    """Run tier, floor and vLLM's tier in turns, each round in another order."""
+    """Run tier, floor and vLLM's tier in turns, each round beginning with another."""
     memory = mmap.mmap(-1, NUM_BLOCKS * case.block_bytes)
     rows = memoryview(memory).cast("b", (NUM_BLOCKS, case.block_bytes))
     np.asarray(rows)[:] = np.random.default_rng(0).integers(-128, 128, (1, case.block_bytes), dtype=np.int8)
@@ -148,7 +156,9 @@ def measure(case: Case, folder: Path, num_rounds: int, num_threads: int, *, has_
                     ("vllm_get", partial(other.run, keys, is_promotion=True)),
                 ]
             )
-        for turn in turns if round_number % 2 else turns[::-1]:
+        # What one leaves to the disk falls on the next: each comes first, middle and last as often as the others.
+        first = round_number % len(turns)
+        for turn in turns[first:] + turns[:first]:
             for name, action in turn:
                 note(name, action)
         if other is not None:
@@ -161,7 +171,15 @@ def measure(case: Case, folder: Path, num_rounds: int, num_threads: int, *, has_
     # The first round warms memory, files and threads.
     total_mib = NUM_BLOCKS * case.block_bytes / 2**20
     rates = {name: total_mib / statistics.median(values[1:]) for name, values in times.items()}
-    return Result(case, **{f"{name}_mib_s": rate for name, rate in rates.items()})
+    ratios = {
+        f"{prefix}{way}_ratio": statistics.median(
+            other_s / own_s for own_s, other_s in zip(times[way][1:], times[against][1:], strict=True)
+        )
+        for prefix, peer in (("", "floor_"), ("vllm_", "vllm_"))
+        for way in ("put", "get")
+        if (against := f"{peer}{way}") in times
+    }
+    return Result(case, **{f"{name}_mib_s": rate for name, rate in rates.items()}, **ratios)
 
 
 class Floor:
@@ -322,17 +340,19 @@ def print_row(result: Result) -> None:
     case = result.case
     jobs = f"{case.num_jobs}x{case.blocks_per_job}"
     io = "direct" if case.is_direct else "buffered"
-    put = f"{result.put_mib_s:.0f} ({result.put_mib_s / result.floor_put_mib_s:.2f})"
-    get = f"{result.get_mib_s:.0f} ({result.get_mib_s / result.floor_get_mib_s:.2f})"
-    vllm_put = with_ratio(result.vllm_put_mib_s, result.put_mib_s)
-    vllm_get = with_ratio(result.vllm_get_mib_s, result.get_mib_s)
+    put, get = (
+        f"{rate:.0f} ({ratio:.2f})"
+        for rate, ratio in ((result.put_mib_s, result.put_ratio), (result.get_mib_s, result.get_ratio))
+    )
+    vllm_put = with_ratio(result.vllm_put_mib_s, result.vllm_put_ratio)
+    vllm_get = with_ratio(result.vllm_get_mib_s, result.vllm_get_ratio)
     rates = f"{result.floor_put_mib_s:>8.0f} {result.floor_get_mib_s:>8.0f} {vllm_put:>14} {vllm_get:>14}"
     print(f"{case.block_bytes // 1024:>5}KiB {jobs:>7} {io:>8} {put:>14} {get:>14} {rates}", flush=True)
 
 
-def with_ratio(rate: float | None, ours: float) -> str:
-    """Return vLLM's rate and how many times as fast ours is. Pure."""
-    return "-" if rate is None else f"{rate:.0f} ({ours / rate:.2f})"
+def with_ratio(rate: float | None, ratio: float | None) -> str:
+    """Return a peer's rate and how many times as fast ours is. Pure."""
+    return "-" if rate is None else f"{rate:.0f} ({ratio:.2f})"
 
 
 if __name__ == "__main__":

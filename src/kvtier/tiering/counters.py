@@ -17,7 +17,8 @@ class Counters:
     def add(self, **amounts: int) -> None:
         """Raise each named count."""
         with self._lock:
-            self._counts.update(amounts)
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
     def snapshot(self) -> dict[str, float]:
         """Return the counts by name."""

@@ -77,7 +77,13 @@ class Envelope:
 
 
 def seal(
-    key: OffloadKey, namespace_digest: bytes, payload: Buffer, *, codec: int = 0, raw_bytes: int | None = None
+    key: OffloadKey,
+    namespace_digest: bytes,
+    payload: Buffer,
+    *,
+    codec: int = 0,
+    raw_bytes: int | None = None,
+    generation: int = 0,
 ) -> Envelope:
     """Describe ``payload``, the bytes that will be stored under ``key``. Pure.
 
@@ -87,6 +93,7 @@ def seal(
         payload: what will be stored, contiguous.
         codec: number of the encoding that made it.
         raw_bytes: length of the row; None when it is that of the payload.
+        generation: how often a re-used place was written.
     """
     num_bytes = len(payload)
     return Envelope(
@@ -96,6 +103,7 @@ def seal(
         stored_bytes=num_bytes,
         raw_bytes=num_bytes if raw_bytes is None else raw_bytes,
         checksum=xxhash.xxh3_128_digest(payload),
+        generation=generation,
     )
 
 

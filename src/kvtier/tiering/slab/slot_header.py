@@ -7,7 +7,6 @@ at, or a torn one is found by the check of each load instead.
 """
 
 import struct
-from dataclasses import replace
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.codecs.raw import RAW_NUMBER
@@ -34,8 +33,7 @@ def write_header(
         generation: of this write.
         oldest_generation: of the writes that have not ended, this one included.
     """
-    envelope = seal(key, namespace_digest, row, codec=RAW_NUMBER)
-    page[:ENVELOPE_BYTES] = pack(replace(envelope, generation=generation))
+    page[:ENVELOPE_BYTES] = pack(seal(key, namespace_digest, row, codec=RAW_NUMBER, generation=generation))
     _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
 
 
