@@ -127,7 +127,7 @@ def test_a_block_that_another_job_writes_is_waited_for() -> None:
     fixture = Fixture(2)
     plan = fixture.book.begin_store(fixture.space, keys(1))
     other = fixture.book.begin_store(fixture.space, keys(1, 2))
-    assert other.awaited == (key_of(1),)
+    assert other.awaited == keys(1)
     assert [hold.key for hold in other.holds] == keys(2)
     assert fixture.book.wait_written(fixture.space, keys(1), 0.0) == []
     fixture.book.end_store(plan.holds, keys(1))
@@ -179,7 +179,7 @@ def test_a_job_of_an_older_epoch_stores_and_finds_nothing() -> None:
     old = fixture.space
     fixture.reset()
     plan = fixture.book.begin_store(old, keys(1, 2))
-    assert (plan.held, plan.awaited, plan.holds) == ((), (), ())
+    assert [*plan.held, *plan.awaited, *plan.holds] == []
     assert fixture.book.begin_load(old, keys(1)) == [None]
     fixture.book.touch(old, keys(1))
     assert not fixture.book.is_held(old, key_of(1))

@@ -10,7 +10,8 @@ from tests.tiering.slab.disk import change, envelopes, flip, slot_of
 
 from kvtier.testing.tier_suite import ROW_BYTES, content_of, key_of
 from kvtier.tiering import envelope
-from kvtier.tiering.slab.scan import FoundBlock, sort_out
+from kvtier.tiering.slab.headers import FoundBlock
+from kvtier.tiering.slab.scan import sort_out
 from kvtier.tiering.slab.slot_header import oldest_unfinished
 from kvtier.tiering.slab.system import Buffers, SystemCalls
 
@@ -32,8 +33,8 @@ def test_the_newest_generation_of_a_key_counts_and_the_others_are_free() -> None
 
 def test_slots_of_others_are_kept_oldest_first_behind_what_nobody_understands() -> None:
     blocks = [found(7, 0, 1, THEIRS), found(3, 1, 1, THEIRS), found(5, 2, 1)]
-    contents = sort_out(blocks, [], [6], OURS)
-    assert list(contents.foreign) == [6, 1, 0]
+    contents = sort_out(blocks, [], [8, 6], OURS)
+    assert list(contents.foreign) == [6, 8, 1, 0]
     assert contents.slot_of == {key_of(1): 2}
     assert contents.next_generation == 8
 

@@ -290,7 +290,7 @@ class Evictor:
             num_blocks += num_bytes > 0
             if namespace_of(block.path) == own.namespace.name and num_bytes > 0:
                 keys.append(block.key)
-        own.index.discard(keys)
+        own.index.evict(keys)
         self._directory.ledger.remove(freed_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=freed_bytes)
         return freed_bytes

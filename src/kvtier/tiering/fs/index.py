@@ -6,7 +6,7 @@ a key missing from it may have been written by another one. Both errors cost a h
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
@@ -15,22 +15,32 @@ BATCH_KEYS = 1024
 """Keys added under one hold of the lock, some 100 us; more would keep the scheduler's lookups waiting."""
 
 
-class KeyIndex:
-    """A bounded set of keys.
+MAX_UNTOLD_KEYS = 65_536
+"""Evicted keys that wait to be told, about 130 bytes each; the oldest go first. More only cost memory when nobody
+asks; fewer lose some of those that leave between two steps of an engine."""
 
-    Mutable are the keys and whether the first scan has ended. ``_lock`` guards both; it is held for
+
+class KeyIndex:
+    """A bounded set of keys, and which of them were evicted.
+
+    Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards them; it is held for
     a thousand operations at most, because the scheduler's thread looks keys up under it.
 
     Args:
         max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
             so what is beyond it are keys whose files are gone.
         is_complete: whether there was nothing to scan in the first place.
+        tells_evicted: whether anybody will ask what was evicted; asked with each eviction.
     """
 
-    def __init__(self, max_keys: int, *, is_complete: bool) -> None:
+    def __init__(
+        self, max_keys: int, *, is_complete: bool, tells_evicted: Callable[[], bool] = lambda: False
+    ) -> None:
         self._max_keys = max_keys
+        self._tells_evicted = tells_evicted
         self._lock = threading.Lock()
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._evicted: OrderedDict[OffloadKey, None] = OrderedDict()
         self._complete = threading.Event()
         if is_complete:
             self._complete.set()
@@ -44,8 +54,33 @@ class KeyIndex:
                 while len(self._keys) > self._max_keys:
                     self._keys.popitem(last=False)
 
+    def evict(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that this process has removed the blocks of ``keys``; those it knew of are told to whoever asks."""
+        is_told = self._tells_evicted()
+        with self._lock:
+            for key in keys:
+                if key in self._keys:
+                    del self._keys[key]
+                    if is_told:
+                        self._evicted[key] = None
+            while len(self._evicted) > MAX_UNTOLD_KEYS:
+                self._evicted.popitem(last=False)
+
+    def take_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return what was evicted since the last call and is not back, each once.
+
+        Args:
+            being_stored: blocks whose store has not been reported yet. They wait for a later call: whoever hears of a
+                store when it is reported must not hear of the eviction before it.
+        """
+        with self._lock:
+            told = [key for key in self._evicted if key not in being_stored and key not in self._keys]
+            waiting = [key for key in self._evicted if key in being_stored]
+            self._evicted = OrderedDict.fromkeys(waiting)
+        return told
+
     def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that the blocks of ``keys`` are gone."""
+        """Note that the blocks of ``keys`` are gone, somebody else's doing."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -57,9 +57,17 @@ class FSBlockStore(BlockStore[Space]):
         rows: the primary's.
         evictor: makes room.
         max_keys: blocks of a namespace that are kept in mind.
+        tells_evicted: whether anybody will ask what was evicted.
     """
 
-    def __init__(self, directory: Directory, rows: Rows, evictor: Evictor, max_keys: int) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        rows: Rows,
+        evictor: Evictor,
+        max_keys: int,
+        tells_evicted: Callable[[], bool],
+    ) -> None:
         self._directory = directory
         self._rows = rows
         self._files = directory.files
@@ -67,11 +75,12 @@ class FSBlockStore(BlockStore[Space]):
         self._counters = directory.counters
         self._evictor = evictor
         self._max_keys = max_keys
+        self._tells_evicted = tells_evicted
         self._of_thread = threading.local()
 
     def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
         """Return the namespace's folder and what is known to be in it; a new one needs no scan."""
-        index = KeyIndex(self._max_keys, is_complete=is_new)
+        index = KeyIndex(self._max_keys, is_complete=is_new, tells_evicted=self._tells_evicted)
         return Space(namespace, namespace_path(self._directory.root, namespace.name), index)
 
     def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
@@ -199,12 +208,14 @@ class FSBlockStore(BlockStore[Space]):
         failure = FAILURE_OF_VERDICT[verdict]
         logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
         if failure is TierFailure.DAMAGED:
-            self._remove_damaged(path, status)
+            self._remove_damaged(space, key, status)
         return failure
 
-    def _remove_damaged(self, path: str, status: os.stat_result) -> None:
+    def _remove_damaged(self, space: Space, key: OffloadKey, status: os.stat_result) -> None:
+        path = space.block_path(key)
         try:
             self._ledger.remove(self._files.remove(path, status))
+            space.index.evict((key,))
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy
@@ -32,8 +33,8 @@ class Era:
         self.num_held -= 1
         return True
 
-    def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[int]:
-        """Stop holding ``num`` blocks, or as many as nobody reads or writes, and return their slots."""
+    def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
+        """Stop holding ``num`` blocks, or as many as nobody reads or writes, and return them."""
         if num <= 0:
             return []
         victims = self.policy.evict(num, protected)
@@ -42,11 +43,10 @@ class Era:
             while one := self.policy.evict(1, protected):
                 victims += one
         self.num_held -= len(victims)
-        return [status.block_id for _, status in victims]
+        return victims
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(NamedTuple):
     """A slot that is being read or written, and therefore stays as it is.
 
     Attributes:

@@ -8,51 +8,15 @@ found is whole. Every other payload is checked when it is loaded.
 import logging
 import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
-from kvtier.base import OffloadKey
-from kvtier.tiering.aligned import allocate_page
 from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES, NAMESPACE_BYTES, Envelope, Verdict, check, unpack
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES, NAMESPACE_BYTES, Verdict, check
 from kvtier.tiering.slab.contents import Contents
+from kvtier.tiering.slab.header_reader import HeaderReader
+from kvtier.tiering.slab.headers import FoundBlock, Headers
 from kvtier.tiering.slab.slab_file import SlabFile
-from kvtier.tiering.slab.slot_header import oldest_unfinished
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
-    """A slot whose header is right.
-
-    Attributes:
-        generation: of its write; first, so that blocks sort by age.
-        slot: its number.
-        namespace: first bytes of its namespace's digest.
-        key: the block.
-    """
-
-    generation: int
-    slot: int
-    namespace: bytes
-    key: OffloadKey
-
-
-@dataclass(slots=True)
-class Headers:
-    """What the headers of a slab say.
-
-    Attributes:
-        blocks: one for each slot whose header is right.
-        free: slots that hold nothing.
-        unknown: slots with headers of another version or codec.
-        oldest_unfinished: generation from which on a crash can have left half a block.
-    """
-
-    blocks: list[FoundBlock]
-    free: list[int]
-    unknown: list[int]
-    oldest_unfinished: int = 0
 
 
 def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]) -> Contents:
@@ -63,40 +27,15 @@ def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]
         namespace_digest: of the blocks that are ours.
         is_stopped: asked before each slot; the answer is then incomplete and must not be used.
     """
-    headers = read_headers(file, is_stopped)
+    headers = HeaderReader(file, is_stopped).read()
+    if headers.unreadable:
+        slot, error = min(headers.unreadable)
+        num = len(headers.unreadable)
+        # Left alone for as long as the tier lives: the disk may give them again to the next one.
+        logger.warning("tier slab: %d slots of %s cannot be read, first %d: %s", num, file.path, slot, error)
     torn = {block.slot for block in _torn_blocks(file, headers, is_stopped)}
     blocks = [block for block in headers.blocks if block.slot not in torn]
     return sort_out(blocks, [*headers.free, *sorted(torn)], headers.unknown, namespace_digest)
-
-
-def read_headers(file: SlabFile, is_stopped: Callable[[], bool]) -> Headers:
-    """Read the header of every slot; one that cannot be read is left alone for as long as the tier lives."""
-    headers = Headers([], [], [])
-    page = allocate_page()
-    newest, num_unreadable = 0, 0
-    for slot in range(file.geometry.num_slots):
-        if is_stopped():
-            break
-        try:
-            is_read = file.read_header(slot, page)
-        except OSError as error:
-            num_unreadable += 1
-            if num_unreadable == 1:
-                logger.warning("tier slab: slot %d of %s cannot be read: %s", slot, file.path, error)
-            continue
-        found = unpack(page) if is_read else Verdict.DAMAGED
-        if found is Verdict.OTHER_VERSION:
-            headers.unknown.append(slot)
-        elif isinstance(found, Verdict) or found.stored_bytes != file.geometry.row_bytes:
-            headers.free.append(slot)
-        elif found.codec != RAW_NUMBER:
-            headers.unknown.append(slot)
-        else:
-            headers.blocks.append(_found_block(found, slot))
-            if found.generation >= newest:
-                newest = found.generation
-                headers.oldest_unfinished = oldest_unfinished(page)
-    return headers
 
 
 def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], namespace: bytes) -> Contents:
@@ -109,8 +48,8 @@ def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], name
         namespace: digest of the blocks that are ours. Pure but for the order of ``blocks``.
     """
     contents = Contents()
-    contents.foreign.extend(unknown)
-    blocks.sort(key=lambda block: block.generation)
+    contents.foreign.extend(sorted(unknown))
+    blocks.sort()
     for block in blocks:
         if block.namespace != namespace[:NAMESPACE_BYTES]:
             contents.foreign.append(block.slot)
@@ -122,10 +61,6 @@ def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], name
     contents.free.extend(sorted(free))
     contents.next_generation = blocks[-1].generation + 1 if blocks else 1
     return contents
-
-
-def _found_block(envelope: Envelope, slot: int) -> FoundBlock:
-    return FoundBlock(envelope.generation, slot, envelope.namespace, envelope.key)
 
 
 def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool]) -> Iterator[FoundBlock]:

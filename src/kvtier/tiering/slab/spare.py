@@ -68,8 +68,8 @@ class SpareSlots:
 
     def _take_old(self) -> int | None:
         for era in tuple(self._old_eras):
-            if slots := era.evict(1):
-                return slots[0]
+            for _, status in era.evict(1):
+                return status.block_id
             if era.num_held == 0:
                 self._old_eras.remove(era)
         return None

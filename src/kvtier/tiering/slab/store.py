@@ -155,8 +155,8 @@ class SlabBlockStore(BlockStore[Space]):
     def _write(self, space: Space, run: Sequence[Move], oldest_generation: int) -> list[OffloadKey]:
         """Write neighbouring slots; when that fails, each by itself."""
         pages = self._header_pages(len(run), is_write=True)
+        digest = space.namespace.digest
         for page, (hold, row) in zip(pages, run, strict=True):
-            digest = space.namespace.digest
             write_header(page, hold.key, digest, row, hold.generation, oldest_generation)
         try:
             self._file.write(run[0].hold.slot, _interleave(pages, run))
@@ -220,4 +220,7 @@ class SlabBlockStore(BlockStore[Space]):
 
 
 def _interleave(pages: Sequence[memoryview], run: Sequence[Move]) -> list[memoryview]:
-    return [buffer for page, move in zip(pages, run, strict=True) for buffer in (page, move.row)]
+    buffers: list[memoryview] = []
+    for page, (_, row) in zip(pages, run, strict=True):
+        buffers += (page, row)
+    return buffers

@@ -1,0 +1,205 @@
+"""Whoever keeps a list of the slab's blocks from its events has the right one."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tiering.slab.conftest import HANG_GUARD_S, StartTier, capacity_of, end, offset_of
+from tests.tiering.slab.disk import flip, slot_of
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.testing.tier_suite import TierDriver, key_of, make_config
+from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
+from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
+from kvtier.tiering.slab import SlabTier
+from kvtier.tiering.slab.evicted import MAX_UNTOLD_KEYS, EvictedKeys
+from kvtier.tiering.slab.superblock import Geometry
+
+NUM_BLOCKS = 12
+AT_ONCE_BYTES = 2**20
+"""Enough for a job of each test to be handed over whole."""
+
+TELLING = TierSettings(emit_events=True, max_in_flight_store_bytes=AT_ONCE_BYTES)
+
+
+def numbers_of(keys: list[OffloadKey]) -> set[int]:
+    """Return which of the few blocks of a test are named."""
+    return {number for number in range(NUM_BLOCKS) if key_of(number) in keys}
+
+
+@contextmanager
+def manage(path: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDriver]:
+    """Give a manager of a small slab; its tier has ended afterwards."""
+
+    def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+        capacity_bytes = Geometry(ROW_BYTES, num_slots).file_bytes
+        config = make_config(row_bytes=ROW_BYTES)
+        tier = SlabTier(config, view, path=path, capacity_bytes=capacity_bytes, num_threads=3)
+        tier.settings = own
+        assert tier.wait_indexed(HANG_GUARD_S)
+        return [tier]
+
+    driver = TieringDriver(8, make_tiers)
+    yield driver
+    assert driver.tiers[0].shutdown(HANG_GUARD_S)
+
+
+def store(driver: TieringDriver, numbers: list[int]) -> None:
+    """Store blocks and wait until the tier has reported them."""
+    driver.store(numbers)
+    assert driver.manager.drain(HANG_GUARD_S)
+
+
+def told(driver: TieringDriver) -> list[tuple[set[int], bool]]:
+    """Return what the slab has told since the last call: which blocks, and whether they are gone."""
+    events = driver.manager.take_events()
+    return [(numbers_of(event.keys), event.removed) for event in events if event.medium == "slab"]
+
+
+def test_an_evicted_block_is_told_once(path: Path) -> None:
+    with manage(path, 2, TELLING) as driver:
+        store(driver, [1, 2])
+        assert told(driver) == [({1, 2}, False)]
+        store(driver, [3])
+        (stored, removed) = told(driver)
+        assert stored == ({3}, False)
+        assert removed in (({1}, True), ({2}, True))
+        assert told(driver) == []
+
+
+def test_nothing_is_told_unless_asked_to(path: Path) -> None:
+    with manage(path, 2, TierSettings()) as driver:
+        store(driver, [1, 2])
+        store(driver, [3, 4])
+        assert told(driver) == []
+        tier = driver.tiers[0]
+        assert isinstance(tier, EvictionReporter)
+        assert not tier.take_evicted()
+
+
+def test_what_leaves_from_before_a_reset_is_not_told_after_it(path: Path) -> None:
+    with manage(path, 2, TELLING) as driver:
+        store(driver, [1, 2])
+        driver.step()
+        told(driver)
+        store(driver, [3])
+        driver.reset()
+        assert told(driver) == [({3}, False)]
+        store(driver, [4, 5])
+        assert told(driver) == [({4, 5}, False)]
+
+
+def test_what_was_there_at_the_start_is_told_when_it_leaves(path: Path) -> None:
+    with manage(path, 2, TELLING) as driver:
+        store(driver, [1])
+        store(driver, [2])
+    with manage(path, 2, TELLING) as driver:
+        store(driver, [3])
+        assert told(driver) == [({3}, False), ({1}, True)]
+
+
+def test_a_foreign_block_that_leaves_is_not_told(start_tier: StartTier) -> None:
+    driver = start_tier("model-b", capacity_bytes=capacity_of(2))
+    driver.store([1, 2])
+    end(driver)
+    driver = start_tier(capacity_bytes=capacity_of(2))
+    driver.tier.settings = TELLING
+    driver.store([3])
+    assert take(driver) == set()
+
+
+def test_a_damaged_block_is_told_once_as_gone(path: Path, start_tier: StartTier) -> None:
+    driver = start_tier()
+    driver.tier.settings = TELLING
+    driver.store([1, 2])
+    flip(path, offset_of(slot_of(path, 1)) + 5000)
+    driver.load([1, 2])
+    driver.load([1])
+    assert take(driver) == {1}
+    assert take(driver) == set()
+
+
+def take(driver: TierDriver) -> set[int]:
+    """Return what a tier by itself says it has evicted, each once."""
+    assert isinstance(driver.tier, EvictionReporter)
+    evicted = list(driver.tier.take_evicted())
+    assert len(evicted) == len(set(evicted))
+    return numbers_of(evicted)
+
+
+def test_an_eviction_is_not_told_before_the_store_of_the_block_is_reported(start_tier: StartTier) -> None:
+    driver = start_tier(capacity_bytes=capacity_of(1))
+    driver.tier.settings = TELLING
+    for number in (1, 2):
+        driver.submit([number], [0], is_promotion=False)
+        assert driver.tier.drain(HANG_GUARD_S)
+    assert take(driver) == set()
+    driver.poll()
+    assert len(driver.results) == 2
+    assert take(driver) == {1}
+
+
+def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None:
+    driver = start_tier(capacity_bytes=capacity_of(1))
+    driver.tier.settings = TELLING
+    for number in (1, 2, 1):
+        driver.store([number])
+    assert take(driver) == {2}
+    driver.store([3])
+    assert take(driver) == {1}
+
+
+def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
+    evicted = EvictedKeys(lambda: True)
+    for number in range(MAX_UNTOLD_KEYS + 2):
+        evicted.add(key_of(number))
+    untold = evicted.take((), lambda key: False)
+    assert len(untold) == MAX_UNTOLD_KEYS
+    assert untold[0] == key_of(2)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("store"), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=4, unique=True)
+        ),
+        st.tuples(st.just("search"), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=2)),
+        st.tuples(st.sampled_from(["tell", "step", "drain", "reset"]), st.just([])),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@given(operations=OPERATIONS, num_slots=st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_a_list_kept_from_events_is_what_the_slab_holds(
+    policy: str, operations: list[tuple[str, list[int]]], num_slots: int
+) -> None:
+    own = TierSettings(emit_events=True, policy=policy, max_in_flight_store_bytes=AT_ONCE_BYTES)
+    with tempfile.TemporaryDirectory() as folder, manage(Path(folder) / "slab", num_slots, own) as driver:
+        mirror: set[int] = set()
+        for name, numbers in [*operations, ("drain", []), ("tell", []), ("tell", [])]:
+            if name == "store":
+                prepared = driver.begin_store(numbers, ReqContext("store"))
+                if prepared is not None:
+                    driver.end_store(prepared)
+            elif name == "search":
+                driver.search(numbers, ReqContext("search"))
+            elif name == "step":
+                driver.step()
+            elif name == "drain":
+                assert driver.manager.drain(HANG_GUARD_S)
+            if name in ("tell", "reset"):
+                for keys, is_removed in told(driver):
+                    mirror = mirror - keys if is_removed else mirror | keys
+            if name == "reset":
+                driver.reset()
+                mirror.clear()
+        tier = driver.tiers[0]
+        held = {number for number in range(NUM_BLOCKS) if tier.lookup(key_of(number), ReqContext("end"))}
+        assert mirror == held
