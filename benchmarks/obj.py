@@ -35,6 +35,7 @@ from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from kvtier.base import JobId, OffloadKey, ReqContext, make_offload_key
+from kvtier.cli.demo.servers.seaweed import remove_sockets
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.tiering.base import JobMetadata
 from kvtier.tiering.obj import ObjTier
@@ -236,6 +237,7 @@ def running_server(endpoint: str | None) -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
+            remove_sockets(ports)
 
 
 def wait_ready(store: S3Store) -> None:

@@ -160,9 +160,9 @@ class Engine:
     def step(self) -> int:
         """Run one step; return how many requests wait after it."""
         manager = self.manager
-        for request, keys in list(self.queue.items()):
-            if manager.is_waiting(request):
-                continue
+        # Told apart first: a copy of the whole queue in each step would be the garbage collector's time.
+        for request in [request for request in self.queue if not manager.is_waiting(request)]:
+            keys = self.queue[request]
             num_hits = self._search(request, keys)
             if num_hits is not None:
                 self._admit(request, keys[:num_hits])

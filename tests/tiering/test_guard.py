@@ -11,7 +11,7 @@ from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvtier.tiering.breaker import FAILURES_TO_OPEN, MAX_WAITING_S, BreakerState
+from kvtier.tiering.breaker import FAILURES_TO_OPEN, MAX_WAITING_S, OPEN_S, BreakerState
 from kvtier.tiering.guard import Submission, TierGuard
 
 
@@ -150,8 +150,10 @@ def test_a_tier_that_cannot_reset_is_out_of_service() -> None:
 
 
 def test_a_queue_that_waits_too_long_opens_the_breaker() -> None:
-    tier = BrokenTier()
-    guard = make_guard(tier)
+    tier, clock = BrokenTier(), ManualClock()
+    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard.submit(make_job())
+    clock.advance(MAX_WAITING_S + 0.1)
     tier.queue_age_s = MAX_WAITING_S
     guard.get_finished()
     assert guard.breaker.allows(None)
@@ -196,6 +198,23 @@ def test_a_tier_that_can_tell_wakes_only_those() -> None:
     assert set(guard.take_answered(always)) == set()
     tier.answered = [key_of(1)]
     assert set(guard.take_answered(always)) == {key_of(1)}
+
+
+def test_a_place_that_is_tried_again_is_free_for_the_next_once_one_key_of_the_first_is_answered() -> None:
+    tier, clock = BrokenTier(), ManualClock()
+    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard.breaker.trip()
+    clock.advance(OPEN_S)
+    tier.answer = None
+    first, second = ReqContext("first"), ReqContext("second")
+    assert [guard.lookup(key_of(number), first) for number in (1, 2)] == [None, None]
+    assert guard.lookup(key_of(3), second) is False
+    tier.answered = [key_of(9)]
+    assert guard.take_answered(always) == [key_of(9)]
+    assert guard.lookup(key_of(3), second) is False
+    tier.answered = [key_of(1), key_of(2)]
+    assert guard.take_answered(always) == [key_of(1), key_of(2)]
+    assert guard.lookup(key_of(3), second) is None
 
 
 def test_a_key_whose_load_failed_is_not_asked_for() -> None:

@@ -1,6 +1,7 @@
 """Questions about keys are asked in batches by another thread, and every one of them gets an answer."""
 
 import queue
+import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
 
@@ -26,9 +27,11 @@ class Disk:
         self.batches: list[list[OffloadKey]] = []
         self.error: Exception | None = None
         self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._entered = threading.Semaphore(0)
 
     def ask(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         """Answer one batch."""
+        self._entered.release()
         self._permits.get()
         self.batches.append(list(keys))
         answer = [key for key in keys if key in self.held]
@@ -39,6 +42,10 @@ class Disk:
     def permit(self) -> None:
         """Let one batch through."""
         self._permits.put(None)
+
+    def await_call(self) -> None:
+        """Block until one more batch is being asked."""
+        assert self._entered.acquire(timeout=HANG_GUARD_S)
 
 
 class Rig:
@@ -57,6 +64,12 @@ class Rig:
             max_pending_keys=int(options.get("max_pending_keys", 100)),
             ask_timeout_s=options.get("ask_timeout_s", 30.0),
         )
+
+    def ask(self, *numbers: int) -> None:
+        """Ask in a step of its own; nothing is known of these blocks yet."""
+        for number in numbers:
+            assert self.lookup.lookup(key(number)) is None
+        self.lookup.flush()
 
     def answer(self, number: int) -> bool:
         """Let one batch through and return the answer that comes of it."""
@@ -247,21 +260,113 @@ def test_what_was_learned_otherwise_replaces_a_verdict(rig: Rig) -> None:
     rig.disk.held = {key(1)}
     rig.lookup.lookup(key(1))
     assert rig.answer(1) is True
-    rig.lookup.tell(key(1), is_held=False)
+    rig.lookup.tell([key(1)], is_held=False, era=rig.lookup.era)
     assert rig.lookup.lookup(key(1)) is False
+
+
+def test_what_was_learned_before_a_clear_says_nothing_afterwards(rig: Rig) -> None:
+    era = rig.lookup.era
+    rig.lookup.clear()
+    rig.lookup.tell([key(1)], is_held=True, era=era)
+    assert rig.lookup.lookup(key(1)) is None
 
 
 def test_an_answer_to_a_question_from_before_a_clear_is_ignored(rig: Rig) -> None:
     rig.disk.held = {key(1)}
-    rig.lookup.lookup(key(1))
-    rig.lookup.flush()
+    rig.ask(1)
+    rig.disk.await_call()
     rig.lookup.clear()
-    rig.lookup.lookup(key(2))
+    rig.ask(2)
     rig.disk.permit()
-    assert rig.answer(2) is False  # batches are answered in order, so the one before the clear was too
-    assert rig.disk.batches == [[key(1)], [key(2)]]
+    assert rig.answer(2) is False  # questions are answered in order, so the one before the clear was too
     assert rig.lookup.take_answered() == {key(2)}
     assert rig.lookup.lookup(key(1)) is None
+
+
+def test_steps_that_wait_for_a_call_to_end_are_asked_together(rig: Rig) -> None:
+    rig.disk.held = {key(3), key(4)}
+    rig.ask(1)
+    rig.disk.await_call()
+    for numbers in ((2,), (3, 5), (4,)):
+        rig.ask(*numbers)
+    rig.disk.permit()
+    rig.disk.permit()
+    assert [rig.await_answer(number) for number in (1, 2, 3, 4, 5)] == [False, False, True, True, False]
+    assert rig.disk.batches == [[key(1)], [key(2), key(3), key(5), key(4)]]
+
+
+def test_what_waited_when_everything_was_forgotten_is_not_asked_and_what_came_later_is(rig: Rig) -> None:
+    rig.disk.held = {key(2), key(3)}
+    rig.ask(1)
+    rig.disk.await_call()
+    rig.ask(2)
+    rig.lookup.clear()
+    rig.ask(3)
+    rig.disk.permit()
+    rig.disk.permit()
+    assert rig.await_answer(3) is True
+    assert rig.disk.batches == [[key(1)], [key(3)]]
+    assert rig.lookup.take_answered() == {key(3)}
+    assert rig.lookup.lookup(key(2)) is None
+
+
+def test_a_key_that_is_asked_again_behind_a_hung_call_is_asked_for_once_more_and_counted_twice() -> None:
+    rig = Rig(max_pending_keys=4)
+    rig.ask(1)
+    rig.disk.await_call()
+    rig.ask(2)
+    rig.clock.advance(40.0)
+    assert rig.lookup.lookup(key(2)) is False  # overdue
+    rig.clock.advance(40.0)
+    rig.ask(2, 3)
+    assert rig.lookup.lookup(key(4)) is False  # four questions are open, whatever they are about
+    rig.disk.permit()
+    rig.disk.permit()
+    assert rig.await_answer(3) is False
+    assert rig.disk.batches == [[key(1)], [key(2), key(3)]]
+    assert_room_for(rig, 4)
+    close(rig)
+
+
+def assert_room_for(rig: Rig, num_questions: int) -> None:
+    """Assert that no question is open: exactly so many more may be."""
+    answers = [rig.lookup.lookup(key(1_000_000 + number)) for number in range(num_questions + 1)]
+    assert answers == [None] * num_questions + [False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_every_question_is_answered_and_none_is_counted_for_ever(seed: int) -> None:
+    rng = random.Random(seed)
+    num_pending = 12
+    rig = Rig(max_pending_keys=num_pending, negative_ttl_s=3.0, positive_ttl_s=3.0)
+    rig.disk.held = {key(number) for number in range(0, 40, 2)}
+    for _ in range(200):
+        action = rng.randrange(8)
+        if action < 4:
+            number = rng.randrange(40)
+            assert rig.lookup.lookup(key(number)) in (
+                {None, False, True} if number % 2 == 0 else {None, False}
+            )
+        elif action == 4:
+            rig.lookup.flush()
+        elif action == 5:
+            rig.disk.permit()
+        elif action == 6:
+            rig.clock.advance(rng.choice([0.5, 5.0, 31.0]))
+        else:
+            rng.choice([rig.lookup.clear, rig.lookup.take_answered])()
+    rig.lookup.clear()
+    for _ in range(500):
+        rig.disk.permit()
+    pause = threading.Event()
+    for _ in range(int(HANG_GUARD_S * 1000)):
+        if rig.lookup.lookup(key(500)) is None:  # False as long as what was forgotten is being answered
+            break
+        pause.wait(0.001)
+    assert rig.answer(500) is False
+    assert rig.lookup.stats()["pending"] == 0
+    assert_room_for(rig, num_pending)
+    close(rig)
 
 
 def test_after_shutdown_every_answer_is_false() -> None:
@@ -275,10 +380,13 @@ def test_after_shutdown_every_answer_is_false() -> None:
 
 def test_shutdown_says_when_a_question_still_hangs() -> None:
     rig = Rig()
-    rig.lookup.lookup(key(1))
-    rig.lookup.flush()
+    rig.ask(1)
+    rig.disk.await_call()
+    rig.ask(2)
     assert not rig.lookup.shutdown(0.01)
-    close(rig)
+    rig.disk.permit()
+    assert rig.lookup.shutdown(HANG_GUARD_S)
+    assert rig.disk.batches == [[key(1)]]  # nobody would hear the answer to the other
 
 
 def test_no_thread_is_started_before_something_is_asked() -> None:

@@ -55,6 +55,11 @@ class GatedStore(BlockStore[str]):
         self.is_away = False
         self._is_well.set()
 
+    def refuse(self) -> None:
+        """Let the calls that stand still end, and the next ones raise."""
+        self.is_away = True
+        self._is_well.set()
+
     def await_hung_call(self) -> None:
         """Block until one more call stands still."""
         assert self._entered.acquire(timeout=HANG_GUARD_S)
@@ -131,6 +136,13 @@ class Engine:
             assert time.monotonic() < end_s, f"the search for {numbers} was never answered"
             self.tier.drain(HANG_GUARD_S)
         return num_hits
+
+    def await_news(self, requests: Collection[ReqContext]) -> None:
+        """Run steps until none of the requests waits; the clock stands still."""
+        end_s = time.monotonic() + HANG_GUARD_S
+        while any(map(self.driver.manager.is_waiting, requests)):
+            assert time.monotonic() < end_s, "the requests were never answered"
+            self.driver.step()
 
     def search_until_loading(self, numbers: Sequence[int], request: ReqContext) -> None:
         """Search step after step until the tier loads what the search has found below."""
@@ -211,6 +223,22 @@ def test_a_place_that_refuses_costs_a_miss_and_no_time(engine: Engine) -> None:
     engine.place.is_away = True
     assert engine.answer([1, 2, 3]) == 2
     assert engine.driver.clock() == 0.0
+
+
+def test_requests_that_wait_behind_a_hung_call_are_refused_in_one_call_that_counts_once(
+    engine: Engine,
+) -> None:
+    engine.place.hang()
+    requests = {number: ReqContext(str(number)) for number in range(2 * FAILURES_TO_OPEN)}
+    assert engine.search([0], requests[0]) is None
+    engine.place.await_hung_call()
+    for number in range(1, len(requests)):
+        assert engine.search([number], requests[number]) is None
+    engine.place.refuse()
+    engine.await_news(requests.values())
+    assert [engine.search([number], request) for number, request in requests.items()] == [0] * len(requests)
+    assert engine.place.num_calls == 2
+    assert engine.search([100]) is None  # one refusal leaves no place out
 
 
 def test_after_enough_refusals_nobody_waits_and_the_place_is_not_called(engine: Engine) -> None:

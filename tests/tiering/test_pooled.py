@@ -187,6 +187,33 @@ def test_what_ends_after_a_reset_says_nothing_about_the_new_epoch(tier: DictTier
     assert not driver.lookup(1)
 
 
+class Interrupting(list[OffloadKey]):
+    """Keys with a reset right before they are read for the first time."""
+
+    def __init__(self, keys: Sequence[OffloadKey], tier: DictTier) -> None:
+        super().__init__(keys)
+        self._tier = tier
+        self._is_read = False
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        if not self._is_read:
+            self._is_read = True
+            self._tier.reset(bytes(range(16)))
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("is_promotion", [True, False], ids=["load", "store"])
+def test_a_reset_while_a_job_tells_what_it_met_is_a_reset_after_it(
+    tier: DictTier, driver: TierDriver, monkeypatch: pytest.MonkeyPatch, *, is_promotion: bool
+) -> None:
+    def move(_space: str, keys: Sequence[OffloadKey], _slots: Sequence[int]) -> Moved:
+        return Moved(Interrupting([] if is_promotion else keys, tier))
+
+    monkeypatch.setattr(tier.dict_store, "load" if is_promotion else "store", move)
+    driver.wait(driver.submit([1], [0], is_promotion=is_promotion))
+    assert tier.lookup(key_of(1), ReqContext("after")) is None
+
+
 def test_the_place_is_closed_once_and_last(tier: DictTier, driver: TierDriver) -> None:
     driver.store([1])
     assert tier.dict_store.num_closings == 0

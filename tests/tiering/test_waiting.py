@@ -1,5 +1,7 @@
 """Who waits holds what it found, is woken by what it awaits, and waits no longer than its deadline."""
 
+import random
+
 import pytest
 
 from kvtier.base import OffloadKey, ReqContext
@@ -96,16 +98,29 @@ def test_a_request_searches_again_only_after_news_and_then_for_one_step(waiting:
     assert not waiting.begins_search(waiter, 4)
 
 
+def test_news_in_the_midst_of_a_search_are_not_forgotten_for_what_it_finds_next(
+    waiting: WaitingRequests,
+) -> None:
+    request = ReqContext("a")
+    waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
+    waiting.notify([key_of(1)])
+    waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
+    waiter = waiting.get(request)
+    assert waiter is not None
+    assert not waiting.idle
+    assert waiting.begins_search(waiter, 1)
+
+
 def test_a_search_that_found_nothing_to_wait_for_leaves_the_request_free(waiting: WaitingRequests) -> None:
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
     waiter = waiting.get(request)
     assert waiter is not None
-    assert waiter.is_idle()
+    assert waiting.idle == {request}
     waiting.notify([key_of(1)])
     assert waiting.begins_search(waiter, 1)
-    assert not waiter.is_idle()
+    assert not waiting.idle
     assert waiting.begins_search(waiter, 2)
     waiting.notify([key_of(2)])
     assert not waiter.has_news
@@ -268,3 +283,84 @@ def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> No
         waiting.wait_for(key_of(number % 7), request, now_s=0.0, step=0, is_held=False)
     waiting.expire(DEADLINE_S)
     assert waiting.get(first) is None
+
+
+class ExpectedWaits:
+    """What is to be expected of requests that wait: the same rules, each request visited in turn."""
+
+    def __init__(self) -> None:
+        self.awaited: dict[ReqContext, set[OffloadKey]] = {}
+        self.deadline_s: dict[ReqContext, float] = {}
+        self._with_news: set[ReqContext] = set()
+        self._renewed: set[ReqContext] = set()
+
+    def wait_for(self, key: OffloadKey, request: ReqContext, now_s: float) -> None:
+        """Wait for ``key`` and, in a new search, for nothing else."""
+        self._with_news.discard(request)
+        deadline_s = self.deadline_s.setdefault(request, now_s + DEADLINE_S)
+        if request not in self.awaited and request not in self._renewed and now_s >= deadline_s:
+            self.deadline_s[request] = now_s + DEADLINE_S
+            self._renewed.add(request)
+        self.awaited[request] = {key}
+
+    def notify(self, key: OffloadKey) -> None:
+        """Bring news of ``key``."""
+        for request in [request for request, keys in self.awaited.items() if key in keys]:
+            self.awaited[request].discard(key)
+            self._with_news.add(request)
+
+    def end_wait(self, request: ReqContext) -> None:
+        """Forget the request."""
+        self.deadline_s.pop(request, None)
+        self.awaited.pop(request, None)
+        self._with_news.discard(request)
+        self._renewed.discard(request)
+
+    def interrupt(self) -> None:
+        """End every wait."""
+        self.awaited.clear()
+        self._with_news.clear()
+
+    def due(self, now_s: float) -> list[ReqContext]:
+        """Return whose deadline has passed."""
+        return [request for request in self.awaited if self.deadline_s[request] <= now_s]
+
+    def idle(self) -> set[ReqContext]:
+        """Return who waits for something and has no news."""
+        return {request for request, keys in self.awaited.items() if keys and request not in self._with_news}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_is_idle_and_whose_deadline_has_passed_is_told_to_the_moment(
+    waiting: WaitingRequests, holder: CountingHolder, seed: int
+) -> None:
+    rng, expected, now_s = random.Random(seed), ExpectedWaits(), 0.0
+    requests = [ReqContext(str(number)) for number in range(6)]
+    for step in range(400):
+        request, key = rng.choice(requests), key_of(rng.randrange(5))
+        waiter = waiting.get(request)
+        match rng.choices(["wait", "news", "end", "reset", "time"], [10, 4, 2, 1, 6])[0]:
+            case "wait":
+                if waiter is None or waiting.begins_search(waiter, step):
+                    waiting.wait_for(key, request, now_s, step, is_held=rng.random() < 0.5)
+                    expected.wait_for(key, request, now_s)
+            case "news":
+                waiting.notify([key])
+                expected.notify(key)
+            case "end":
+                waiting.end_wait(request)
+                expected.end_wait(request)
+            case "reset":
+                waiting.interrupt()
+                expected.interrupt()
+            case _:
+                now_s += rng.choice([0.25, 1.0])
+                due = expected.due(now_s)
+                overdue = sorted(map(sorted, waiting.expire(now_s)))
+                assert overdue == sorted(sorted(keys) for r in due if (keys := expected.awaited[r]))
+                for ended in due:
+                    waiting.end_wait(ended)
+                    expected.end_wait(ended)
+        assert waiting.idle == expected.idle()
+        assert len(waiting) == len(expected.awaited)
+        assert holder.counts == waiting.holds()

@@ -141,13 +141,14 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", self._tracked_answers, None)
+            answered = self._call("take_answered", lambda: as_keys(self.tier.take_answered()), None)
         if answered is None:
             self._asked = {key: context for key, context in self._asked.items() if is_awaited(key)}
-            asked = self._asked.items()
-            answered = [key for key, context in asked if self._ask(key, context) is not None]
-        for key in answered:
-            self.breaker.end_question(self._asked.pop(key, None))
+            still_asked = self._asked.items()
+            answered = [key for key, context in still_asked if self._ask(key, context) is not None]
+        asked = self._asked
+        for owner in {asked.pop(key, None) for key in answered}:  # a request has asked for many keys
+            self.breaker.end_question(owner)
         return answered
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -208,43 +209,55 @@ class TierGuard:
         }
 
     def _ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        def ask() -> bool | None:
+        try:
             answer = self.tier.lookup(key, req_context)
             return answer if answer is None else bool(answer)
-
-        num_errors = self.num_errors
-        no: bool | None = False
-        answer = self._call("lookup", ask, no)
-        if self.num_errors > num_errors:
+        except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
+            self._note_error("lookup", error)
             self.breaker.record_failure(req_context)
-        return answer
-
-    def _tracked_answers(self) -> list[OffloadKey] | None:
-        answered = self.tier.take_answered()
-        return None if answered is None else list(answered)
+            return False
 
     def _is_stale(self) -> bool:
         """Return whether work waits for too long, or a job outlives even the tier's own time-out."""
         oldest_s = next(iter(self._began_s.values()), None)
-        if oldest_s is not None and self._clock() - oldest_s > self.tier.settings.job_timeout_s:
+        if oldest_s is None:
+            return False
+        age_s = self._clock() - oldest_s
+        if age_s > self.tier.settings.job_timeout_s:
             return True
+        # Nothing waits for longer than the oldest job is old, and a tier walks its queue to answer.
+        if age_s <= MAX_WAITING_S:
+            return False
         return self._call("waiting_s", lambda: float(self.tier.waiting_s()), 0.0) > MAX_WAITING_S
 
     def _call(self, name: str, call: Callable[[], T], fallback: T) -> T:
         """Return what the tier answers, or ``fallback`` when it raises, whatever it raises."""
         try:
             return call()
-        except Exception:  # a foreign tier may raise anything; it costs its own hits and nothing else
-            self.num_errors += 1
-            # One line with its traceback: a tier that raises on each lookup must not fill the log.
-            if not self._has_logged_error:
-                logger.exception("tier %r failed in %s; further errors are only counted", self.name, name)
-                self._has_logged_error = True
+        except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
+            self._note_error(name, error)
             return fallback
+
+    def _note_error(self, name: str, error: Exception) -> None:
+        """Count what a call has raised; the first is logged with its traceback, more would fill the log."""
+        self.num_errors += 1
+        if not self._has_logged_error:
+            message = "tier %r failed in %s; further errors are only counted"
+            logger.error(message, self.name, name, exc_info=error)
+            self._has_logged_error = True
 
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
         return f"TierGuard({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
+
+
+def as_keys(answered: Collection[OffloadKey] | None) -> list[OffloadKey] | None:
+    """Return what a tier says of its answers as a list. Pure.
+
+    Raises:
+        TypeError: it is no collection.
+    """
+    return None if answered is None else list(answered)
 
 
 def as_result(result: JobResult) -> JobResult:

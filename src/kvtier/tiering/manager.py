@@ -88,7 +88,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
         if not self._guards:
             return self.primary.lookup(key, req_context)
-        self._poll()
+        if not self._is_polled:
+            self._poll()
         waiter = self._waiting.get(req_context)
         if (
             waiter is not None
@@ -153,8 +154,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return whether asking again for this request could not change anything yet."""
         if not self._is_polled:
             self._poll()
-        waiter = self._waiting.get(req_context)
-        return waiter is not None and waiter.is_idle()
+        return req_context in self._waiting.idle
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Return the blocks that came up while the request waited for them, each with its tier's type.

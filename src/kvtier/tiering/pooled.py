@@ -16,6 +16,7 @@ from kvtier.base import GROUP_INDEX_BYTES, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError
 from kvtier.namespace import make_namespace, require_stable_hash
+from kvtier.tiering.asking import Era
 from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager
 from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.breaker import FAILURES_TO_OPEN
@@ -101,12 +102,16 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             TierError: the job is malformed, or the tier is full of work or shut down; nothing was started.
         """
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_store(job, partial(self._store, self._space), self.settings.job_timeout_s)
+        self._pool.submit_store(
+            job, partial(self._store, self._space, self._lookup.era), self.settings.job_timeout_s
+        )
 
     def submit_load(self, job: JobMetadata) -> None:
         """Start reading into the job's slots; otherwise as ``submit_store``."""
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_load(job, partial(self._load, self._space), self.settings.job_timeout_s)
+        self._pool.submit_load(
+            job, partial(self._load, self._space, self._lookup.era), self.settings.job_timeout_s
+        )
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once."""
@@ -190,18 +195,17 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._outages.note_success(self.get_tier_type())
         return found
 
-    def _store(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    # The era is the job's: what one of before a reset has met says nothing about the present namespace.
+    def _store(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
         moved = self._move(partial(self._block_store.store, space, keys, slots))
-        if self._has_positive_verdicts and space is self._space:
-            for key in moved.arrived:
-                self._lookup.tell(key, is_held=True)
+        if self._has_positive_verdicts and moved.arrived:
+            self._lookup.tell(moved.arrived, is_held=True, era=era)
         return moved
 
-    def _load(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    def _load(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
         moved = self._move(partial(self._block_store.load, space, keys, slots))
-        if len(moved.arrived) < len(keys) and space is self._space:
-            for key in set(keys).difference(moved.arrived):
-                self._lookup.tell(key, is_held=False)
+        if len(moved.arrived) < len(keys):
+            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=era)
         return moved
 
     def _move(self, move: Callable[[], Moved]) -> Moved:

@@ -8,11 +8,11 @@ A deadline ends the holds of everybody, but speaks only against a request for wh
 blocks had all come was kept by its engine, in a queue: it may wait once more when its engine asks again.
 """
 
-import heapq
-import itertools
-from collections import OrderedDict
+import bisect
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from kvtier.base import OffloadKey, ReqContext
@@ -60,10 +60,6 @@ class Waiter:
     awaited: set[OffloadKey] = field(default_factory=set)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
 
-    def is_idle(self) -> bool:
-        """Return whether searching again could not change anything yet."""
-        return bool(self.awaited) and not self.has_news and not self.is_expired
-
 
 class WaitingRequests:
     """The waiting requests of a manager.
@@ -71,6 +67,10 @@ class WaitingRequests:
     Args:
         holder: where holds are counted.
         lookup_deadline_s: seconds from a request's first None to its deadline.
+
+    Attributes:
+        idle: the requests that wait for something and have no news: searching again could not change anything yet.
+        num_expired: requests that have expired.
     """
 
     def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
@@ -79,11 +79,13 @@ class WaitingRequests:
         self._waiting: dict[ReqContext, Waiter] = {}
         self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self._stopped: OrderedDict[ReqContext, Waiter] = OrderedDict()
-        self._by_key: dict[OffloadKey, dict[ReqContext, Waiter]] = {}
+        # INVARIANT: a waiter is in the set of each key that it awaits, and in no other.
+        self._by_key: dict[OffloadKey, set[Waiter]] = {}
         self._found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
-        # A waiter that has ended stays in here until its deadline would have come.
-        self._by_deadline: list[tuple[float, int, Waiter]] = []
-        self._order = itertools.count()
+        # INVARIANT: soonest first. A waiter that has ended stays in here until its deadline would have come.
+        self._by_deadline: deque[Waiter] = deque()
+        # A set, because an engine asks for each of a thousand requests in every step: one look is all that it costs.
+        self.idle: set[ReqContext] = set()
         self.num_expired = 0
 
     def get(self, req_context: ReqContext) -> Waiter | None:
@@ -96,7 +98,7 @@ class WaitingRequests:
         News allow it, and so does a last search that left nothing to wait for. What the new search does not
         wait for again is no longer awaited.
         """
-        if waiter.search_step != step and not waiter.is_idle():
+        if waiter.search_step != step and waiter.req_context not in self.idle:
             waiter.has_news = False
             waiter.search_step = step
             self._forget_awaited(waiter)
@@ -129,13 +131,19 @@ class WaitingRequests:
         waiter = self._waiting.get(req_context)
         if waiter is None:
             waiter = self._waiting[req_context] = self._begin_wait(req_context, now_s, step)
-            heapq.heappush(self._by_deadline, (waiter.deadline_s, next(self._order), waiter))
+            insert_by_deadline(self._by_deadline, waiter)
             for found in self._found_this_step.pop(req_context, ()):
                 self._hold(waiter, found)
         if is_held:
             self._hold(waiter, key)
         waiter.awaited.add(key)
-        self._by_key.setdefault(key, {})[req_context] = waiter
+        waiters = self._by_key.get(key)
+        if waiters is None:
+            self._by_key[key] = {waiter}
+        else:
+            waiters.add(waiter)
+        if not waiter.has_news:
+            self.idle.add(req_context)
 
     def notify(self, keys: Iterable[OffloadKey], promoted_from: str | None = None) -> None:
         """Tell whoever waits for one of ``keys`` that it has changed.
@@ -145,9 +153,10 @@ class WaitingRequests:
             promoted_from: type of the tier that has just brought all of them up; None for other news.
         """
         for key in keys:
-            for waiter in self._by_key.pop(key, {}).values():
+            for waiter in self._by_key.pop(key, ()):
                 waiter.has_news = True
                 waiter.awaited.discard(key)
+                self.idle.discard(waiter.req_context)
                 # A key that is not held may leave again, and come back from elsewhere.
                 if promoted_from is not None and key in waiter.held:
                     waiter.promoted[key] = promoted_from
@@ -165,8 +174,8 @@ class WaitingRequests:
             For each request that waited for something the keys that did not come.
         """
         overdue: list[frozenset[OffloadKey]] = []
-        while self._by_deadline and self._by_deadline[0][0] <= now_s:
-            _, _, waiter = heapq.heappop(self._by_deadline)
+        while self._by_deadline and self._by_deadline[0].deadline_s <= now_s:
+            waiter = self._by_deadline.popleft()
             if self._waiting.get(waiter.req_context) is not waiter:
                 continue
             if waiter.awaited:
@@ -197,6 +206,7 @@ class WaitingRequests:
         for waiter in list(self._waiting.values()):
             self._stop(waiter)
             self._remember_stopped(waiter)
+        self._by_deadline.clear()
         self._found_this_step.clear()
 
     def holds(self) -> dict[OffloadKey, int]:
@@ -240,16 +250,25 @@ class WaitingRequests:
         self._forget_awaited(waiter)
 
     def _forget_awaited(self, waiter: Waiter) -> None:
+        self.idle.discard(waiter.req_context)
         for key in waiter.awaited:
-            others = self._by_key.get(key)
-            if others is not None:
-                others.pop(waiter.req_context, None)
-                if not others:
-                    del self._by_key[key]
+            waiters = self._by_key[key]
+            if len(waiters) == 1:
+                del self._by_key[key]
+            else:
+                waiters.discard(waiter)
         waiter.awaited.clear()
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+
+def insert_by_deadline(waiters: deque[Waiter], waiter: Waiter) -> None:
+    """Put ``waiter`` where its deadline belongs: last, unless it waits again after a reset and keeps an earlier one."""
+    if not waiters or waiters[-1].deadline_s <= waiter.deadline_s:
+        waiters.append(waiter)
+    else:
+        bisect.insort(waiters, waiter, key=attrgetter("deadline_s"))
 
 
 def forget_oldest(remembered: OrderedDict[ReqContext, T]) -> None:
