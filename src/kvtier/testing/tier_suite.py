@@ -1,146 +1,109 @@
 """What every secondary tier must do, as tests to inherit.
 
 Subclass ``TierSuite``, implement ``make_tier`` and run pytest; twenty lines test a new tier against the
-contract of ``kvtier.tiering.base``. A tier that needs a server starts it in a fixture of its own.
+contract of ``kvtier.tiering.base``. A tier whose blocks are on a server inherits
+``kvtier.testing.server_tier_suite.ServerTierSuite``, which is this suite and what a server's end may cost.
 """
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
-from kvtier.base import JobId, OffloadKey, ReqContext, make_offload_key
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtier.testing.tier_driver import (
+    HANG_GUARD_S,
+    NUM_ROWS,
+    ROW_BYTES,
+    TierDriver,
+    content_of,
+    key_of,
+    make_config,
+    make_rows,
+)
+from kvtier.tiering.base import SecondaryTierManager
 
-NUM_ROWS = 16
-ROW_BYTES = 8192
-HANG_GUARD_S = 60.0
-"""Only a guard against hanging for ever; a tier answers in milliseconds."""
-
-
-def make_config(model: str = "model-a", row_bytes: int = ROW_BYTES) -> OffloadingConfig:
-    """Return what an engine with one KV group would say of itself."""
-    group = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=row_bytes)
-    return OffloadingConfig("engine", ModelIdentity(model), (group,), hash_block_size=16)
-
-
-def make_rows(num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> memoryview:
-    """Return rows like a primary tier's: page-aligned, writable, shape (num_rows, row_bytes), format 'b'."""
-    raw = np.zeros(num_rows * row_bytes + 4096, dtype=np.int8)
-    start = -raw.ctypes.data % 4096
-    return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes).data
-
-
-def key_of(number: int) -> OffloadKey:
-    """Return the key of block ``number``."""
-    return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-def content_of(number: int, row_bytes: int = ROW_BYTES) -> np.ndarray[tuple[int], np.dtype[np.int8]]:
-    """Return the bytes that block ``number`` must have, different for each block, shape (row_bytes,)."""
-    return np.random.default_rng(number).integers(-128, 128, row_bytes, dtype=np.int8)
+__all__ = [
+    "HANG_GUARD_S",
+    "NUM_ROWS",
+    "ROW_BYTES",
+    "TierDriver",
+    "TierSuite",
+    "content_of",
+    "key_of",
+    "make_config",
+    "make_rows",
+]
 
 
-class TierDriver:
-    """Submits jobs to a tier and collects their results, as the manager would.
+AWKWARD_BYTES = (b"\0", b"\xff", b"\r\n", b"$-1\r\n", b"0", b"\xc3\x28", bytes(range(256)))
+"""What clients are known to end, strip, decode or take for a length when a row is full of it."""
 
-    Args:
-        tier: the tier.
-        rows: its primary's rows.
-    """
+FOREIGN = {
+    "another model": make_config("model-b"),
+    "another length of rows": make_config(row_bytes=ROW_BYTES // 2),
+}
+"""Engines that must find nothing of the first one's blocks."""
 
-    def __init__(self, tier: SecondaryTierManager, rows: memoryview) -> None:
-        self.tier = tier
-        self.rows = np.asarray(rows)
-        self.request = ReqContext("request")
-        self.results: dict[int, JobResult] = {}
-        self._next_job_id = 0
-
-    def submit(self, numbers: list[int], slots: list[int], *, is_promotion: bool) -> int:
-        """Start a job for blocks ``numbers`` in ``slots``; return its id."""
-        job_id = self._next_job_id
-        self._next_job_id += 1
-        keys = tuple(key_of(number) for number in numbers)
-        block_ids = np.array(slots, dtype=np.int64)
-        job = JobMetadata(JobId(job_id), keys, block_ids, is_promotion, self.request)
-        if is_promotion:
-            self.tier.submit_load(job)
-        else:
-            self.tier.submit_store(job)
-        return job_id
-
-    def store(self, numbers: list[int], slots: list[int] | None = None) -> JobResult:
-        """Write the blocks' bytes into slots and store them; wait for the result."""
-        slots = list(range(len(numbers))) if slots is None else slots
-        for number, slot in zip(numbers, slots, strict=True):
-            self.rows[slot] = content_of(number, self.rows.shape[1])
-        return self.wait(self.submit(numbers, slots, is_promotion=False))
-
-    def load(self, numbers: list[int], slots: list[int] | None = None) -> JobResult:
-        """Clear slots and load the blocks into them; wait for the result."""
-        slots = list(range(len(numbers))) if slots is None else slots
-        self.rows[slots] = 0
-        return self.wait(self.submit(numbers, slots, is_promotion=True))
-
-    def wait(self, job_id: int) -> JobResult:
-        """Poll until the job is reported."""
-        self.poll_until(lambda: job_id in self.results)
-        return self.results[job_id]
-
-    def lookup(self, number: int) -> bool:
-        """Ask step after step until the tier knows."""
-        answers: list[bool] = []
-
-        def ask() -> bool:
-            answer = self.tier.lookup(key_of(number), self.request)
-            if answer is not None:
-                answers.append(answer)
-            return answer is not None
-
-        self.poll_until(ask)
-        return answers[-1]
-
-    def poll_until(self, is_done: Callable[[], bool]) -> None:
-        """Run empty steps until ``is_done``; a result that comes twice fails the test."""
-        end_s = time.monotonic() + HANG_GUARD_S
-        while not is_done():
-            assert time.monotonic() < end_s, "the tier has not answered: a job was never reported"
-            self.tier.end_step()
-            self.tier.drain(0.01)
-            self.poll()
-
-    def poll(self) -> None:
-        """Take the reports of one step."""
-        for result in self.tier.get_finished():
-            assert result.job_id not in self.results, f"job {result.job_id} was reported twice"
-            self.results[result.job_id] = result
+SPOILT = 77
+"""A value for the bytes of slots that nobody may write."""
 
 
 class TierSuite(ABC):
-    """The contract of SecondaryTierManager; inherit it and implement make_tier."""
+    """The contract of SecondaryTierManager; inherit it and implement make_tier.
+
+    Attributes:
+        hang_guard_s: seconds of wall clock after which an answer that has not come fails a test. Far more than a
+            tier needs: a machine under load is slow, and only a hang lasts so long.
+    """
+
+    hang_guard_s: ClassVar[float] = HANG_GUARD_S
 
     @abstractmethod
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         """Build a tier over ``rows`` that holds at least 64 blocks.
 
         Args:
-            config: the engine; another model is another namespace.
-            rows: shape (16, 8192), format 'b', page-aligned.
+            config: the engine; another model is another namespace, and so is another length of rows.
+            rows: shape (16, 8192), format 'b', page-aligned; some tests have more rows, or shorter ones.
             directory: an empty folder of the test; two tiers of one test get the same one.
         """
+
+    @contextmanager
+    def drive(
+        self, directory: Path, config: OffloadingConfig | None = None, num_rows: int = NUM_ROWS
+    ) -> Iterator[TierDriver]:
+        """Give a tier with something that drives it, and end it afterwards.
+
+        Args:
+            directory: the folder of the test.
+            config: the engine; None is the first one, of rows of 8192 bytes.
+            num_rows: slots of the primary.
+        """
+        config = config or make_config()
+        rows = make_rows(num_rows, config.groups[0].page_size_bytes)
+        with self.driving(self.make_tier(config, rows, directory), rows) as driver:
+            yield driver
+
+    @contextmanager
+    def driving(self, tier: SecondaryTierManager, rows: memoryview) -> Iterator[TierDriver]:
+        """Give something that drives ``tier``, and end the tier afterwards."""
+        try:
+            yield TierDriver(tier, rows, self.hang_guard_s)
+        finally:
+            has_ended = tier.shutdown(self.hang_guard_s)
+        assert has_ended, "the tier's threads did not end"
 
     @pytest.fixture
     def driver(self, tmp_path: Path) -> Iterator[TierDriver]:
         """A tier with something that drives it."""
-        rows = make_rows()
-        tier = self.make_tier(make_config(), rows, tmp_path)
-        yield TierDriver(tier, rows)
-        assert tier.shutdown(HANG_GUARD_S)
+        with self.drive(tmp_path) as driver:
+            yield driver
 
     def test_what_is_loaded_is_what_was_stored(self, driver: TierDriver) -> None:
         assert driver.store([1, 2, 3]).success
@@ -150,9 +113,27 @@ class TierSuite(ABC):
 
     def test_other_slots_are_left_alone_by_a_load(self, driver: TierDriver) -> None:
         driver.store([1])
-        driver.rows[:] = 77
+        driver.rows[:] = SPOILT
         driver.wait(driver.submit([1], [4], is_promotion=True))
-        assert np.all(driver.rows[[0, 1, 2, 3, *range(5, NUM_ROWS)]] == 77)
+        assert np.all(driver.rows[[0, 1, 2, 3, *range(5, NUM_ROWS)]] == SPOILT)
+
+    def test_a_row_of_any_bytes_survives_the_round_trip_through_its_memoryview(
+        self, driver: TierDriver
+    ) -> None:
+        numbers = list(range(len(AWKWARD_BYTES)))
+        rows = [np.resize(np.frombuffer(pattern, np.int8), ROW_BYTES) for pattern in AWKWARD_BYTES]
+        slots = [NUM_ROWS - 1 - number for number in numbers]
+        driver.rows[slots] = rows
+        assert driver.wait(driver.submit(numbers, slots, is_promotion=False)).success
+        driver.rows[:] = SPOILT
+        assert driver.wait(driver.submit(numbers, slots, is_promotion=True)).success
+        assert np.array_equal(driver.rows[slots], rows)
+        assert np.all(driver.rows[: NUM_ROWS - len(numbers)] == SPOILT)
+
+    def test_a_slot_written_over_after_its_store_does_not_change_the_block(self, driver: TierDriver) -> None:
+        assert driver.store([1, 2], [3, 4]).success
+        driver.rows[:] = SPOILT
+        assert driver.load_right([2, 1]) == {1, 2}
 
     def test_lookup_finds_what_was_stored_and_nothing_else(self, driver: TierDriver) -> None:
         driver.store([1, 2])
@@ -188,13 +169,13 @@ class TierSuite(ABC):
 
     def test_jobs_open_at_shutdown_are_reported_once(self, driver: TierDriver) -> None:
         jobs = [driver.submit([number], [number], is_promotion=False) for number in range(NUM_ROWS)]
-        assert driver.tier.shutdown(HANG_GUARD_S)
+        assert driver.tier.shutdown(self.hang_guard_s)
         driver.poll()
         assert sorted(driver.results) == jobs
         driver.poll()
 
     def test_a_submit_after_shutdown_is_a_raise_or_a_failed_job(self, driver: TierDriver) -> None:
-        assert driver.tier.shutdown(HANG_GUARD_S)
+        assert driver.tier.shutdown(self.hang_guard_s)
         try:
             job_id = driver.submit([1], [0], is_promotion=True)
         except TierError as error:
@@ -204,8 +185,8 @@ class TierSuite(ABC):
             assert not driver.results[job_id].success
 
     def test_shutdown_is_idempotent(self, driver: TierDriver) -> None:
-        assert driver.tier.shutdown(HANG_GUARD_S)
-        assert driver.tier.shutdown(HANG_GUARD_S)
+        assert driver.tier.shutdown(self.hang_guard_s)
+        assert driver.tier.shutdown(self.hang_guard_s)
 
     def test_after_a_reset_nothing_old_is_found(self, driver: TierDriver) -> None:
         driver.store([1, 2])
@@ -257,14 +238,15 @@ class TierSuite(ABC):
         assert driver.wait(job_id).success
         assert np.array_equal(driver.rows[5], content_of(1))
 
-    def test_another_model_sees_nothing(self, driver: TierDriver, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("foreign", FOREIGN.values(), ids=FOREIGN)
+    def test_another_namespace_sees_nothing(
+        self, driver: TierDriver, tmp_path: Path, foreign: OffloadingConfig
+    ) -> None:
         driver.store([1])
-        rows = make_rows()
-        other = TierDriver(self.make_tier(make_config("model-b"), rows, tmp_path), rows)
-        assert not other.lookup(1)
-        assert not other.load([1]).success
-        assert other.tier.shutdown(HANG_GUARD_S)
-        assert driver.load([1]).success
+        with self.drive(tmp_path, foreign) as other:
+            assert not other.lookup(1)
+            assert other.load_right([1]) == set()
+        assert driver.load_right([1]) == {1}
 
     def test_touch_of_known_and_unknown_keys_is_harmless(self, driver: TierDriver) -> None:
         driver.store([1])
@@ -274,7 +256,7 @@ class TierSuite(ABC):
 
     def test_a_drained_tier_has_reported_everything_at_the_next_poll(self, driver: TierDriver) -> None:
         jobs = [driver.submit([number], [number], is_promotion=False) for number in range(8)]
-        assert driver.tier.drain(HANG_GUARD_S)
+        assert driver.tier.drain(self.hang_guard_s)
         driver.poll()
         assert sorted(driver.results) == jobs
 

@@ -13,7 +13,11 @@ from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import content_of, key_of, make_rows
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from kvtier.tiering.manager import (
+    DEFAULT_SHUTDOWN_S,
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
 
 TierMaker = Callable[[memoryview], list[SecondaryTierManager]]
 """Builds the tiers over the primary's rows."""
@@ -65,6 +69,7 @@ class TieringDriver:
         cache_policy: name of the primary's policy.
         lookup_deadline_s: seconds a request may wait.
         store_threshold: of the primary's reuse filter.
+        shutdown_timeout_s: seconds that a shutdown gives the tiers.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class TieringDriver:
         cache_policy: str = "lru",
         lookup_deadline_s: float = 5.0,
         store_threshold: int = 0,
+        shutdown_timeout_s: float = DEFAULT_SHUTDOWN_S,
     ) -> None:
         self.clock = ManualClock()
         self.region = ArrayRegion(num_blocks)
@@ -87,6 +93,7 @@ class TieringDriver:
             self.tiers,
             enable_events=True,
             lookup_deadline_s=lookup_deadline_s,
+            shutdown_timeout_s=shutdown_timeout_s,
             clock=self.clock,
             make_epoch=lambda: bytes(16),
         )
@@ -183,6 +190,13 @@ class TieringDriver:
     def content(self, number: int) -> npt.NDArray[np.int8]:
         """Return the bytes that belong under block ``number`` since the last reset."""
         return content_of(number + self.generation * 2**32, ROW_BYTES)
+
+    def settle(self, timeout_s: float) -> None:
+        """Let the tiers' jobs end, and the manager hear of it; more than ``timeout_s`` for a tier fails the test."""
+        for tier in self.tiers:
+            assert tier.drain(timeout_s), f"the jobs of tier {tier.get_tier_type()} have not ended"
+        for _ in range(2):  # the poll of this step may have been before
+            self.step()
 
     def evict_everything(self) -> None:
         """Fill the primary with blocks nobody asks for, so that what the test stored is only below."""

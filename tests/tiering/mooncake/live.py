@@ -87,12 +87,13 @@ class LiveStore:
         self, num_providers: int = 1, segment_bytes: int = SEGMENT_BYTES, lease_ms: int = LEASE_MS
     ) -> None:
         self._lease_ms = lease_ms
+        self._segment_bytes = segment_bytes
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.master = self.start_master()
         self.providers: list[Server] = []
         for _ in range(num_providers):
-            self.add_provider(segment_bytes)
+            self.add_provider()
 
     def start_master(self) -> Server:
         """Start a master on the store's port; one that was there must be dead. It knows nothing."""
@@ -108,17 +109,17 @@ class LiveStore:
         wait_listening(self.port)
         return self.master
 
-    def add_provider(self, segment_bytes: int = SEGMENT_BYTES) -> Server:
+    def add_provider(self) -> Server:
         """Start a process that lends memory, and wait until a value has been stored."""
-        provider = Server([sys.executable, __file__, self.address, str(segment_bytes)])
+        provider = Server([sys.executable, __file__, self.address, str(self._segment_bytes)])
         self.providers.append(provider)
         provider.wait_ready()
         return provider
 
     def restart(self) -> None:
         """Crash everything and start it anew, empty."""
-        num_providers = len(self.providers)
         self.close()
+        num_providers = len(self.providers)
         self.providers.clear()
         self.start_master()
         for _ in range(num_providers):

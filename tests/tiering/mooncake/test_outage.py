@@ -15,11 +15,8 @@ from kvtier.testing.tier_suite import (
     TierDriver,
     content_of,
     key_of,
-    make_config,
-    make_rows,
 )
 from kvtier.tiering.base import ReachableTier
-from kvtier.tiering.mooncake import MooncakeTier
 
 
 @pytest.fixture
@@ -114,28 +111,6 @@ def test_a_store_without_room_declines_and_is_no_fault(start_tier: StartTier) ->
         store.close()
 
 
-def test_a_full_store_evicts_or_declines_and_has_no_wrong_bytes(start_tier: StartTier) -> None:
-    store = LiveStore(num_providers=1, segment_bytes=16 * 2**20)
-    rows = make_rows(row_bytes=2**20)
-    driver = TierDriver(MooncakeTier(make_config(row_bytes=2**20), rows, master=store.address), rows)
-    try:
-        for first in range(0, 3 * NUM_ROWS, NUM_ROWS):
-            numbers = list(range(first, first + NUM_ROWS))
-            for slot, number in enumerate(numbers):
-                driver.rows[slot] = content_of(number, 2**20)
-            result = driver.wait(driver.submit(numbers, list(range(NUM_ROWS)), is_promotion=False))
-            assert result.success or not result.is_fault
-        stats = driver.tier.stats()
-        assert stats["stored_blocks"] + stats["declined"] == 3 * NUM_ROWS
-        assert stats["declined"] > 0
-        for number in range(3 * NUM_ROWS):
-            if driver.load([number]).success:
-                assert bytes(driver.rows[0]) == bytes(content_of(number, 2**20))
-    finally:
-        assert driver.tier.shutdown(HANG_GUARD_S)
-        store.close()
-
-
 def test_a_master_killed_amid_jobs_leaves_each_reported_once_and_its_successor_is_used(
     store: LiveStore, start_tier: StartTier
 ) -> None:
@@ -150,22 +125,6 @@ def test_a_master_killed_amid_jobs_leaves_each_reported_once_and_its_successor_i
     store.start_master()
     assert_comes_back(driver, 200)
     assert load_what_is_left(driver, [100]) == set()
-
-
-def test_a_hung_master_ends_jobs_as_faults_and_is_used_again_when_it_goes_on(
-    store: LiveStore, start_tier: StartTier
-) -> None:
-    driver = start_tier(store)
-    assert driver.store([1]).success
-    store.master.freeze()
-    for result in (driver.load([1]), driver.store([2])):
-        assert not result.success
-        assert result.is_fault
-    assert not driver.lookup(3)
-    assert take_unanswered(driver) >= 1
-    store.master.thaw()
-    driver.poll_until(lambda: load_what_is_left(driver, [1]) == {1})
-    assert_comes_back(driver, 4)
 
 
 def test_a_hung_provider_ends_jobs_and_writes_into_no_slot_afterwards(

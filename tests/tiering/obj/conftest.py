@@ -4,14 +4,23 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import obstore
 import pytest
-from tests.tiering.obj.server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
 
+pytest.importorskip("obstore", reason="the obj tier needs its client: pip install 'kvtier[obj]'")
+
+import obstore
+from tests.tiering.obj.server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server  # needs the client itself
+
+from kvtier.base import OffloadKey
+from kvtier.config import OffloadingConfig
+from kvtier.namespace import make_namespace
+from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.obj import ObjTier
+from kvtier.tiering.obj import ObjTier, layout
 
 HANG_GUARD_S = 60.0
+TIMEOUT_S = 0.5
+"""Of tiers whose server is hurt."""
 
 StartTier = Callable[..., TierDriver]
 
@@ -20,6 +29,17 @@ StartTier = Callable[..., TierDriver]
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One real S3 server for the session."""
     server = S3Server(tmp_path_factory.mktemp("weed"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server with room for about a megabyte."""
+    server = S3Server(tmp_path_factory.mktemp("small"), "-volume.max=1 -master.volumeSizeLimitMB=1")
     try:
         server.start()
         yield server
@@ -115,6 +135,50 @@ class Bucket:
 def bucket(server: S3Server, prefix: str) -> Bucket:
     """The bucket, past the tier."""
     return Bucket(server, prefix)
+
+
+class ServerOfSuite(TierServer):
+    """A server that the suite hurts.
+
+    Args:
+        server: the server, running.
+        bucket: the part of its bucket that is the test's.
+        prefix: what names begin with there.
+    """
+
+    def __init__(self, server: S3Server, bucket: Bucket, prefix: str) -> None:
+        self._server = server
+        self._bucket = bucket
+        self._prefix = prefix
+
+    def start(self) -> None:
+        self._server.start()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def hang(self) -> None:
+        self._server.hang()
+
+    def wake(self) -> None:
+        self._server.wake()
+
+    def read_value(self, config: OffloadingConfig, key: OffloadKey) -> bytes | None:
+        name = self._name_of(config, key)
+        return self._bucket.read(name) if name in self._bucket.names(".kv") else None
+
+    def write_value(self, config: OffloadingConfig, key: OffloadKey, value: bytes) -> None:
+        self._bucket.write(self._name_of(config, key), value)
+
+    def _name_of(self, config: OffloadingConfig, key: OffloadKey) -> str:
+        namespace = make_namespace(config, config.groups[0].page_size_bytes)
+        return layout.block_path(layout.namespace_path(self._prefix, namespace.name), key)
+
+
+@pytest.fixture
+def suite_server(server: S3Server, bucket: Bucket, prefix: str) -> ServerOfSuite:
+    """The server, to be hurt by the tiers' suite."""
+    return ServerOfSuite(server, bucket, prefix)
 
 
 @pytest.fixture

@@ -2,22 +2,17 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from tests.tiering.obj.conftest import (
     HANG_GUARD_S,
     Bucket,
     StartTier,
-    s3_options,
-    set_credentials,
-    tiers_of,
 )
 from tests.tiering.obj.server import ACCESS_KEY, SECRET_KEY, S3Server
 
 from kvtier.errors import TierError
-from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of
+from kvtier.testing.tier_suite import TierDriver
 
 WRONG_SECRET = "wrong-secret-never-logged"  # noqa: S105  # wrong on purpose
 NOBODY = "http://127.0.0.1:9"
@@ -111,122 +106,9 @@ def test_without_credentials_the_check_says_which_are_missing(
     assert "AWS_ACCESS_KEY_ID" in message
 
 
-def test_an_outage_is_logged_once_and_its_end_once(
-    start_tier: StartTier, server: S3Server, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver = start_tier()
-    assert driver.store([1]).success
-    server.kill()
-    for _ in range(3):
-        assert not driver.load([1]).success
-    server.start()
-    assert driver.load([1]).success
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("kvtier")]
-    assert len(lines) == 2, lines
-    assert "cannot be reached" in lines[0]
-    assert "again" in lines[1]
-
-
-def test_a_server_killed_amid_jobs_costs_no_report_and_no_wrong_byte(
-    start_tier: StartTier, server: S3Server
-) -> None:
-    driver = start_tier()
-    numbers = list(range(NUM_ROWS))
-    assert driver.store(numbers).success
-    for number in numbers:
-        driver.rows[number] = content_of(100 + number)
-    jobs = [driver.submit([100 + number], [number], is_promotion=False) for number in numbers]
-    driver.poll_until(lambda: len(driver.results) > 3)
-    server.kill()
-    for job in jobs:
-        driver.wait(job)
-    server.start()
-    for number in [*numbers, *(100 + number for number in numbers)]:
-        if driver.load([number]).success:
-            assert np.array_equal(driver.rows[0], content_of(number))
-    assert driver.store([500]).success
-    assert driver.load([500]).success
-
-
-def test_a_server_that_hangs_costs_a_job_its_time_out_and_not_more(
-    start_tier: StartTier, server: S3Server
-) -> None:
-    driver = start_tier(timeout_s=0.5)
-    assert driver.store([1, 2, 3, 4]).success
-    server.hang()
-    try:
-        result = driver.load([1, 2, 3, 4])
-        assert not result.success
-        assert result.is_fault
-        assert not driver.store([7]).success
-        assert not driver.lookup(9)
-        assert driver.tier.take_unanswered() == 1  # type: ignore[attr-defined]  # every pooled tier has it
-    finally:
-        server.wake()
-    assert driver.load([1, 2, 3, 4]).success
-
-
-def test_a_shutdown_while_the_server_hangs_ends_with_every_job_reported(
-    start_tier: StartTier, server: S3Server
-) -> None:
-    driver = start_tier(timeout_s=0.5)
-    server.hang()
-    try:
-        jobs = [driver.submit([number], [number], is_promotion=False) for number in range(NUM_ROWS)]
-        assert driver.tier.shutdown(HANG_GUARD_S)
-    finally:
-        server.wake()
-    driver.poll()
-    assert sorted(driver.results) == jobs
-
-
-def test_a_tier_is_built_and_asked_without_waiting_for_the_server(
-    start_tier: StartTier, server: S3Server
-) -> None:
-    server.hang()
-    try:
-        driver = start_tier(timeout_s=0.5)
-        assert driver.tier.lookup(b"k", driver.request) is None  # type: ignore[arg-type]  # any bytes
-        driver.tier.end_step()
-        assert list(driver.tier.get_finished()) == []
-    finally:
-        server.wake()
-
-
 def test_no_thread_outlives_its_tier(start_tier: StartTier) -> None:
     driver = start_tier(capacity_bytes="1MiB")
     driver.store([1])
     driver.lookup(1)
     assert driver.tier.shutdown(HANG_GUARD_S)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-obj")]
-
-
-@pytest.fixture(scope="module")
-def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server with room for about a megabyte."""
-    server = S3Server(tmp_path_factory.mktemp("small"), "-volume.max=1 -master.volumeSizeLimitMB=1")
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
-
-
-def test_a_full_server_fails_stores_and_serves_what_it_has(
-    small_server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_credentials(monkeypatch)
-    with tiers_of(s3_options(small_server, prefix)) as start:
-        driver = start()
-        held = []
-        for number in range(1000):
-            result = driver.store([number])
-            if not result.success:
-                break
-            held.append(number)
-        else:
-            pytest.fail("the server was never full")
-        assert result.is_fault
-        assert held
-        assert driver.load([held[0], held[-1]]).success
-        assert not driver.load([len(held)]).success

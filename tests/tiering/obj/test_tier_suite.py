@@ -3,13 +3,37 @@
 from pathlib import Path
 
 import pytest
-from tests.tiering.obj.conftest import s3_options
+from tests.tiering.obj.conftest import TIMEOUT_S, ServerOfSuite, s3_options
 from tests.tiering.obj.server import S3Server
 
 from kvtier.config import OffloadingConfig
+from kvtier.testing.server_tier_suite import ServerTierSuite
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.obj import ObjTier
+
+
+class TestS3(ServerTierSuite):
+    """As configured by a user who names the bucket only, and shortens the time-out."""
+
+    @pytest.fixture(autouse=True)
+    def _use_servers(
+        self, suite_server: ServerOfSuite, server: S3Server, small_server: S3Server, prefix: str
+    ) -> None:
+        self.server = suite_server
+        self.options = s3_options(server, prefix)
+        self.small_options = s3_options(small_server, prefix)
+
+    def get_server(self) -> ServerOfSuite:
+        return self.server
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, timeout_s=TIMEOUT_S, **self.options)  # type: ignore[arg-type]  # a test's own
+
+    def make_tier_on_small_server(
+        self, config: OffloadingConfig, rows: memoryview, directory: Path
+    ) -> SecondaryTierManager:
+        return ObjTier(config, rows, **self.small_options)  # type: ignore[arg-type]  # a test's own
 
 
 class OnServer(TierSuite):
@@ -23,12 +47,6 @@ class OnServer(TierSuite):
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, **(self.options | self.changes))  # type: ignore[arg-type]  # a test's own
-
-
-class TestS3(OnServer):
-    """As configured by a user who names the bucket only."""
-
-    changes: dict[str, object] = {}  # noqa: RUF012  # never changed
 
 
 class TestGrouped(OnServer):

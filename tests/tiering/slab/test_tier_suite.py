@@ -19,8 +19,8 @@ def refuse_direct_io(fd: int, flags: int) -> None:
 
 
 def slab_of(config: OffloadingConfig, directory: Path) -> Path:
-    """Return a file for each model: two tiers of a test live at the same time, and a slab has one owner."""
-    return directory / f"{config.model.name}.slab"
+    """Return a file for each engine: two tiers of a test live at the same time, and a slab has one owner."""
+    return directory / f"{config.model.name}-{config.groups[0].page_size_bytes}.slab"
 
 
 class TestDefaults(TierSuite):

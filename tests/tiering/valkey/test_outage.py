@@ -58,22 +58,6 @@ def test_a_server_of_another_kind_is_said(start_tier: StartTier, tls_server: Liv
     assert_is_out(driver)
 
 
-def test_a_server_that_hangs_ends_jobs_within_its_time_outs_and_is_used_again(
-    server: LiveServer, start_tier: StartTier, clock: ManualClock
-) -> None:
-    driver = start_tier(server.url, timeout_s=SHORT_TIMEOUT_S, clock=clock)
-    driver.store([1])
-    server.pause()
-    assert_is_out(driver)
-    with pytest.raises(TierError, match="not answered within timeout_s"):
-        tier_of(driver).check_reachable()
-    server.resume()
-    clock.advance(LEFT_ALONE_S)
-    assert driver.load([1]).success
-    assert driver.store([2]).success
-    assert driver.load([1, 2]).success
-
-
 def test_replies_that_come_too_late_are_not_taken_for_those_of_the_next_job(
     server: LiveServer, start_tier: StartTier, clock: ManualClock
 ) -> None:
@@ -129,24 +113,6 @@ def test_a_server_that_was_restarted_between_two_jobs_is_not_even_noticed(
     server.kill()
     server.start()
     assert driver.store(list(range(NUM_ROWS))).success
-
-
-def test_a_kill_in_the_middle_of_jobs_loses_none_and_brings_no_wrong_byte(
-    server: LiveServer, start_tier: StartTier, clock: ManualClock
-) -> None:
-    driver = start_tier(server.url, clock=clock)
-    numbers = list(range(NUM_ROWS))
-    driver.store(numbers)
-    jobs = [driver.submit([number], [number], is_promotion=number % 2 == 0) for number in numbers * 8]
-    driver.poll_until(lambda: len(driver.results) > 3)
-    server.kill()
-    driver.poll_until(lambda: len(driver.results) == len(jobs) + 1)
-    for number in numbers[1::2]:
-        assert np.array_equal(driver.rows[number], content_of(number))
-    server.start()
-    clock.advance(LEFT_ALONE_S)
-    assert driver.store(numbers).success
-    assert driver.load(numbers).success
 
 
 @pytest.fixture(scope="module", params=[0, 1, 9, 60, 136, 137, 138, 4000, REPLY_BYTES - 2, REPLY_BYTES - 1])

@@ -3,18 +3,101 @@
 from pathlib import Path
 
 import pytest
+from tests.tiering.valkey.conftest import StartServer
 from tests.tiering.valkey.live import LiveServer
 from tests.tiering.valkey.live_cluster import LiveCluster
 from tests.tiering.valkey.live_tls import Certificates
 
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
+from kvtier.namespace import make_namespace
+from kvtier.testing.server_tier_suite import ServerTierSuite
+from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.space import ValkeySpace
+
+TIMEOUT_S = 0.5
 
 
-class TestSingle(TierSuite):
-    """As configured by a user who names the server only."""
+class ServerOfSuite(TierServer):
+    """A server that the suite hurts.
+
+    Args:
+        server: the server, running.
+    """
+
+    def __init__(self, server: LiveServer) -> None:
+        self.url = server.url
+        self._server = server
+
+    def start(self) -> None:
+        self._server.start()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def hang(self) -> None:
+        self._server.pause()
+
+    def wake(self) -> None:
+        self._server.resume()
+
+    def read_value(self, config: OffloadingConfig, key: OffloadKey) -> bytes | None:
+        with self._server.client() as client:
+            value = client.get(_name_of(config, key))
+        assert value is None or isinstance(value, bytes)
+        return value
+
+    def write_value(self, config: OffloadingConfig, key: OffloadKey, value: bytes) -> None:
+        with self._server.client() as client:
+            client.set(_name_of(config, key), value)
+
+
+def _name_of(config: OffloadingConfig, key: OffloadKey) -> bytes:
+    return ValkeySpace(make_namespace(config, config.groups[0].page_size_bytes)).block_name(key)
+
+
+@pytest.fixture(scope="module")
+def hurt_server(start_server: StartServer) -> LiveServer:
+    """A server that runs whenever a test begins."""
+    return start_server("valkey")
+
+
+@pytest.fixture(scope="module")
+def small_server(start_server: StartServer) -> LiveServer:
+    """A server that has room for some hundred blocks and evicts none."""
+    return start_server("valkey", "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+
+
+class TestSingle(ServerTierSuite):
+    """As configured by a user who names the server only, and shortens the time-out."""
+
+    num_outages = 6
+
+    @pytest.fixture(autouse=True)
+    def _use_servers(self, hurt_server: LiveServer, small_server: LiveServer) -> None:
+        for server in (hurt_server, small_server):
+            with server.client() as client:
+                client.flushall()
+        self.server = ServerOfSuite(hurt_server)
+        self.small_url = small_server.url
+
+    def get_server(self) -> ServerOfSuite:
+        return self.server
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ValkeyTier(config, rows, url=self.server.url, timeout_s=TIMEOUT_S)
+
+    def make_tier_on_small_server(
+        self, config: OffloadingConfig, rows: memoryview, directory: Path
+    ) -> SecondaryTierManager:
+        return ValkeyTier(config, rows, url=self.small_url)
+
+
+class TestDefaults(TierSuite):
+    """As configured by a user who names the server only, on each kind of server."""
 
     @pytest.fixture(autouse=True)
     def _server(self, shared_server: LiveServer) -> None:
@@ -24,7 +107,7 @@ class TestSingle(TierSuite):
         return ValkeyTier(config, rows, url=self.url)
 
 
-class TestWithoutExpiry(TestSingle):
+class TestWithoutExpiry(TestDefaults):
     """With blocks that are kept for ever, and one thread."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
