@@ -5,7 +5,7 @@ import random
 import pytest
 from tests.tiering.obj.conftest import TIMEOUT_S, ServerOfSuite, StartTier
 
-from kvtier.testing.random_outage import NUM_CHAOS_BLOCKS, churn_through
+from kvtier.testing.random_outage import NUM_CHAOS_BLOCKS, churn, churn_through
 from kvtier.testing.tier_server import Outage
 
 
@@ -14,7 +14,9 @@ def test_a_random_outage_amid_groups_loses_no_job_and_brings_no_wrong_byte(
     start_tier: StartTier, suite_server: ServerOfSuite, outage: Outage
 ) -> None:
     driver = start_tier(timeout_s=TIMEOUT_S, blocks_per_object=4)
-    assert churn_through(driver, suite_server, outage, random.Random(4)) > 0
+    choose = random.Random(4)
+    num_loaded = churn(driver, choose) + churn_through(driver, suite_server, outage, choose)
+    assert num_loaded > 0
     driver.poll_until(lambda: driver.store([NUM_CHAOS_BLOCKS]).success)
     assert driver.load_right([NUM_CHAOS_BLOCKS]) == {NUM_CHAOS_BLOCKS}
     assert driver.tier.stats()["open_jobs"] == 0

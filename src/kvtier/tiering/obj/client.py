@@ -13,10 +13,17 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.errors import KVTierError, MissingExtraError, TierError
 from kvtier.tiering.envelope import ENVELOPE_BYTES, Buffer
-from kvtier.tiering.obj.complaint import explain, explain_opening, is_beyond_end, is_bucket_missing
+from kvtier.tiering.obj.complaint import (
+    explain,
+    explain_opening,
+    is_beyond_end,
+    is_bucket_missing,
+    is_unanswered,
+)
 from kvtier.tiering.obj.connect import open_store
 from kvtier.tiering.obj.place import Service
 from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.pause import Pause
 
 try:
     import obstore
@@ -32,6 +39,9 @@ that are used for nothing else."""
 
 PAGE_OBJECTS = 1000
 """Objects in one answer of a listing, and in one bulk deletion: the most that S3 allows."""
+
+LEFT_ALONE_S = 1.0
+"""Seconds for which a store that did not answer is not asked again; each question takes most of a second to fail."""
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
 
@@ -63,18 +73,20 @@ class Listed(NamedTuple):
 
 
 class Client:
-    """Asks one store. Keeps no state of its own; several threads may use it at once.
+    """Asks one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
 
     Args:
         settings: where it is and how long it may take.
+        clock: seconds, monotonic.
 
     Raises:
         ConfigError: a directory or a file that the settings name cannot be used.
         TierError: the environment does not say what a client needs.
     """
 
-    def __init__(self, settings: ObjSettings) -> None:
+    def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
+        self._pause = Pause(clock, LEFT_ALONE_S)
         try:
             self._store = open_store(settings)
         except KVTierError:
@@ -200,11 +212,15 @@ class Client:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        self._pause.require_over()
         try:
             yield
         except CLIENT_ERRORS as error:
+            explained = TierError("obj", explain(error, self._settings))
+            if is_unanswered(error):
+                self._pause.begin(explained)
             # Without the cause: its text quotes the request and the answer.
-            raise TierError("obj", explain(error, self._settings)) from None
+            raise explained from None
 
 
 async def _ask_each(

@@ -56,6 +56,12 @@ def is_beyond_end(error: Exception) -> bool:
     return any(mark in str(error) for mark in BEYOND_END_MARKS)
 
 
+def is_unanswered(error: Exception) -> bool:
+    """Return whether the store has said nothing at all: it is away, hangs, or cannot be reached. Pure."""
+    text = str(error)
+    return "error sending request" in text and _STATUS.search(text) is None
+
+
 def explain_opening(settings: ObjSettings) -> str:
     """Return why a client cannot even be made. Pure."""
     remedy = f"check {CREDENTIALS_OF.get(settings.place.service, 'url')} and what else the environment sets"
@@ -77,7 +83,7 @@ def explain(error: Exception, settings: ObjSettings) -> str:
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         rights = "and the rights to list, get, put and delete"
         return f"{name} refuses us ({said or 'permission denied'}): {remedy} {rights}"
-    if status is None and "error sending request" in text:
+    if is_unanswered(error):
         reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), "no connection")
         return f"{name} cannot be reached ({reason}): check url, endpoint, network and timeout_s"
     reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), type(error).__name__)

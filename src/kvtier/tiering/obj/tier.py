@@ -92,7 +92,7 @@ class ObjTier(PooledTier[Space]):
             ca_file=ca_file,
             row_bytes=rows.row_bytes,
         )
-        client = Client(own)
+        client = Client(own, clock)
         counters = Counters(*COUNTS, *(CAPACITY_COUNTS if own.capacity_bytes else ()))
         keeper = None
         if own.capacity_bytes is not None:
