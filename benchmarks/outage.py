@@ -1,29 +1,26 @@
 """What a server that is killed or hangs costs the scheduler's thread, step by step.
 
 A thousand requests of four blocks wait for a tier, which has them all: half for loads, half for answers to their
-lookups. While they wait the server is left alone ("well"), killed, or stopped. A step is what a scheduler does then: it
+lookups. While they wait the server is left alone ("well"), stopped, or killed. A step is what a scheduler does then: it
 polls each request, searches those that have news, loads and ends those that have an answer, and ends the step. Requests
 that had an answer are replaced, by at most sixteen a step, so that a step is a queue's and not a burst's; the arrival
 of the first thousand is told apart. Between steps the thread sleeps, as it does while a model computes, and tiers work.
 
-    python -m benchmarks.outage [--quick] [--json FILE]
-
-The bar: 1 ms a step, at the 99th percentile. "own" is the thread's processor time, the rest waits for the interpreter
-or a lock, which the tier's threads have. A process of the server's own is what the signal goes to; the memory
-behind Mooncake's master belongs to another process, which stays.
+A run is one value: the steps of an outage are not equals, and a median over windows of them would hide what a
+deadline or a server that is tried again costs once. The bar: 1 ms a step, at the 99th percentile. "own" is the
+thread's processor time, the rest waits for the interpreter or a lock, which the tier's threads have. There is no
+floor. A process of the server's own is what the signal goes to; the memory behind Mooncake's master belongs to another
+process, which stays.
 """
 
-import argparse
-import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from pathlib import Path
@@ -31,9 +28,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
+from benchmarks.harness.native_noise import native_noise_hidden
+from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import HANG_GUARD_S, make_config, make_rows
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cli.demo.backends import SERVERS, open_backend
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import KVTierError
 from kvtier.tiering.base import ReachableTier
 from kvtier.tiering.factory import create_secondary_tier
@@ -52,13 +52,16 @@ MAX_ARRIVALS = 16
 
 ROW_BYTES = 4096
 STORE_BLOCKS = 500
-DEADLINE_S, QUICK_DEADLINE_S = 5.0, 1.5
-AFTERMATH_S, QUICK_AFTERMATH_S = 10.0, 1.5
+DEADLINE_S, QUICK_DEADLINE_S = 5.0, 1.0
+AFTERMATH_S, QUICK_AFTERMATH_S = 10.0, 1.0
 """How much longer than the deadline the steps go on: the default sees the breaker try the server again."""
+
+SLOW_TO_FILL = "obj"
+"""Left out of a quick run: its server starts and takes blocks slower than the others together."""
 
 PAUSE_S = 0.005
 BAR_MS = 1.0
-HANG_GUARD_S = 120.0
+P99 = "p99 step"
 
 
 class Fate(Enum):
@@ -79,37 +82,34 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """What a step costs, in milliseconds.
+class Run:
+    """What the steps of one run took.
 
     Attributes:
-        tier: the tier's type.
-        fate: what became of its server.
-        num_steps: steps that were timed.
-        mean_waiting: requests that waited in one, on average.
-        arrival_ms: the step in which half of them came, and the loads of the others were submitted.
-        median_ms: of the steps after it.
-        p99_ms: their 99th percentile.
-        own_p99_ms: 99th percentile of the processor time that the thread itself takes in a step.
-        worst_ms: the longest of them.
-        num_over: those above the bar.
+        arrival_ms: the step in which half of the requests came, and the loads of the others were submitted.
+        steps: those after it.
     """
 
-    tier: str
-    fate: str
-    num_steps: int
-    mean_waiting: float
     arrival_ms: float
-    median_ms: float
-    p99_ms: float
-    own_p99_ms: float
-    worst_ms: float
-    num_over: int
+    steps: Sequence[Step]
 
-    @property
-    def verdict(self) -> str:
-        """Whether the bar is met."""
-        return "met" if self.p99_ms <= BAR_MS else "NOT met"
+    def times_ms(self) -> dict[str, float]:
+        """Return what a step takes, by measure."""
+        times_ms = [step.time_ms for step in self.steps]
+        own_ms = [step.own_ms for step in self.steps]
+        return {
+            P99: float(np.percentile(times_ms, 99)),
+            "own p99": float(np.percentile(own_ms, 99)),
+            "median step": float(np.median(times_ms)),
+            "longest step": max(times_ms),
+            "arrival": self.arrival_ms,
+        }
+
+    def describe(self) -> str:
+        """Return how far the times are to be believed."""
+        num_over = sum(step.time_ms > BAR_MS for step in self.steps)
+        mean_waiting = float(np.mean([step.num_waiting for step in self.steps]))
+        return f"{len(self.steps):,} steps, {num_over:,} above {BAR_MS:g} ms, {mean_waiting:.0f} requests waiting"
 
 
 class BenchRows:
@@ -117,9 +117,7 @@ class BenchRows:
 
     def create_kv_memoryview(self) -> memoryview:
         """Return them, page-aligned."""
-        raw = np.zeros(NUM_SLOTS * ROW_BYTES + 4096, dtype=np.int8)
-        start = -raw.ctypes.data % 4096
-        return raw[start : start + NUM_SLOTS * ROW_BYTES].reshape(NUM_SLOTS, ROW_BYTES).data
+        return make_rows(NUM_SLOTS, ROW_BYTES)
 
     def cleanup(self) -> None:
         """Do nothing."""
@@ -135,7 +133,7 @@ class Engine:
 
     def __init__(self, settings: dict[str, Any], deadline_s: float) -> None:  # Any: a tier's JSON
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, BenchRows(), store_threshold=0)
-        tier = create_secondary_tier(settings, primary.get_kv_memoryview(), make_config())
+        tier = create_secondary_tier(settings, primary.get_kv_memoryview(), make_config(ROW_BYTES))
         assert isinstance(tier, ReachableTier)
         tier.check_reachable()
         self.manager = TieringOffloadingManager(primary, [tier], lookup_deadline_s=deadline_s)
@@ -146,8 +144,7 @@ class Engine:
         """Store what requests will ask for."""
         for begin in range(0, NUM_STORED, STORE_BLOCKS):
             self._store(range(begin, begin + STORE_BLOCKS))
-            if not self.manager.drain(HANG_GUARD_S):
-                raise SystemExit("the tier has not stored its blocks")
+            assert self.manager.drain(HANG_GUARD_S), "the tier has not stored its blocks"
             self.manager.end_step()
 
     def arrive(self, num_requests: int) -> None:
@@ -173,8 +170,7 @@ class Engine:
         """Run empty steps until a request is worth a search."""
         end_s = time.perf_counter() + HANG_GUARD_S
         while all(map(self.manager.is_waiting, self.queue)):
-            if time.perf_counter() > end_s:
-                raise SystemExit("the tier answers no lookup")
+            assert time.perf_counter() < end_s, "the tier answers no lookup"
             self.manager.end_step()
             time.sleep(PAUSE_S)
 
@@ -200,8 +196,7 @@ class Engine:
         request = ReqContext("store")
         keys = [key_of(number) for number in numbers]
         output = self.manager.prepare_store(keys, request)
-        if output is None:
-            raise SystemExit("the primary has no room: a store of the tier did not end")
+        assert output is not None, "the primary has no room: a store of the tier did not end"
         self.manager.complete_store(keys, request)
         self.manager.request_finished(request)
 
@@ -213,7 +208,8 @@ class Server:
         pids: of them.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Collection[int]) -> None:
+        assert pids, "a server without a process"
         self._pids = pids
 
     @contextmanager
@@ -232,42 +228,44 @@ class Server:
             os.kill(pid, number)
 
 
-def main() -> int:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter deadline and fewer steps")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
-    parser.add_argument("--tier", choices=sorted(SERVERS), help="only this one")
-    arguments = parser.parse_args()
-    logging.getLogger("kvtier").setLevel(
-        logging.ERROR
-    )  # an outage is told in a warning, and here it is no news
-    print(f"ms a step with {NUM_REQUESTS} requests of {REQUEST_BLOCKS} blocks; bar: {BAR_MS} ms at p99")
-    print(f"{'tier':<10}{'server':<9}{'steps':>6}{'waiting':>9}{'arrival':>9}", end="")
-    print(f"{'median':>9}{'p99':>9}{'own p99':>9}{'worst':>9}{'over':>6}  bar", flush=True)
-    lines: list[Line] = []
-    for tier in [arguments.tier] if arguments.tier else SERVERS:
-        lines += measure_tier(tier, is_quick=arguments.quick)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-    return 0
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield what steps take, by tier and what becomes of its server."""
+    logger = logging.getLogger("kvtier")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # an outage is told in a warning, and here it is no news
+    try:
+        for tier in SERVERS:
+            if options.is_quick and tier == SLOW_TO_FILL:
+                options.note(f"{tier} is left out of a quick run")
+                continue
+            yield from measure_tier(tier, options)
+    finally:
+        logger.setLevel(level)
 
 
-def measure_tier(tier: str, *, is_quick: bool) -> list[Line]:
-    """Measure each fate of the tier's server, or say why there is none."""
-    lines: list[Line] = []
-    with tempfile.TemporaryDirectory(prefix="kvtier-outage-") as directory:
+def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
+    """Yield the times of each fate of the tier's server, or note why there is none."""
+    bystanders = children_of({os.getpid()})
+    with ExitStack() as ends:
+        name = ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder))
         try:
-            with open_backend(tier, Path(directory)) as settings:
-                server = Server(find_server())
-                settings["type"] = tier
+            settings = ends.enter_context(open_backend(tier, Path(name)))
+            settings["type"] = tier
+            with native_noise_hidden():
                 fill(settings)
-                for fate in Fate:
-                    lines.append(measure(settings, server, fate, is_quick=is_quick))
-                    print_line(lines[-1])
         except KVTierError as error:
-            print(f"{tier:<10}left out: {error}", flush=True)
-    return lines
+            options.note(f"{tier} was not measured: {error}")
+            return
+        # The only child that has come is a program that starts the server.
+        server = Server(children_of(children_of({os.getpid()}) - bystanders))
+        for fate in Fate:
+            with native_noise_hidden():
+                run = run_once(settings, server, fate, is_quick=options.is_quick)
+            options.note(f"{tier}, {fate.value}: {run.describe()}")
+            for what, time_ms in run.times_ms().items():
+                labels: dict[str, str | int] = {"tier": tier, "server": fate.value, "measure": what}
+                bar = Bar(None, BAR_MS) if what == P99 else None
+                yield Measurement(labels, "ms", Better.LOWER, {OURS: (time_ms,)}, bar)
 
 
 def fill(settings: dict[str, Any]) -> None:  # Any: a tier's JSON
@@ -277,7 +275,7 @@ def fill(settings: dict[str, Any]) -> None:  # Any: a tier's JSON
     engine.manager.shutdown()
 
 
-def measure(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: bool) -> Line:  # Any: JSON
+def run_once(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: bool) -> Run:  # Any: JSON
     """Time the steps of an engine whose server meets ``fate`` while the whole queue waits."""
     deadline_s = QUICK_DEADLINE_S if is_quick else DEADLINE_S
     engine = Engine(settings, deadline_s)
@@ -291,19 +289,7 @@ def measure(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: b
     with server.struck(fate):
         steps = run_steps(engine, deadline_s + (QUICK_AFTERMATH_S if is_quick else AFTERMATH_S))
     engine.manager.shutdown()
-    times_ms = [step.time_ms for step in steps]
-    return Line(
-        settings["type"],
-        fate.value,
-        len(steps),
-        float(np.mean([step.num_waiting for step in steps])),
-        arrival_ms,
-        float(np.median(times_ms)),
-        float(np.percentile(times_ms, 99)),
-        float(np.percentile([step.own_ms for step in steps], 99)),
-        max(times_ms),
-        sum(time_ms > BAR_MS for time_ms in times_ms),
-    )
+    return Run(arrival_ms, steps)
 
 
 def run_steps(engine: Engine, duration_s: float) -> list[Step]:
@@ -320,11 +306,9 @@ def run_steps(engine: Engine, duration_s: float) -> list[Step]:
     return steps
 
 
-def find_server() -> list[int]:
-    """Return the processes that our children have started: each child is a program that starts a server."""
-    parents = {int(path.parent.name): parent_of(path) for path in Path("/proc").glob("[0-9]*/stat")}
-    programs = {pid for pid, parent in parents.items() if parent == os.getpid()}
-    return [pid for pid, parent in parents.items() if parent in programs]
+def children_of(parents: Collection[int]) -> set[int]:
+    """Return the processes that those have started."""
+    return {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) in parents}
 
 
 def parent_of(stat: Path) -> int | None:
@@ -339,20 +323,3 @@ def parent_of(stat: Path) -> int | None:
 def key_of(number: int) -> OffloadKey:
     """Return the key of block ``number``."""
     return make_offload_key(number.to_bytes(32, "big"), 0)
-
-
-def make_config() -> OffloadingConfig:
-    """Return a configuration of one group."""
-    group = KVGroup(block_size_tokens=16, layer_names=("layer",), page_size_bytes=ROW_BYTES)
-    return OffloadingConfig("bench", ModelIdentity("bench"), (group,), hash_block_size=16)
-
-
-def print_line(line: Line) -> None:
-    """Print one line of the table."""
-    load = f"{line.tier:<10}{line.fate:<9}{line.num_steps:>6}{line.mean_waiting:>9.0f}{line.arrival_ms:>9.2f}"
-    typical = f"{line.median_ms:>9.3f}{line.p99_ms:>9.3f}{line.own_p99_ms:>9.3f}{line.worst_ms:>9.3f}"
-    print(f"{load}{typical}{line.num_over:>6}  {line.verdict}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,16 +3,18 @@
 It measures one request at a time. Three prompts are cycled through a device pool that holds one of them: each is
 served twice in a row, first from the tier, then from the device, and a prompt that was never seen is computed in
 each round. Host memory holds every prompt, or, for the fs tier, hardly more than one. How many tokens came from where
-is checked for each request.
+is checked for each request. The floor is a hit on the device and the plain movement of the bytes; "allowed" is the bar.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
+from benchmarks.harness.suite import Options
 from benchmarks.vllm.checkpoints import NARROW, VOCAB_SIZE, WIDE, LlamaShape, save_llama
 from benchmarks.vllm.engine import EngineOptions
 from benchmarks.vllm.engine_process import EngineProcess
@@ -35,7 +37,7 @@ NARROW_RATIO = 1.15
 HOST, FS = "CPU", "fs"
 """The tiers, as kvtier's counters name them."""
 
-Times = dict[str, list[float]]
+COMPUTED, DEVICE, ALLOWED = "computed", "device", "allowed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,14 @@ class Case:
         """A block in host memory."""
         return self.shape.token_bytes * BLOCK_TOKENS
 
+    def allowed_s(self, device_s: float, moved_s: float) -> float:
+        """Return what a hit may cost, given one on the device and the plain movement of its bytes."""
+        if self.source == FS:
+            return device_s + COPY_FACTOR * moved_s + FS_SLACK_S
+        if self.shape == NARROW:
+            return NARROW_RATIO * device_s
+        return device_s + COPY_FACTOR * moved_s + HOST_SLACK_S
+
     def settings(self, folder: Path) -> dict[str, object]:
         """Return kvtier's settings: host memory for every prompt, or for little more than one and files behind it."""
         if self.source == HOST:
@@ -71,56 +81,16 @@ class Case:
         return {"cpu_bytes_to_use": (NUM_BLOCKS + 8) * self.row_bytes, "secondary_tiers": [tier]}
 
 
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """Medians of one case, in seconds.
-
-    Attributes:
-        token_bytes: KV of a token.
-        source: the tier.
-        loaded_tokens: tokens of each hit, all from the tier.
-        loaded_bytes: their KV.
-        computed_s: the whole prompt computed.
-        device_s: the same tokens found on the device.
-        hit_s: brought by the tier.
-        copy_s: a plain copy of the bytes.
-        read_s: a plain read of the bytes from the page cache.
-        bar_s: what ``hit_s`` may be.
-    """
-
-    token_bytes: int
-    source: str
-    loaded_tokens: int
-    loaded_bytes: int
-    computed_s: float
-    device_s: float
-    hit_s: float
-    copy_s: float
-    read_s: float
-    bar_s: float
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the bar is reached."""
-        return self.hit_s <= self.bar_s
-
-
-def measure(folder: Path, *, is_quick: bool) -> list[FirstToken]:
-    """Measure and print each case."""
-    num_rounds = NUM_QUICK_ROUNDS if is_quick else NUM_ROUNDS
-    print(f"time to first token, {PROMPT_TOKENS} tokens, medians of {num_rounds} rounds, ms")
-    header = ("KiB/token", "from", "tokens", "MB", "computed", "device", "hit", "bar", "copy", "read")
-    print(" ".join(f"{name:>9}" for name in header))
-    results = []
+def measure(options: Options, folder: Path) -> Iterator[Measurement]:
+    """Yield the times of a hit by the size of a token's KV and the tier that brings it."""
+    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
     for number, case in enumerate(Case(shape, source) for shape in (WIDE, NARROW) for source in (HOST, FS)):
         place = folder / str(number)
         place.mkdir()
-        results.append(measure_case(case, place, num_rounds))
-        print_result(results[-1])
-    return results
+        yield measure_case(case, place, num_rounds)
 
 
-def measure_case(case: Case, folder: Path, num_rounds: int) -> FirstToken:
+def measure_case(case: Case, folder: Path, num_rounds: int) -> Measurement:
     """Measure one case in an engine of its own."""
     (folder / "floor").mkdir()
     options = EngineOptions(
@@ -132,25 +102,35 @@ def measure_case(case: Case, folder: Path, num_rounds: int) -> FirstToken:
         prompts = [make_prompt(number) for number in range(NUM_PROMPTS)]
         for prompt in prompts:
             time_first_token(engine, prompt, {})
-        times: Times = {}
-        for number in range(num_rounds + 1):
-            in_round = measure_round(engine, case, prompts, make_prompt(NUM_PROMPTS + number), floor)
-            # The first round warms caches and threads.
-            for name, values in in_round.items() if number else ():
-                times.setdefault(name, []).extend(values)
-    return summarize(case, {name: statistics.median(values) for name, values in times.items()})
+        rounds = [
+            measure_round(engine, case, prompts, make_prompt(NUM_PROMPTS + number), floor)
+            for number in range(num_rounds + 1)
+        ]
+    # The first round warms caches and threads.
+    return summarize(case, rounds[1:])
 
 
 def measure_round(
     engine: EngineProcess, case: Case, prompts: Sequence[Sequence[int]], unseen: Sequence[int], floor: Floor
-) -> Times:
-    """Serve a prompt that was never seen, then each of the others from the tier and again from the device."""
-    times: Times = {"computed": [time_first_token(engine, unseen, {})], "hit": [], "device": []}
+) -> dict[str, float]:
+    """Serve a prompt that was never seen, then each of the others from the tier and again from the device.
+
+    Returns:
+        Seconds by origin, medians of the prompts; those of a plain copy and a plain read of the same bytes beside them.
+    """
+    computed_s = time_first_token(engine, unseen, {})
     num_tokens = NUM_BLOCKS * BLOCK_TOKENS
+    hits_s, device_s = [], []
     for prompt in prompts:
-        times["hit"].append(time_first_token(engine, prompt, {case.source: num_tokens}))
-        times["device"].append(time_first_token(engine, prompt, {"device": num_tokens}))
-    return times | {"copy": [floor.copy_s() for _ in prompts], "read": [floor.read_s() for _ in prompts]}
+        hits_s.append(time_first_token(engine, prompt, {case.source: num_tokens}))
+        device_s.append(time_first_token(engine, prompt, {DEVICE: num_tokens}))
+    return {
+        COMPUTED: computed_s,
+        OURS: statistics.median(hits_s),
+        DEVICE: statistics.median(device_s),
+        "copy": statistics.median(floor.copy_s() for _ in prompts),
+        "read": statistics.median(floor.read_s() for _ in prompts),
+    }
 
 
 def time_first_token(engine: EngineProcess, prompt: Sequence[int], expected: Mapping[str, int]) -> float:
@@ -169,48 +149,25 @@ def time_first_token(engine: EngineProcess, prompt: Sequence[int], expected: Map
     return served.time_s
 
 
-def summarize(case: Case, median_s: Mapping[str, float]) -> FirstToken:
-    """Set a case's medians against its bar. Pure."""
-    device_s, copy_s, read_s = median_s["device"], median_s["copy"], median_s["read"]
-    if case.source == FS:
-        bar_s = device_s + COPY_FACTOR * (copy_s + read_s) + FS_SLACK_S
-    elif case.shape == NARROW:
-        bar_s = NARROW_RATIO * device_s
-    else:
-        bar_s = device_s + COPY_FACTOR * copy_s + HOST_SLACK_S
-    return FirstToken(
-        token_bytes=case.shape.token_bytes,
-        source=case.source,
-        loaded_tokens=NUM_BLOCKS * BLOCK_TOKENS,
-        loaded_bytes=NUM_BLOCKS * case.row_bytes,
-        computed_s=median_s["computed"],
-        device_s=device_s,
-        hit_s=median_s["hit"],
-        copy_s=copy_s,
-        read_s=read_s,
-        bar_s=bar_s,
-    )
+def summarize(case: Case, rounds: Sequence[Mapping[str, float]]) -> Measurement:
+    """Set a case's times against the floor and what is allowed, round by round. Pure."""
+    values: dict[str, list[float]] = {name: [] for name in (OURS, FLOOR, ALLOWED, DEVICE, COMPUTED)}
+    for one in rounds:
+        moved_s = one["copy"] + (one["read"] if case.source == FS else 0.0)
+        values[FLOOR].append(one[DEVICE] + moved_s)
+        values[ALLOWED].append(case.allowed_s(one[DEVICE], moved_s))
+        for name in (OURS, DEVICE, COMPUTED):
+            values[name].append(one[name])
+    labels: dict[str, str | int] = {
+        "prompt from": "host" if case.source == HOST else case.source,
+        "tokens": NUM_BLOCKS * BLOCK_TOKENS,
+        "KV a token": f"{case.shape.token_bytes // 1024} KiB",
+    }
+    in_ms = {name: tuple(1e3 * seconds for seconds in times) for name, times in values.items()}
+    return Measurement(labels, "ms", Better.LOWER, in_ms, Bar(ALLOWED, 1.0))
 
 
 def make_prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
     """Return random tokens; other seeds share no block."""
     tokens: list[int] = np.random.default_rng(seed).integers(1, VOCAB_SIZE, num_tokens).tolist()
     return tokens
-
-
-def print_result(result: FirstToken) -> None:
-    """Print one line."""
-    seconds = (
-        result.computed_s,
-        result.device_s,
-        result.hit_s,
-        result.bar_s,
-        result.copy_s,
-        result.read_s,
-    )
-    cells = " ".join(f"{1e3 * value:9.1f}" for value in seconds)
-    print(
-        f"{result.token_bytes / 1024:9.0f} {result.source:>9} {result.loaded_tokens:9d} "
-        f"{result.loaded_bytes / 1e6:9.1f} {cells}   {'met' if result.is_met else 'NOT met'}",
-        flush=True,
-    )

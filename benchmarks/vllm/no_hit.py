@@ -7,11 +7,12 @@ without the connector shows what the method itself sees. Two engines would not d
 without kvtier they differ by up to a tenth.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
+from benchmarks.harness.interval import lines_of
+from benchmarks.harness.measurement import Measurement
+from benchmarks.harness.suite import Options
 from benchmarks.vllm.checkpoints import WIDE, save_llama
 from benchmarks.vllm.engine import EngineOptions, Served
 from benchmarks.vllm.engine_process import EngineProcess
@@ -23,9 +24,6 @@ ANSWER_TOKENS = 8
 
 NUM_PAIRS, NUM_QUICK_PAIRS = 120, 6
 NUM_WARM_PAIRS = 4
-NUM_RESAMPLES = 10_000
-"""Bootstrap samples: the ends of the interval then move by less than 0.001."""
-
 HOST_ROOM = "1GiB"
 """Holds eleven prompts: it evicts during most of the run."""
 
@@ -35,33 +33,6 @@ DECLINED = (".declined_cascades", "primary.refused")
 """How the counters of blocks that were not stored end."""
 
 Settings = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class NoHit:
-    """Ratios of the time with kvtier to the time without.
-
-    Attributes:
-        name: what kvtier was given.
-        ratios: one for each pair.
-        median: of the ratios.
-        low: lower end of the 95 % bootstrap interval of the median.
-        high: its upper end.
-        bar: what ``high`` may be; None for the control.
-        plain_s: median time of a request without kvtier.
-        num_unfinished: pairs in which stores were open when the answer came.
-        num_declined: blocks that were not stored, or not in every tier: each one would make the ratios better.
-    """
-
-    name: str
-    ratios: tuple[float, ...]
-    median: float
-    low: float
-    high: float
-    bar: float | None
-    plain_s: float
-    num_unfinished: int
-    num_declined: int
 
 
 class Turns:
@@ -91,65 +62,29 @@ class Turns:
         return served
 
 
-def measure(folder: Path, *, is_quick: bool) -> list[NoHit]:
-    """Measure and print control, host tier, and fs tier with write-through."""
-    num_pairs = NUM_QUICK_PAIRS if is_quick else NUM_PAIRS
+def measure(options: Options, folder: Path) -> Iterator[Measurement]:
+    """Yield the ratio of times: control, host tier, and fs tier with write-through; notes tell what was not stored."""
+    num_pairs = NUM_QUICK_PAIRS if options.is_quick else NUM_PAIRS
     model = str(save_llama(folder / "model", WIDE))
     tier = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": FS_ROOM}
     host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
     cases: list[tuple[str, Settings, float | None]] = [
-        ("control", host, None),
+        ("none: the control", host, None),
         ("host", host, 1.02),
-        ("fs", host | {"secondary_tiers": [tier]}, 1.04),
+        ("host and fs", host | {"secondary_tiers": [tier]}, 1.04),
     ]
-    print(
-        f"no hit: {num_pairs} pairs, {PROMPT_TOKENS} tokens and {ANSWER_TOKENS} answered, time ratios to no kvtier"
-    )
-    header = ("with", "median", "low", "high", "bar", "plain ms", "unfinished", "declined")
-    print(" ".join(f"{name:>10}" for name in header))
-    results = []
     for name, settings, bar in cases:
-        results.append(measure_case(name, model, settings, bar, num_pairs))
-        print_result(results[-1])
-    return results
-
-
-def measure_case(name: str, model: str, settings: Settings, bar: float | None, num_pairs: int) -> NoHit:
-    """Drive an engine with these settings; without a bar it is the control."""
-    with EngineProcess(EngineOptions(model, settings)) as engine:
-        turns = Turns(engine, is_control=bar is None)
-        for number in range(NUM_WARM_PAIRS):
-            turns.serve_pair(number)
-        pairs = [turns.serve_pair(NUM_WARM_PAIRS + number) for number in range(num_pairs)]
-        stats = engine.stats()
-    ratios = np.array([served.time_s / without.time_s for without, served in pairs])
-    low, high = median_interval(ratios)
-    return NoHit(
-        name=name,
-        ratios=tuple(ratios.tolist()),
-        median=float(np.median(ratios)),
-        low=low,
-        high=high,
-        bar=bar,
-        plain_s=float(np.median([without.time_s for without, _ in pairs])),
-        num_unfinished=sum(served.num_open_jobs > 0 for _, served in pairs),
-        num_declined=int(sum(value for key, value in stats.items() if key.endswith(DECLINED))),
-    )
-
-
-def median_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the median, percentile method, with a fixed seed."""
-    drawn = np.random.default_rng(0).integers(0, len(values), (NUM_RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5))
-    return float(low), float(high)
-
-
-def print_result(result: NoHit) -> None:
-    """Print one line."""
-    verdict = "" if result.bar is None else "met" if result.high <= result.bar else "NOT met"
-    bar = "-" if result.bar is None else f"{result.bar:.2f}"
-    print(
-        f"{result.name:>10} {result.median:10.3f} {result.low:10.3f} {result.high:10.3f} {bar:>10} "
-        f"{1e3 * result.plain_s:10.1f} {result.num_unfinished:10d} {result.num_declined:10d}   {verdict}",
-        flush=True,
-    )
+        with EngineProcess(EngineOptions(model, settings)) as engine:
+            turns = Turns(engine, is_control=bar is None)
+            for number in range(NUM_WARM_PAIRS):
+                turns.serve_pair(number)
+            pairs = [turns.serve_pair(NUM_WARM_PAIRS + number) for number in range(num_pairs)]
+            stats = engine.stats()
+        yield from lines_of(name, [served.time_s / without.time_s for without, served in pairs], bar)
+        num_unfinished = sum(served.num_open_jobs > 0 for _, served in pairs)
+        num_declined = int(sum(value for key, value in stats.items() if key.endswith(DECLINED)))
+        if num_unfinished or num_declined:
+            # Each of them would make the ratios better than they are.
+            options.note(
+                f"{name}: {num_unfinished} of {num_pairs} ended with open stores, {num_declined} declined"
+            )

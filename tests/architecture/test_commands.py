@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.suites import SUITES
+
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,15 +40,27 @@ def test_the_machine_s_script_can_be_executed() -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
-def test_make_bench_runs_every_benchmark() -> None:
-    folder = ROOT / "benchmarks"
-    runnable = {
-        path.stem for path in folder.glob("*.py") if '__name__ == "__main__"' in path.read_text("utf-8")
-    }
-    runnable |= {path.parent.name for path in folder.glob("*/__main__.py")}
-    listed = re.search(r"^BENCHMARKS := (.*)$", MAKEFILE, flags=re.MULTILINE)
+def test_make_bench_runs_the_suites_and_peers_have_an_environment_of_their_own() -> None:
+    assert re.search(r"^bench: \$\(STAMP\).*\n\t\$\(BIN\)/kvtier bench", MAKEFILE, flags=re.MULTILINE)
+    assert re.search(
+        r"^bench-peers: \$\(VLLM_STAMP\).*\n\t\$\(VLLM_BIN\)/kvtier bench", MAKEFILE, flags=re.MULTILINE
+    )
 
-    assert listed is not None
-    # Real vLLM engines need an environment of their own, and so a target of their own.
-    assert runnable - {"vllm"} <= set(listed[1].split())
-    assert re.search(r"^bench-vllm: \$\(VLLM_STAMP\)", MAKEFILE, flags=re.MULTILINE)
+
+def test_every_benchmark_is_a_suite() -> None:
+    folder = ROOT / "benchmarks"
+    measuring = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if re.search(r"^def measure\(options: Options\)", path.read_text("utf-8"), flags=re.MULTILINE)
+    }
+    chained = {
+        name
+        for name in measuring
+        if name.startswith(("benchmarks.engine.", "benchmarks.vllm.", "benchmarks.tiers."))
+    }
+
+    assert measuring - chained <= {suite.module for suite in SUITES}
+    assert {"benchmarks.engine.suite", "benchmarks.vllm.suite", "benchmarks.tiers.suite"} <= {
+        suite.module for suite in SUITES
+    }

@@ -46,11 +46,12 @@ class LRUCachePolicy(CachePolicy, EvictionPreview):
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Make ``keys`` the most recent, the first of them most."""
-        blocks = self.blocks
-        renew = blocks.move_to_end
+        renew = self.blocks.move_to_end
         for key in reversed(tuple(keys)):
-            if key in blocks:
+            try:
                 renew(key)
+            except KeyError:
+                continue  # rare, and asking each time first would cost as much as renewing
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict the ``n`` oldest idle blocks that are not protected, or none at all."""

@@ -21,7 +21,7 @@ more hold as many blocks in buffers of the client."""
 
 DEFAULT_BLOCKS_PER_OBJECT = 1
 """Blocks in one object. More need a pointer for each block, as an engine that knows one key only must find it: a store
-then makes more requests than with one, and only loads of whole runs make fewer. ``benchmarks/obj.py`` has numbers."""
+then makes more requests than with one, and only loads of whole runs make fewer. ``kvtier bench tiers`` has numbers."""
 
 DEFAULT_TIMEOUT_S = 5.0
 """Seconds for a request from its start to the last byte. Shorter fails large blocks on a slow link; longer keeps slots

@@ -1,24 +1,19 @@
 """The scheduler half's cost per step when nothing changes, for a thousand requests.
 
-    python -m benchmarks.connector [--quick] [--json FILE]
-
 "promotion": each waits for a tier, with the real tiering manager; "load": each waits for a load of another request;
 "running": each decodes one token and fills no block. A step is the thousand searches, or the thousand scheduled
-requests, and build_connector_meta. Numbers are the median and the worst of the rounds. The bar: 1 ms a step for
-those that wait.
+requests, and build_connector_meta. The bar is for those that wait.
 """
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
+from benchmarks.harness.rounds import timed
+from benchmarks.harness.suite import Options
 from kvtier.base import (
     CanonicalKVCaches,
     HandlerEntry,
@@ -38,24 +33,9 @@ from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 NUM_REQUESTS = 1000
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 64
-NUM_SLOTS = NUM_REQUESTS * PROMPT_BLOCKS
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 200, 20
 BAR_MS = 1.0
 NEVER_S = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What a step costs, in milliseconds.
-
-    Attributes:
-        case: what the requests do.
-        median_ms: of the rounds.
-        worst_ms: of the rounds.
-    """
-
-    case: str
-    median_ms: float
-    worst_ms: float
 
 
 @dataclass(eq=False, slots=True)
@@ -154,47 +134,36 @@ class HungTier(SecondaryTierManager):
 
 
 class BenchRows:
-    """Rows of one byte."""
+    """Rows of one byte.
+
+    Args:
+        num_rows: how many.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
 
     def create_kv_memoryview(self) -> memoryview:
         """Return them."""
-        return np.zeros((NUM_SLOTS, 1), dtype=np.int8).data
+        return np.zeros((self._num_rows, 1), dtype=np.int8).data
 
     def cleanup(self) -> None:
         """Do nothing."""
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    arguments = parser.parse_args()
-    num_rounds = 20 if arguments.quick else 200
-    lines = [
-        measure("promotion", make_promotion_step(), num_rounds),
-        measure("load", make_load_step(), num_rounds),
-        measure("running", make_running_step(), num_rounds),
-    ]
-    print(
-        f"{'case':<12}{'median ms':>12}{'worst ms':>12}   {NUM_REQUESTS} requests of {PROMPT_BLOCKS} blocks"
-    )
-    for line in lines:
-        print(f"{line.case:<12}{line.median_ms:>12.3f}{line.worst_ms:>12.3f}")
-    print(f"bar for promotion and load: {BAR_MS} ms")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(line) for line in lines], indent=1))
-
-
-def measure(case: str, step: Callable[[], None], num_rounds: int) -> Line:
-    """Time ``step``."""
-    step()
-    times_ms = []
-    for _ in range(num_rounds):
-        start_s = time.perf_counter()
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield the time of a step by what the requests do."""
+    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    for doing, make_step, bar in (
+        ("wait for a promotion", make_promotion_step, Bar(None, BAR_MS)),
+        ("wait for another's load", make_load_step, Bar(None, BAR_MS)),
+        ("run, and fill no block", make_running_step, None),
+    ):
+        step = make_step(NUM_REQUESTS)
         step()
-        times_ms.append((time.perf_counter() - start_s) * 1e3)
-    return Line(case, statistics.median(times_ms), max(times_ms))
+        times_ms = tuple(1e3 * timed(step) for _ in range(num_rounds))
+        labels: dict[str, str | int] = {"a step in which they": doing, "requests": NUM_REQUESTS}
+        yield Measurement(labels, "ms", Better.LOWER, {OURS: times_ms}, bar)
 
 
 def make_config() -> OffloadingConfig:
@@ -210,28 +179,29 @@ def make_request(number: int, *, is_shared: bool) -> BenchRequest:
     return BenchRequest(f"request-{number}", PROMPT_BLOCKS * BLOCK_TOKENS + 1, hashes)
 
 
-def make_promotion_step() -> Callable[[], None]:
+def make_promotion_step(num_requests: int) -> Callable[[], None]:
     """Return a step of requests that wait for a tier."""
     config = make_config()
-    primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, BenchRows())
+    num_slots = num_requests * PROMPT_BLOCKS
+    primary = CPUPrimaryTierOffloadingManager(num_slots, BenchRows(num_slots))
     tier = HungTier(config, primary.get_kv_memoryview())
     manager = TieringOffloadingManager(primary, [tier], lookup_deadline_s=NEVER_S)
     half = OffloadingConnectorScheduler(BenchSpec(config, manager))
-    return make_search_step(half, [make_request(number, is_shared=False) for number in range(NUM_REQUESTS)])
+    return make_search_step(half, [make_request(number, is_shared=False) for number in range(num_requests)])
 
 
-def make_load_step() -> Callable[[], None]:
+def make_load_step(num_requests: int) -> Callable[[], None]:
     """Return a step of requests whose prompt is being loaded for another one."""
-    manager = CPUOffloadingManager(NUM_SLOTS)
+    manager = CPUOffloadingManager(num_requests * PROMPT_BLOCKS)
     half = OffloadingConnectorScheduler(BenchSpec(make_config(), manager))
-    first = make_request(NUM_REQUESTS, is_shared=True)
+    first = make_request(num_requests, is_shared=True)
     keys = [make_offload_key(block_hash, 0) for block_hash in first.block_hashes]
     context = ReqContext("before")
     manager.prepare_store(keys, context)
     manager.complete_store(keys, context)
     num_tokens, _ = half.get_num_new_matched_tokens(first, 0)
     half.update_state_after_alloc(first, BenchBlocks(list(range(PROMPT_BLOCKS))), num_tokens or 0)
-    return make_search_step(half, [make_request(number, is_shared=True) for number in range(NUM_REQUESTS)])
+    return make_search_step(half, [make_request(number, is_shared=True) for number in range(num_requests)])
 
 
 def make_search_step(half: OffloadingConnectorScheduler, requests: list[BenchRequest]) -> Callable[[], None]:
@@ -248,10 +218,12 @@ def make_search_step(half: OffloadingConnectorScheduler, requests: list[BenchReq
     return search
 
 
-def make_running_step() -> Callable[[], None]:
+def make_running_step(num_requests: int) -> Callable[[], None]:
     """Return a step in which each request computes a token that fills no block."""
-    half = OffloadingConnectorScheduler(BenchSpec(make_config(), CPUOffloadingManager(NUM_SLOTS)))
-    requests = [make_request(number, is_shared=True) for number in range(NUM_REQUESTS)]
+    half = OffloadingConnectorScheduler(
+        BenchSpec(make_config(), CPUOffloadingManager(num_requests * PROMPT_BLOCKS))
+    )
+    requests = [make_request(number, is_shared=True) for number in range(num_requests)]
     table = list(range(PROMPT_BLOCKS + 1))
     first, later = BenchStep(), BenchStep()
     for request in requests:
@@ -269,7 +241,3 @@ def make_running_step() -> Callable[[], None]:
         half.build_connector_meta(later)
 
     return decode
-
-
-if __name__ == "__main__":
-    main()

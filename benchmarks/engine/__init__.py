@@ -1,0 +1,1 @@
+"""The embedded engine: time to first token, what kvtier costs when it never helps, and a step's scheduler side."""

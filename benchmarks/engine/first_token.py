@@ -1,0 +1,160 @@
+"""Time to first token by where the prompt comes from, against a copy of its bytes.
+
+One engine, one prompt a round. The same prompt is computed, answered from the device's prefix cache, from host
+memory, and from the fs tier with its page cache warm; the sources of every prompt token are asserted. The floor is a
+hit on the device and a plain copy of the bytes, for fs a plain read of a file of that size too: what nobody can do
+without. "allowed" is the bar: host at most device + 1.5 x copy + 10 ms, fs device + 1.5 x (copy + read) + 20 ms.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.engine.models import BLOCK_SIZE_TOKENS, make_model, make_prompt
+from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
+from benchmarks.harness.rounds import timed
+from benchmarks.harness.suite import Options
+from kvtier.engines.transformers import EngineConfig, KVTierEngine
+from kvtier.engines.transformers.model_adapter import ModelAdapter
+
+ROUNDS_OF_LENGTH = {256: 7, 512: 7, 1024: 7, 2048: 5, 4096: 3, 8192: 2}
+"""Prefix in tokens -> rounds that count. Few of the long ones: computing them is what takes the time."""
+
+QUICK_ROUNDS_OF_LENGTH = {512: 3, 1024: 3}
+TAIL_TOKENS = 5
+"""Tokens after the prefix, so that each hit computes the same few."""
+
+COPY_FACTOR = 1.5
+HOST_SLACK_S, FS_SLACK_S = 0.010, 0.020
+COMPUTED, DEVICE, ALLOWED = "computed", "device", "allowed"
+DRAIN_S = 120.0
+
+
+class FirstTokens:
+    """An engine and the ways to put a prompt into one place.
+
+    Args:
+        model: what is served.
+        max_prefix_tokens: the longest prefix.
+        fs_dir: directory of the fs tier.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, max_prefix_tokens: int, fs_dir: Path) -> None:
+        self.token_bytes = ModelAdapter(model).shape.token_bytes
+        self._fs_dir = fs_dir
+        self._model = model
+        self._num_blocks = 2 * (max_prefix_tokens // BLOCK_SIZE_TOKENS + 2)
+
+    def measure_round(self, prefix_tokens: int, number: int) -> dict[str, float]:
+        """Return seconds by origin, and those of a plain copy and a plain read of the same bytes."""
+        prompt = make_prompt(prefix_tokens * 1000 + number, prefix_tokens + TAIL_TOKENS)
+        num_bytes = prefix_tokens * self.token_bytes
+        seconds: dict[str, float] = {}
+        with self._open() as engine:
+            engine.run(make_prompt(1, BLOCK_SIZE_TOKENS), 1)
+            seconds[COMPUTED] = first_token_s(engine, prompt, COMPUTED)
+            engine.drain(DRAIN_S)
+            seconds[DEVICE] = first_token_s(engine, prompt, DEVICE)
+            engine.drop_device_cache()
+            seconds["host"] = first_token_s(engine, prompt, "host")
+            engine.drain(DRAIN_S)
+        with self._open() as engine:
+            engine.run(make_prompt(2, BLOCK_SIZE_TOKENS), 1)
+            engine.drain(DRAIN_S)
+            seconds["fs"] = first_token_s(engine, prompt, "fs")
+        return seconds | {"copy": copy_s(num_bytes), "read": read_s(self._fs_dir, num_bytes)}
+
+    def _open(self) -> KVTierEngine:
+        """Return a new engine with an empty host tier; the fs tier keeps what it has."""
+        row_bytes = -(-self.token_bytes * BLOCK_SIZE_TOKENS // 4096) * 4096
+        # Roomy on purpose: a declined cascade would be measured as a recomputation.
+        room = {"capacity_bytes": "16GiB", "max_in_flight_store_bytes": "16GiB"}
+        # The bar is for a warm page cache, which direct I/O goes past.
+        tier = {"type": "fs", "root_dir": str(self._fs_dir), "direct_io": False} | room
+        extra = {"cpu_bytes_to_use": self._num_blocks * row_bytes, "secondary_tiers": [tier]}
+        config = EngineConfig(
+            num_device_blocks=self._num_blocks,
+            block_size_tokens=BLOCK_SIZE_TOKENS,
+            extra_config=extra,
+            model_revision="benchmark",
+        )
+        return KVTierEngine(self._model, config)
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield times to first token by prefix length and origin; a note tells from which length on a hit is faster."""
+    rounds_of_length = QUICK_ROUNDS_OF_LENGTH if options.is_quick else ROUNDS_OF_LENGTH
+    break_even: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
+        bench = FirstTokens(make_model(), max(rounds_of_length), Path(folder))
+        bench.measure_round(min(rounds_of_length), 0)
+        for prefix_tokens, num_rounds in rounds_of_length.items():
+            rounds = [bench.measure_round(prefix_tokens, 1 + number) for number in range(num_rounds)]
+            for measurement in of_length(prefix_tokens, rounds):
+                yield measurement
+                ratio = measurement.ratio(COMPUTED)
+                if ratio is not None and ratio.median > 1:
+                    break_even.setdefault(str(measurement.labels["prompt from"]), prefix_tokens)
+    for origin, prefix_tokens in break_even.items():
+        options.note(
+            f"a hit in {origin} is faster than computing from {prefix_tokens} tokens on, of those measured"
+        )
+
+
+def of_length(prefix_tokens: int, rounds: list[dict[str, float]]) -> Iterator[Measurement]:
+    """Yield what the rounds of one length say of host and fs. Pure."""
+    for origin, slack_s in (("host", HOST_SLACK_S), ("fs", FS_SLACK_S)):
+        moved_s = [one["copy"] + (one["read"] if origin == "fs" else 0.0) for one in rounds]
+        device_s = [one[DEVICE] for one in rounds]
+        allowed_s = [
+            base_s + COPY_FACTOR * more_s + slack_s for base_s, more_s in zip(device_s, moved_s, strict=True)
+        ]
+        values = {
+            OURS: [one[origin] for one in rounds],
+            FLOOR: [base_s + more_s for base_s, more_s in zip(device_s, moved_s, strict=True)],
+            ALLOWED: allowed_s,
+            DEVICE: device_s,
+            COMPUTED: [one[COMPUTED] for one in rounds],
+        }
+        yield Measurement(
+            {"prompt from": origin, "tokens": prefix_tokens},
+            "ms",
+            Better.LOWER,
+            {name: tuple(1e3 * seconds for seconds in times) for name, times in values.items()},
+            Bar(ALLOWED, 1.0),
+        )
+
+
+def first_token_s(engine: KVTierEngine, prompt: list[int], origin: str) -> float:
+    """Answer one token and assert that the whole prefix came from ``origin``."""
+    result = engine.run(prompt, 1)
+    expected = {origin: len(prompt) - TAIL_TOKENS, COMPUTED: TAIL_TOKENS}
+    if origin == COMPUTED:
+        expected = {COMPUTED: len(prompt)}
+    if result.sources != expected:
+        raise SystemExit(f"the prompt came from {dict(result.sources)}, not {expected}")
+    return result.time_to_first_token_s
+
+
+def copy_s(num_bytes: int) -> float:
+    """Return the median time of a plain copy of that many bytes between buffers that were touched before."""
+    source, target = (torch.ones(num_bytes, dtype=torch.int8) for _ in range(2))
+    return statistics.median(timed(lambda: target.copy_(source)) for _ in range(5))
+
+
+def read_s(folder: Path, num_bytes: int) -> float:
+    """Return the median time of reading a file of that many bytes from the page cache."""
+    target = bytearray(num_bytes)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.write(target)
+        file.flush()
+
+        def read() -> None:
+            file.seek(0)
+            file.readinto(target)
+
+        return statistics.median(timed(read) for _ in range(3))

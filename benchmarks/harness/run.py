@@ -1,0 +1,111 @@
+"""Runs a suite: prints its table line by line, keeps the numbers, draws the picture."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from benchmarks.harness.machine import describe_machine
+from benchmarks.harness.measurement import OURS, Measurement
+from benchmarks.harness.picture import write_picture
+from benchmarks.harness.suite import Options, Suite
+from benchmarks.harness.table import Table
+
+
+def run_suites(
+    suites: Sequence[Suite], *, is_quick: bool, folder: Path | None = None, out_folder: Path | None = None
+) -> None:
+    """Run suites one after another.
+
+    Args:
+        suites: which.
+        is_quick: fewer sizes and rounds.
+        folder: where files are written, None for the system's temporary folder.
+        out_folder: takes NAME.json and NAME.svg of each; made when it is missing.
+
+    Raises:
+        As ``run_suite``.
+    """
+    for suite in suites:
+        json_path = picture_path = None
+        if out_folder is not None:
+            out_folder.mkdir(parents=True, exist_ok=True)
+            json_path, picture_path = out_folder / f"{suite.name}.json", out_folder / f"{suite.name}.svg"
+        run_suite(suite, is_quick=is_quick, folder=folder, json_path=json_path, picture_path=picture_path)
+
+
+def run_suite(
+    suite: Suite,
+    *,
+    is_quick: bool = False,
+    folder: Path | None = None,
+    json_path: Path | None = None,
+    picture_path: Path | None = None,
+    out: TextIO | None = None,
+) -> list[Measurement]:
+    """Run ``suite`` and return its measurements.
+
+    Args:
+        suite: what to measure.
+        is_quick: fewer sizes and rounds.
+        folder: where files are written, None for the system's temporary folder.
+        json_path: takes the machine and the values of every round.
+        picture_path: takes the picture, if there is anything to draw and matplotlib is installed; its suffix chooses
+            the format.
+        out: takes the table, None for standard output.
+
+    Raises:
+        ImportError: a library that this suite cannot do without is missing.
+        OSError: a file cannot be written.
+    """
+    machine = describe_machine()
+    notes: list[str] = []
+    measurements: list[Measurement] = []
+    table: Table | None = None
+    print(f"{suite.name}: {suite.summary}", file=out)
+    for measurement in suite.measure(Options(is_quick, folder, notes.append)):
+        if table is None or not table.has_columns_for(measurement):
+            table = Table(measurement)
+            print(table.head(), file=out)
+        print(table.line(measurement), file=out, flush=True)
+        measurements.append(measurement)
+    for note in notes:
+        print(note, file=out)
+    if json_path is not None:
+        document = {
+            "suite": suite.name,
+            "is_quick": is_quick,
+            "machine": machine,
+            "notes": notes,
+            "measurements": [as_document(measurement) for measurement in measurements],
+        }
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
+    if picture_path is not None and measurements:
+        _draw(suite, measurements, picture_path, out)
+    return measurements
+
+
+def as_document(measurement: Measurement) -> dict[str, object]:
+    """Return a measurement as JSON has it, with medians and ratios beside the values. Pure."""
+    return {
+        "labels": dict(measurement.labels),
+        "unit": measurement.unit,
+        "better": measurement.better.value,
+        "values": {name: list(values) for name, values in measurement.values.items()},
+        "medians": {name: measurement.median(name) for name in measurement.values},
+        "ratios": {
+            name: asdict(ratio)
+            for name in measurement.values
+            if name != OURS and (ratio := measurement.ratio(name)) is not None
+        },
+        "bar": None if measurement.bar is None else asdict(measurement.bar) | {"is_met": measurement.is_met},
+    }
+
+
+def _draw(suite: Suite, measurements: Sequence[Measurement], path: Path, out: TextIO | None) -> None:
+    """Write the picture; numbers that took minutes are not lost for want of one."""
+    try:
+        write_picture(f"{suite.name}: {suite.summary}", measurements, suite.x_label, path)
+    except ImportError as error:
+        print(f"no picture: {error}; pip install 'kvtier[plot]'", file=out)

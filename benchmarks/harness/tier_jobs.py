@@ -1,0 +1,73 @@
+"""Blocks of random bytes, and jobs that move them through a secondary tier."""
+
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvtier.base import JobId, OffloadKey, ReqContext, make_offload_key
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager
+
+HANG_GUARD_S = 300.0
+
+
+def make_rows(num_blocks: int, block_bytes: int) -> memoryview:
+    """Return rows of random bytes like a primary tier's, shape (num_blocks, block_bytes), format 'b', page-aligned."""
+    memory = mmap.mmap(-1, num_blocks * block_bytes)
+    rows = memoryview(memory).cast("b", (num_blocks, block_bytes))
+    np.asarray(rows)[:] = np.random.default_rng(0).integers(-128, 128, rows.shape, dtype=np.int8)
+    return rows
+
+
+def flat_rows(rows: memoryview) -> list[memoryview]:
+    """Return each row by itself, format 'B'. Pure."""
+    flat = rows.cast("B")
+    num_blocks, block_bytes = np.asarray(rows).shape
+    return [flat[number * block_bytes : (number + 1) * block_bytes] for number in range(num_blocks)]
+
+
+def make_config(block_bytes: int) -> OffloadingConfig:
+    """Return what an engine with blocks of that size would say of itself. Pure."""
+    group = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=block_bytes)
+    return OffloadingConfig("bench", ModelIdentity("bench"), (group,), hash_block_size=16)
+
+
+def make_keys(num_blocks: int, generation: int) -> list[OffloadKey]:
+    """Return distinct keys; those of another generation are others. Pure."""
+    seed = generation.to_bytes(8, "big")
+    return [make_offload_key(seed + number.to_bytes(24, "big"), 0) for number in range(num_blocks)]
+
+
+def job_numbers(num_blocks: int, num_jobs: int) -> list[range]:
+    """Return which blocks are in which job. Pure."""
+    size = num_blocks // num_jobs
+    return [range(number * size, (number + 1) * size) for number in range(num_jobs)]
+
+
+def move_blocks(
+    tier: SecondaryTierManager, keys: Sequence[OffloadKey], num_jobs: int = 1, *, is_promotion: bool
+) -> None:
+    """Submit jobs with a slot for each key at once, and wait for them; all must go well."""
+    submit = tier.submit_load if is_promotion else tier.submit_store
+    request = ReqContext("bench")
+    for job_number, numbers in enumerate(job_numbers(len(keys), num_jobs)):
+        job_keys = tuple(keys[number] for number in numbers)
+        slots = np.array(numbers, dtype=np.int64)
+        submit(JobMetadata(JobId(job_number), job_keys, slots, is_promotion, request))
+    assert tier.drain(HANG_GUARD_S), "the tier hangs"
+    results = list(tier.get_finished())
+    assert len(results) == num_jobs
+    assert all(result.success for result in results)
+
+
+def rates_of(num_bytes: int, put: Callable[[], None], get: Callable[[], None]) -> Mapping[str, float]:
+    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s."""
+    begun_s = time.perf_counter()
+    put()
+    between_s = time.perf_counter()
+    get()
+    ended_s = time.perf_counter()
+    mib = num_bytes / 2**20
+    return {"put": mib / (between_s - begun_s), "get": mib / (ended_s - between_s)}

@@ -1,0 +1,133 @@
+"""What an eviction policy costs by itself: blocks per second of insertion, hit and eviction.
+
+The floor is a bare ordered dictionary that drops its oldest entry without asking whether anybody uses it. Blocks are
+the manager's own objects, made beforehand; calls come in batches of 64. The thread's processor time is taken.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
+from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import make_keys
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+
+BATCH = 64
+CAPACITIES = (16_384, 131_072, 1_048_576)
+POLICIES = ("lru", "arc")
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
+
+Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]
+
+
+class BarePolicy(CachePolicy):
+    """The least that an order of leaving costs."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the block under ``key``."""
+        return self._blocks.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        """Return the dictionary's own ``get``."""
+        return self._blocks.get
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold a block."""
+        self._blocks[key] = block
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding it."""
+        self._blocks.pop(key, None)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Make ``keys`` the most recent."""
+        for key in keys:
+            self._blocks.move_to_end(key)
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        """Drop the oldest."""
+        del protected
+        return [self._blocks.popitem(last=False) for _ in range(n)]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._blocks.clear()
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield rates by operation, policy and capacity."""
+    for num_blocks in CAPACITIES[:1] if options.is_quick else CAPACITIES:
+        batches = make_batches(num_blocks)
+        for policy in POLICIES:
+            makers: dict[str, Callable[[], CachePolicy]] = {
+                OURS: partial(create_cache_policy, policy, num_blocks),
+                FLOOR: partial(BarePolicy, num_blocks),
+            }
+            contestants: dict[str, Contestant] = {
+                name: partial(rates_once, make, batches) for name, make in makers.items()
+            }
+            num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+            for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
+                labels: dict[str, str | int] = {
+                    "operation": operation,
+                    "policy": policy,
+                    "blocks": num_blocks,
+                }
+                yield Measurement(labels, "k blocks/s", Better.HIGHER, values)
+
+
+def make_batches(num_blocks: int) -> Batches:
+    """Return twice the capacity's keys with idle blocks; the second half takes the slots of the first."""
+    blocks = [BlockStatus(number) for number in range(num_blocks)]
+    for block in blocks:
+        block.ref_cnt = 0
+    keys = make_keys(2 * num_blocks, 0)
+    blocks += blocks
+    starts = range(0, 2 * num_blocks, BATCH)
+    return [(keys[start : start + BATCH], blocks[start : start + BATCH]) for start in starts]
+
+
+def rates_once(make: Callable[[], CachePolicy], batches: Batches) -> Mapping[str, float]:
+    """Return thousand blocks per processor second, by operation, over one capacity's worth of blocks each."""
+    policy = make()
+    half = len(batches) // 2
+    rates = {}
+    for name, run, part in (
+        ("insert", insert_all, batches[:half]),
+        ("hit", hit_all, batches[:half]),
+        ("evict and insert", replace_all, batches[half:]),
+    ):
+        begun_s = time.thread_time()
+        run(policy, part)
+        rates[name] = half * BATCH / 1e3 / (time.thread_time() - begun_s)
+    return rates
+
+
+def insert_all(policy: CachePolicy, batches: Batches) -> None:
+    """Fill the policy."""
+    for keys, blocks in batches:
+        policy.insert_many(keys, blocks)
+
+
+def hit_all(policy: CachePolicy, batches: Batches) -> None:
+    """Find every block and renew it."""
+    get = policy.getter()
+    for keys, _ in batches:
+        for key in keys:
+            get(key)
+        policy.touch(keys)
+
+
+def replace_all(policy: CachePolicy, batches: Batches) -> None:
+    """Make room for each batch, then take it in."""
+    for keys, blocks in batches:
+        policy.evict(len(keys), ())
+        policy.insert_many(keys, blocks)

@@ -1,0 +1,55 @@
+"""The benchmarks by name."""
+
+from benchmarks.harness.suite import Suite
+
+SUITES = (
+    Suite(
+        "manager",
+        "the primary tier's books, per block, against a bare ordered dictionary",
+        "benchmarks.manager",
+        x_label="blocks",
+    ),
+    Suite(
+        "policy",
+        "eviction policies by themselves, against a bare ordered dictionary",
+        "benchmarks.policy",
+        "blocks",
+    ),
+    Suite("transfer", "device <-> primary, against a plain copy of the same bytes", "benchmarks.transfer"),
+    Suite("fs", "puts and gets of the fs tier, against raw files", "benchmarks.fs"),
+    Suite("slab", "puts and gets of the slab tier, against raw calls on one file", "benchmarks.slab"),
+    Suite(
+        "tiers",
+        "puts and gets of the valkey, obj and mooncake tiers, against the plain clients",
+        "benchmarks.tiers.suite",
+    ),
+    Suite(
+        "outage",
+        "a step with 1,000 waiting requests while a tier's server is well, stopped, killed",
+        "benchmarks.outage",
+    ),
+    Suite(
+        "engine",
+        "the embedded engine: first tokens, no hits, a step's scheduler side",
+        "benchmarks.engine.suite",
+    ),
+    Suite("vllm", "real vLLM engines: first tokens, no hits", "benchmarks.vllm.suite"),
+    Suite("growth-blocks", "time per block of the books as they grow", "benchmarks.growth.blocks", "blocks"),
+    Suite(
+        "growth-tiers", "time per block of searches and stores, by tiers", "benchmarks.growth.tiers", "tiers"
+    ),
+    Suite("growth-requests", "time per request of an idle step", "benchmarks.growth.requests", "requests"),
+)
+
+
+def find_suite(name: str) -> Suite:
+    """Return the suite of that name.
+
+    Raises:
+        KeyError: there is none; the message names those that there are.
+    """
+    for suite in SUITES:
+        if suite.name == name:
+            return suite
+    known = ", ".join(suite.name for suite in SUITES)
+    raise KeyError(f"no benchmark {name!r}: choose among {known}")

@@ -1,0 +1,155 @@
+"""Throughput of the obj tier against the plain client, in one run on one real server.
+
+The floor puts and gets one object per block with obstore alone, as many requests at once as the tier has threads: no
+envelope, no checksum, no conditional create, and what is got is not copied into a row. With more than one block in an
+object the tier also asks what is held, writes pointers and, when it loads, remembers where they point; the floor stays
+one object per block. The server is a SeaweedFS on the same cores and disk: figures are relative.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import obstore
+from obstore.store import S3Store
+
+from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
+from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import (
+    HANG_GUARD_S,
+    flat_rows,
+    make_config,
+    make_keys,
+    make_rows,
+    move_blocks,
+    rates_of,
+)
+from benchmarks.tiers.suite import Place, labels_of
+from kvtier.cli.demo.backends import open_backend
+from kvtier.tiering.obj import ObjTier
+
+NUM_THREADS = 16
+GROUPED_THREADS = 4
+"""Threads with which jobs are cut into parts long enough for groups."""
+
+BLOCKS_PER_GROUP = 8
+CASE_BYTES = 32 * 2**20
+BLOCK_SIZES_BYTES = (64 * 2**10, 512 * 2**10, 2 * 2**20)
+QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
+REQUEST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        block_bytes: length of a row.
+        blocks_per_object: the tier's setting.
+        num_threads: requests at the same time, tier and floor.
+    """
+
+    block_bytes: int
+    blocks_per_object: int
+    num_threads: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in a round."""
+        return CASE_BYTES // self.block_bytes
+
+
+class Floor:
+    """The plain client.
+
+    Args:
+        place: of the server.
+        rows: what to write, shape (num_blocks, block_bytes).
+        num_threads: requests at the same time.
+    """
+
+    def __init__(self, place: Place, rows: memoryview, num_threads: int) -> None:
+        self._rows = flat_rows(rows)
+        self._pool = ThreadPoolExecutor(num_threads)
+        # Credentials are in the environment, where the tier finds them too.
+        self._store = S3Store.from_url(
+            place["url"],
+            endpoint=place["endpoint"],
+            client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_TIMEOUT_S)},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
+        )
+
+    def run(self) -> Mapping[str, float]:
+        """Write every row as one object, read each, and return the rates."""
+        name = f"floor/{os.urandom(8).hex()}"
+
+        def put(number: int) -> None:
+            obstore.put(self._store, f"{name}/{number}", self._rows[number], use_multipart=False)
+
+        def get(number: int) -> None:
+            assert len(obstore.get(self._store, f"{name}/{number}").bytes()) == len(self._rows[number])
+
+        return rates_of(sum(map(len, self._rows)), partial(self._each, put), partial(self._each, get))
+
+    def close(self) -> None:
+        """End the threads and remove every object of the bucket, so that the server's disk stays small."""
+        self._pool.shutdown()
+        obstore.delete(self._store, [meta["path"] for meta in obstore.list(self._store).collect()])
+
+    def _each(self, move: Callable[[int], None]) -> None:
+        for _ in self._pool.map(move, range(len(self._rows))):
+            pass
+
+
+def open_server(folder: Path) -> AbstractContextManager[Place]:
+    """Run a SeaweedFS as long as the block."""
+    return open_backend("obj", folder)
+
+
+def measure(options: Options, place: Place) -> Iterator[Measurement]:
+    """Yield rates by direction, block size and blocks in an object."""
+    for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
+        for blocks_per_object, num_threads in ((1, NUM_THREADS), (BLOCKS_PER_GROUP, GROUPED_THREADS)):
+            case = Case(block_bytes, blocks_per_object, num_threads)
+            rounds = run_case(case, place, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+            for operation, values in rounds.items():
+                together = f"{blocks_per_object} an object"
+                labels = labels_of("obj", operation, block_bytes, num_threads, together)
+                yield Measurement(labels, "MiB/s", Better.HIGHER, values)
+
+
+def run_case(case: Case, place: Place, num_rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
+    """Run tier and floor in turns, each round with blocks of its own."""
+    rows = make_rows(case.num_blocks, case.block_bytes)
+    generations = count()
+    with ExitStack() as ends:
+        floor = Floor(place, rows, case.num_threads)
+        ends.callback(floor.close)
+        tier = ObjTier(
+            make_config(case.block_bytes),
+            rows,
+            **place,
+            prefix=f"tier/{os.urandom(4).hex()}",
+            blocks_per_object=case.blocks_per_object,
+            num_threads=case.num_threads,
+            timeout_s=REQUEST_TIMEOUT_S,
+        )
+        ends.callback(tier.shutdown, HANG_GUARD_S)
+
+        def run_ours() -> Mapping[str, float]:
+            keys = make_keys(case.num_blocks, next(generations))
+            return rates_of(
+                rows.nbytes,
+                lambda: move_blocks(tier, keys, is_promotion=False),
+                lambda: move_blocks(tier, keys, is_promotion=True),
+            )
+
+        return run_rounds({OURS: run_ours, FLOOR: floor.run}, num_rounds)

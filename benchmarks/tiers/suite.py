@@ -1,0 +1,81 @@
+"""Throughput of the tiers behind a server, one after another, each against the plain client of the same server.
+
+A server is started for the run, on the loopback interface, and shares the cores with its clients: ratios count. One
+that is not installed, or does not start, is a line under the table; whatever fails afterwards fails the suite.
+"""
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from benchmarks.harness.measurement import Measurement
+from benchmarks.harness.suite import Options
+from kvtier.errors import TierError
+
+TIERS = ("valkey", "obj", "mooncake")
+
+Place = dict[str, Any]  # Any: a tier's JSON, whose values are the tier's business
+
+
+class TierBenchmark(Protocol):
+    """What a module of this package has."""
+
+    def open_server(self, folder: Path) -> AbstractContextManager[Place]:
+        """Run what the tier needs as long as the block, with its files in ``folder``.
+
+        Raises:
+            TierError: it cannot be started; it says why.
+        """
+
+    def measure(self, options: Options, place: Place) -> Iterator[Measurement]:
+        """Yield the measurements with the servers at ``place``."""
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield rates by tier, direction and block size."""
+    # Mooncake's library reads it while it is loaded; without it each call writes several lines.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    for tier in TIERS:
+        yield from measure_tier(tier, options)
+
+
+def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
+    """Yield one tier's measurements, or note why there are none."""
+    try:
+        module = cast("TierBenchmark", importlib.import_module(f"benchmarks.tiers.{tier}"))
+    except ImportError as error:
+        options.note(f"{tier} was not measured: {error}")
+        return
+    with ExitStack() as ends:
+        name = ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder))
+        try:
+            place = ends.enter_context(module.open_server(Path(name)))
+        except TierError as error:
+            options.note(f"{tier} was not measured: {error}")
+            return
+        yield from module.measure(options, place)
+
+
+def labels_of(
+    tier: str, operation: str, block_bytes: int, num_threads: int, together: str
+) -> dict[str, str | int]:
+    """Return what each line says of itself. Pure.
+
+    Args:
+        tier: whose.
+        operation: "put" or "get".
+        block_bytes: length of a row.
+        num_threads: of the tier and of every other contestant.
+        together: how many blocks are in one call or object.
+    """
+    return {
+        "tier": tier,
+        "operation": operation,
+        "block": f"{block_bytes // 1024} KiB",
+        "threads": num_threads,
+        "together": together,
+    }

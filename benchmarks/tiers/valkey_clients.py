@@ -1,0 +1,193 @@
+"""Who is compared with the valkey tier: its own data path, redis-py, and bare sockets.
+
+They write and read rows under their numbers, a batch at a time, and seal nothing.
+"""
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from redis import Redis
+from redis._parsers import Encoder
+from redis.connection import ConnectionPool, PythonRespSerializer
+
+from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.valkey.call import Call
+from kvtier.tiering.valkey.node import Node
+from kvtier.tiering.valkey.resp import Reply, encode, encode_set, read_value
+from kvtier.tiering.valkey.settings import parse_settings
+
+TIMEOUT_S = 10.0
+
+HEADER = bytes(ENVELOPE_BYTES)
+
+Part = Sequence[int]
+
+
+class Client(ABC):
+    """Writes and reads rows under their numbers.
+
+    Args:
+        rows: format 'B', one for each block.
+    """
+
+    def __init__(self, rows: Sequence[memoryview]) -> None:
+        self.rows = rows
+
+    @abstractmethod
+    def put(self, part: Part) -> None:
+        """Write the blocks of ``part`` as one batch."""
+
+    @abstractmethod
+    def get(self, part: Part) -> None:
+        """Read the blocks of ``part`` as one batch, into their rows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class PathClient(Client):
+    """The tier's own data path: a header without meaning in front of each row, and nobody who checks it.
+
+    Args:
+        rows: format 'B', one for each block.
+        url: the server's.
+        num_threads: connections.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, rows: Sequence[memoryview], url: str, num_threads: int, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(rows)
+        settings = parse_settings(
+            url=url,
+            cluster=False,
+            ttl_s=None,
+            timeout_s=TIMEOUT_S,
+            ca_file=None,
+            num_threads=num_threads,
+            environ={},
+        )
+        self._node = Node(settings, settings.endpoint.address, clock)
+
+    def put(self, part: Part) -> None:
+        """Write the blocks of ``part`` as one batch."""
+        calls = [Call(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
+        assert all(isinstance(reply, Reply) and reply.kind == "+" for reply in self._node.run(calls))
+
+    def get(self, part: Part) -> None:
+        """Read the blocks of ``part`` as one batch, into their rows."""
+        replies = self._node.run([self._get_call(number) for number in part])
+        assert all(isinstance(reply, Reply) and reply.number > 0 for reply in replies)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._node.close()
+
+    def _get_call(self, number: int) -> Call:
+        header = memoryview(bytearray(ENVELOPE_BYTES))
+        request = (encode(b"GET", name_of(number)),)
+        return Call(name_of(number), request, lambda reader: read_value(reader, header, self.rows[number]))
+
+
+class RedisPyClient(Client):
+    """redis-py with hiredis, tuned for large values, with a header before each row as the tier has it.
+
+    A value is one buffer to it, so the header and the row are joined before they are sent.
+
+    Args:
+        rows: format 'B', one for each block.
+        url: the server's.
+    """
+
+    def __init__(self, rows: Sequence[memoryview], url: str) -> None:
+        super().__init__(rows)
+        # redis-py 8.1 has no annotations there.
+        encoder = Encoder("utf-8", "strict", decode_responses=False)  # type: ignore[no-untyped-call]
+        packer = PythonRespSerializer(6000, encoder.encode)
+        pool = ConnectionPool.from_url(
+            url, socket_read_size=1 << 20, command_packer=packer, socket_timeout=TIMEOUT_S, protocol=2
+        )
+        self._redis = Redis.from_pool(pool)
+
+    def put(self, part: Part) -> None:
+        """Write the blocks of ``part`` as one batch."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for number in part:
+                pipe.set(name_of(number), b"".join((HEADER, self.rows[number])))
+            assert all(pipe.execute())
+
+    def get(self, part: Part) -> None:
+        """Read the blocks of ``part`` as one batch, into their rows."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for number in part:
+                pipe.get(name_of(number))
+            for number, value in zip(part, pipe.execute(), strict=True):
+                self.rows[number][:] = memoryview(value)[len(HEADER) :]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+
+class RawClient(Client):
+    """Sockets and nothing else: each thread has one, and knows what will come.
+
+    Args:
+        rows: format 'B', one for each block.
+        address: the server's host and port.
+        num_threads: connections.
+    """
+
+    def __init__(self, rows: Sequence[memoryview], address: tuple[str, int], num_threads: int) -> None:
+        super().__init__(rows)
+        self._idle = [socket.create_connection(address) for _ in range(num_threads)]
+        for sock in self._idle:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def put(self, part: Part) -> None:
+        """Write the blocks of ``part`` as one batch."""
+        sock = self._idle.pop()
+        for number in part:
+            name, row = name_of(number), self.rows[number]
+            head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(row))
+            num_left = len(head) + len(row) + 2
+            num_left -= sock.sendmsg([head, row, b"\r\n"])
+            if num_left > 2:
+                sock.sendall(row[len(row) + 2 - num_left :])
+                num_left = 2
+            sock.sendall(b"\r\n"[2 - num_left :])
+        receive(sock, memoryview(bytearray(len(b"+OK\r\n") * len(part))))
+        self._idle.append(sock)
+
+    def get(self, part: Part) -> None:
+        """Read the blocks of ``part`` as one batch, into their rows."""
+        sock = self._idle.pop()
+        sock.sendall(b"".join(encode(b"GET", name_of(number)) for number in part))
+        for number in part:
+            row = self.rows[number]
+            receive(sock, memoryview(bytearray(len(b"$%d\r\n" % len(row)))))
+            receive(sock, row)
+            receive(sock, memoryview(bytearray(2)))
+        self._idle.append(sock)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for sock in self._idle:
+            sock.close()
+
+
+def name_of(number: int) -> bytes:
+    """Return a name as long as the tier's. Pure."""
+    return b"bench:{%0102d}" % number
+
+
+def receive(sock: socket.socket, target: memoryview) -> None:
+    """Fill ``target``."""
+    num_done = 0
+    while num_done < len(target):
+        num_read = sock.recv_into(target[num_done:], 0, socket.MSG_WAITALL)
+        assert num_read, "the server hung up"
+        num_done += num_read

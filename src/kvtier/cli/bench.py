@@ -1,0 +1,58 @@
+"""``kvtier bench NAME``: measure kvtier on this machine against what the machine allows, and against its peers.
+
+It measures nothing itself: the benchmarks are part of the source tree, beside the package, and are loaded from there.
+An installed package without that tree says where to get it.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+import kvtier
+from kvtier.errors import ConfigError
+
+SOURCE_TREE = Path(kvtier.__file__).resolve().parents[2]
+"""Where the tree is when the package runs from one."""
+
+ALL = "all"
+MARKER = Path("benchmarks", "harness", "__init__.py")
+
+
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Which, or all; without a name they are listed.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Write files below this folder.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Keep NAME.json and NAME.svg here.")] = None,
+) -> None:
+    """Measure kvtier on this machine: tables of ours, the floor, peers, ratios and bars.
+
+    Raises:
+        ConfigError: no such benchmark, or the source tree is not there.
+    """
+    suites = _load("benchmarks.suites")
+    if not names:
+        for suite in suites.SUITES:
+            typer.echo(f"{suite.name:10} {suite.summary}")
+        return
+    chosen = []
+    for name in [suite.name for suite in suites.SUITES] if names == [ALL] else names:
+        try:
+            chosen.append(suites.find_suite(name))
+        except KeyError as error:
+            raise ConfigError("NAME", name, str(error.args[0])) from error
+    _load("benchmarks.harness.run").run_suites(chosen, is_quick=quick, folder=folder, out_folder=out)
+
+
+def _load(
+    module: str,
+) -> ModuleType:
+    if not (SOURCE_TREE / MARKER).exists():
+        remedy = "benchmarks come with the source: clone it, then `make venv` and run kvtier from there"
+        raise ConfigError("bench", str(SOURCE_TREE), remedy)
+    if str(SOURCE_TREE) not in sys.path:
+        sys.path.insert(0, str(SOURCE_TREE))
+    return importlib.import_module(module)

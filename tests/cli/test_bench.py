@@ -1,0 +1,75 @@
+"""``kvtier bench`` lists the benchmarks of the source tree, runs those it is given, and refuses what there is not."""
+
+from pathlib import Path
+
+import pytest
+from tests.benchmarks.fake_suite import FAST, install_suite, yielding
+
+from benchmarks import suites
+from kvtier.cli import bench, main
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two suites that measure nothing be the only ones."""
+    monkeypatch.setattr(
+        suites,
+        "SUITES",
+        tuple(
+            install_suite(monkeypatch, yielding([FAST], f"note of {name}"), name) for name in ("one", "two")
+        ),
+    )
+
+
+def test_without_a_name_the_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [suite.name for suite in suites.SUITES]
+    assert all(line.endswith(suite.summary) for line, suite in zip(lines, suites.SUITES, strict=True))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_those_that_are_named_are_run_in_that_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["bench", "two", "one", "--quick", "--out", str(tmp_path / "kept")]) == 0
+
+    shown = capsys.readouterr().out
+    assert 0 <= shown.index("two: what two measures") < shown.index("one: what one measures")
+    assert {"one.json", "two.json"} <= {path.name for path in (tmp_path / "kept").iterdir()}
+
+
+@pytest.mark.usefixtures("fakes")
+def test_all_of_them_are_run_when_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "all", "--quick"]) == 0
+
+    shown = capsys.readouterr().out
+    assert 0 <= shown.index("one: what one measures") < shown.index("two: what two measures")
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("names", [["three"], ["one", "three"]])
+def test_a_name_that_is_none_is_one_line_and_nothing_runs(
+    names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["bench", *names]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line == "kvtier: NAME='three': no benchmark 'three': choose among one, two"
+
+
+def test_without_the_source_tree_one_line_says_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "SOURCE_TREE", tmp_path)
+
+    assert main.main(["bench"]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert str(tmp_path) in line
+    assert "clone" in line
