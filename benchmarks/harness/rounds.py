@@ -23,7 +23,7 @@ def run_rounds(
     measured: dict[str, dict[str, list[float]]] = {}
     names = list(contestants)
     for number in range(num_warmups + num_rounds):
-        for name in rotated(names, number):
+        for name in order_of(names, number):
             for operation, value in contestants[name]().items():
                 if number >= num_warmups:
                     measured.setdefault(operation, {}).setdefault(name, []).append(value)
@@ -33,10 +33,15 @@ def run_rounds(
     }
 
 
-def rotated(names: Sequence[str], number: int) -> Sequence[str]:
-    """Return ``names`` in the order of round ``number``. Pure."""
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
+def order_of(names: Sequence[str], number: int) -> Sequence[str]:
+    """Return ``names`` in the order of round ``number``. Pure.
+
+    In as many rounds as there are names each begins once. Every second time through the others follow in the opposite
+    order: what one leaves to the machine must not always fall on the same next one.
+    """
+    time_through, first = divmod(number, len(names))
+    begins, *others = [*names[first:], *names[:first]]
+    return [begins, *(others[::-1] if time_through % 2 else others)]
 
 
 def timed(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

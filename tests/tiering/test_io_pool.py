@@ -161,6 +161,21 @@ def test_no_part_is_larger_than_allowed(clock: ManualClock) -> None:
     assert pool.shutdown(HANG_GUARD_S)
 
 
+def test_only_the_last_job_that_waits_is_cut_into_small_parts(clock: ManualClock) -> None:
+    pool = IOPool("test", 2, clock=clock, max_part_blocks=4)
+    gate, movers = Gate(), [Mover() for _ in range(3)]
+    for job_id in (1, 2):
+        pool.submit_store(job_of(job_id, 1), gate, TIMEOUT_S)
+        gate.await_entered()
+    for job_id, num_blocks, mover in zip((3, 4, 5), (2, 8, 8), movers, strict=True):
+        pool.submit_store(job_of(job_id, num_blocks), mover, TIMEOUT_S)
+    gate.open()
+    assert all(result.success for result in finish(pool))
+    sizes = [sorted(len(keys) for keys, _ in mover.calls) for mover in movers]
+    assert sizes == [[2], [4, 4], [1, 1, 2, 4]]
+    assert pool.shutdown(HANG_GUARD_S)
+
+
 def test_an_overdue_job_that_nobody_began_is_failed_by_a_poll(pool: IOPool, clock: ManualClock) -> None:
     gate, mover = Gate(), Mover()
     pool.submit_store(job_of(1, 1), gate, timeout_s=1000.0)

@@ -23,7 +23,9 @@ MARKER = Path("benchmarks", "harness", "__init__.py")
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Which, or all; without a name they are listed.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Which, or all; without a name they are listed.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
     folder: Annotated[Path | None, typer.Option("--dir", help="Write files below this folder.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Keep NAME.json and NAME.svg here.")] = None,

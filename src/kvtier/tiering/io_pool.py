@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import JobId, OffloadKey
@@ -235,9 +236,11 @@ class IOPool:
     def _cut_part(self, queue: deque[_OpenJob]) -> _Part:
         job = queue[0]
         begin = job.num_begun
-        # A share of what is left, not of the whole: the last parts are small, so threads end together.
-        share = -(-(len(job.keys) - begin) // self._num_threads)
-        end = begin + min(share, self._max_part_blocks)
+        # A share of what waits, not of the job: only the last parts are small, so that threads end together. The
+        # next few jobs tell enough, since each has a block at least.
+        waiting = islice(queue, self._num_threads)
+        share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // self._num_threads)
+        end = min(begin + min(share, self._max_part_blocks), len(job.keys))
         job.num_begun = end
         job.num_running_parts += 1
         self._num_queued_blocks -= end - begin

@@ -1,11 +1,12 @@
 """Everybody works once a round, each begins as often as the others, and rounds that warm do not count."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
-from benchmarks.harness.rounds import Contestant, rotated, run_rounds, timed
+from benchmarks.harness.rounds import Contestant, order_of, run_rounds, timed
 
 
 class Recorder:
@@ -67,13 +68,25 @@ def test_who_measures_an_operation_alone_is_alone_in_it() -> None:
     assert measured == {"put": {"a": (1.0,), "b": (2.0,)}, "scan": {"a": (3.0,)}}
 
 
-def test_a_turn_of_the_order_keeps_the_neighbours() -> None:
-    assert [list(rotated("abc", number)) for number in range(4)] == [
+def test_every_second_time_through_the_others_follow_in_the_opposite_order() -> None:
+    assert [order_of("abc", number) for number in range(7)] == [
         ["a", "b", "c"],
         ["b", "c", "a"],
         ["c", "a", "b"],
+        ["a", "c", "b"],
+        ["b", "a", "c"],
+        ["c", "b", "a"],
         ["a", "b", "c"],
     ]
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_nobody_follows_one_of_the_others_much_more_often_than_another(names: str) -> None:
+    orders = [order for number in range(2 * len(names)) for order in order_of(names, number)]
+    follows = Counter(pair for pair in itertools.pairwise(orders) if pair[0] != pair[1])
+    for name in names:
+        counts = [follows[before, name] for before in names if before != name]
+        assert max(counts) - min(counts) <= 2
 
 
 def test_a_time_is_what_the_clock_says_before_and_after() -> None:

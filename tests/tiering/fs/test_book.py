@@ -1,7 +1,5 @@
 """The count of bytes never misses a block, whatever happens between the beginning and the end of a recount."""
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,7 +64,7 @@ def test_a_book_survives_its_form_on_disk_and_fills_whole_pages() -> None:
 def test_many_members_fill_more_pages() -> None:
     book = Book(1, is_counted=True)
     for number in range(200):
-        book = book.joined(dataclasses.replace(ME, tier_id=number), 10, 0.0)
+        book = book.joined(ME._replace(tier_id=number), 10, 0.0)
     assert len(book.pack()) % BOOK_PAGE_BYTES == 0
     assert unpack_book(book.pack()) == book
 

@@ -2,10 +2,13 @@
 
 import fcntl
 import os
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.book import Book, unpack_book
@@ -49,6 +52,66 @@ def test_what_was_not_written_and_what_was_removed_is_room_again(path: Path) -> 
     ledger.remove(300)
     assert read(path).used_bytes == 0
     assert read(path).in_flight_bytes == 0
+
+
+def test_the_count_is_exact_when_the_last_of_several_writers_has_settled(path: Path) -> None:
+    ledger = open_ledger(path)
+    ledger.reserve(2, 100)
+    ledger.reserve(1, 100)
+    ledger.settle(200, 200)
+    assert read(path).used_bytes == 300
+    ledger.settle(100, 100)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes, book.finished_bytes) == (300, 0, 300)
+
+
+def test_the_next_reservation_tells_what_was_finished_before_it(path: Path) -> None:
+    ledger = open_ledger(path)
+    ledger.reserve(2, 100)
+    ledger.reserve(1, 100)
+    ledger.settle(200, 200)
+    ledger.reserve(1, 100)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes, book.finished_bytes) == (400, 200, 200)
+
+
+def test_what_was_not_written_is_room_for_others_while_this_tier_still_writes(path: Path) -> None:
+    ledger, other = open_ledger(path), open_ledger(path, found_bytes=None)
+    ledger.reserve(6, 100)
+    ledger.reserve(4, 100)
+    assert other.reserve(1, 100).num_blocks == 0
+    ledger.settle(600, 500)
+    assert other.reserve(2, 100).num_blocks == 1
+
+
+def test_a_recount_by_others_misses_nothing_that_has_not_been_told_yet(path: Path) -> None:
+    ledger, other = open_ledger(path), open_ledger(path, found_bytes=None)
+    ledger.reserve(2, 100)
+    ledger.reserve(1, 100)
+    begun = other.begin_recount()
+    assert begun is not None
+    ledger.settle(200, 200)
+    other.end_recount(0, begun)
+    assert read(path).used_bytes >= 300
+    ledger.settle(100, 100)
+    assert read(path).used_bytes >= 300
+    assert read(path).in_flight_bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=8), st.data())
+def test_whatever_the_order_of_writers_the_count_ends_exact(
+    sizes: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ".usage"
+        ledger = open_ledger(path, capacity_bytes=10**6)
+        for reserved, _ in sizes:
+            assert ledger.reserve(reserved, 100).num_blocks == reserved
+        for reserved, written in data.draw(st.permutations(sizes)):
+            ledger.settle(reserved * 100, min(reserved, written) * 100)
+        book = read(path)
+    assert book.used_bytes == sum(min(size) for size in sizes) * 100
+    assert book.in_flight_bytes == 0
 
 
 def test_nothing_is_given_before_somebody_has_counted(path: Path) -> None:

@@ -85,7 +85,7 @@ class BlockFiles:
         fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
         try:
             status = os.fstat(fd)
-            if status.st_size >= sum(len(buffer) for buffer in buffers):
+            if status.st_size >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
                     raise OSError(errno.EIO, "the file ended before its length", path)
                 self._renew(fd, status)
@@ -188,7 +188,7 @@ def _name_file(temporary: Path, path: Path) -> bool:
 
 def _transfer(call: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers) -> bool:
     """Read or write all of ``buffers``, in one call unless the system stops early; False at its end."""
-    total = sum(len(buffer) for buffer in buffers)
+    total = sum(map(len, buffers))
     done = call(fd, buffers, 0)
     while 0 < done < total:
         more = call(fd, _behind(buffers, done), done)

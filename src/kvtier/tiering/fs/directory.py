@@ -39,6 +39,7 @@ class Directory:
         root: the directory.
         file_mode: permissions of files in it.
         block_bytes: length of a block's file.
+        has_direct_io: whether blocks bypass the page cache.
         files: reads, publishes and removes them.
         ledger: the shared count of bytes.
         owner: this process.
@@ -50,6 +51,7 @@ class Directory:
     root: Path
     file_mode: int
     block_bytes: int
+    has_direct_io: bool
     files: BlockFiles
     ledger: Ledger
     owner: Owner
@@ -94,6 +96,7 @@ def open_directory(
         root=settings.root_dir,
         file_mode=settings.file_mode,
         block_bytes=settings.block_bytes,
+        has_direct_io=support.has_direct_io,
         files=files,
         ledger=Ledger(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
         owner=owner,

@@ -9,6 +9,7 @@ import fcntl
 import logging
 import os
 import secrets
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -44,8 +45,8 @@ class Grant:
 class Ledger:
     """One tier's access to the book of its directory.
 
-    Mutable is the deque of changes that could not be written because the lock was busy; appending to it and
-    taking from it are atomic. The book itself is guarded by the file's ``flock``.
+    Mutable are the deque of changes that are not in the book yet, where appending and taking are atomic, and the
+    bytes of open reservations, which ``_lock`` guards. The book itself is guarded by the file's ``flock``.
 
     Args:
         path: the book.
@@ -64,6 +65,8 @@ class Ledger:
         self._file_mode = file_mode
         self._wall_clock = wall_clock
         self._unwritten: deque[Change] = deque()
+        self._lock = threading.Lock()
+        self._open_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
         """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards."""
@@ -76,13 +79,29 @@ class Ledger:
             return book.changed(self._id, Change(used_bytes=size, in_flight_bytes=size))
 
         after = self._update(take)
-        return Grant(0 if after is None else granted, after)
+        if after is None:
+            return Grant(0, None)
+        with self._lock:
+            self._open_bytes += granted * block_bytes
+        return Grant(granted, after)
 
     def settle(self, reserved_bytes: int, written_bytes: int) -> None:
-        """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back."""
-        if reserved_bytes:
-            unused_bytes = reserved_bytes - written_bytes
-            self._change(Change(-unused_bytes, -reserved_bytes, written_bytes))
+        """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
+
+        When all of it was written and other threads are still writing, the book hears of it with the next change
+        or from the last of them. Until then the bytes count as in flight, so nothing is missed.
+        """
+        if not reserved_bytes:
+            return
+        unused_bytes = reserved_bytes - written_bytes
+        change = Change(-unused_bytes, -reserved_bytes, written_bytes)
+        with self._lock:
+            self._open_bytes -= reserved_bytes
+            can_wait = self._open_bytes > 0 and unused_bytes == 0
+            if can_wait:
+                self._unwritten.append(change)
+        if not can_wait:
+            self._change(change)
 
     def remove(self, num_bytes: int) -> None:
         """Count ``num_bytes`` as gone from the disk."""

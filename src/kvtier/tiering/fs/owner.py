@@ -8,8 +8,8 @@ process ids of another container mean nothing here, although its boot id is ours
 import hashlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 FOREIGN_OWNER_IDLE_S = 3600.0
 """Seconds without a sign of life after which an owner on another host counts as dead. Shorter would take a
@@ -20,8 +20,7 @@ _STARTTIME_FIELD = 19
 """Index of the start time behind the command's closing parenthesis. Source: proc_pid_stat(5), field 22."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(NamedTuple):
     """A process, unmistakable among processes that share a directory.
 
     Attributes:

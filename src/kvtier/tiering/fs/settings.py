@@ -16,6 +16,11 @@ DEFAULT_NUM_THREADS = 4
 """Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
 for the same cores and, with small blocks, for the interpreter."""
 
+DIRECT_NUM_THREADS = 8
+LARGE_ROW_BYTES = 512 * 2**10
+"""The same for direct I/O on rows of at least this size: such threads wait for the device and little else, so more
+of them keep it busy. With smaller rows they would wait for the interpreter."""
+
 DEFAULT_FILE_MODE = 0o600
 MAX_THREADS = 128
 
@@ -31,7 +36,7 @@ class FSSettings:
         negative_ttl_s: seconds for which "not there" is believed.
         file_mode: permissions of files.
         direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
-        num_threads: threads that move blocks.
+        num_threads: threads that move blocks, None leaves it to the kind of I/O.
         block_bytes: length of a block's file, which is given and not asked for.
     """
 
@@ -41,7 +46,7 @@ class FSSettings:
     negative_ttl_s: float
     file_mode: int
     direct_io: bool | None
-    num_threads: int
+    num_threads: int | None
     block_bytes: int
 
 
@@ -65,7 +70,7 @@ def parse_settings(
         negative_ttl_s: seconds.
         file_mode: a number, or octal text such as ``"0660"``.
         direct_io: a flag, or ``"auto"``.
-        num_threads: from 1 to 128.
+        num_threads: from 1 to 128, or None.
         row_bytes: length of a block in the primary tier.
 
     Raises:
@@ -73,8 +78,8 @@ def parse_settings(
     """
     values = {"shared": shared, "negative_ttl_s": negative_ttl_s, "num_threads": num_threads}
     read = SettingsReader(values)
-    threads = read.whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
-    if threads > MAX_THREADS:
+    threads = None if num_threads is None else read.whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
+    if threads is not None and threads > MAX_THREADS:
         raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
     block_bytes = HEADER_PAGE_BYTES + row_bytes
     return FSSettings(
@@ -87,6 +92,13 @@ def parse_settings(
         num_threads=threads,
         block_bytes=block_bytes,
     )
+
+
+def plan_num_threads(settings: FSSettings, row_bytes: int, *, has_direct_io: bool) -> int:
+    """Return how many threads move rows of ``row_bytes`` bytes. Pure."""
+    if settings.num_threads is not None:
+        return settings.num_threads
+    return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
 
 
 def _parse_root(value: object) -> Path:

@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -46,7 +45,7 @@ class StoreOutcome(Enum):
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
 
-ARRIVED = frozenset({StoreOutcome.WRITTEN, StoreOutcome.EXISTED})
+ARRIVED = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
 
 
 class FSBlockStore(BlockStore[Space]):
@@ -143,18 +142,19 @@ class FSBlockStore(BlockStore[Space]):
                 if outcomes[key] is StoreOutcome.NO_ROOM:
                     break
         finally:
-            num_of = Counter(outcomes.values())
-            num_written = num_of[StoreOutcome.WRITTEN]
+            reached = list(outcomes.values())
+            num_written = reached.count(StoreOutcome.WRITTEN)
             self._ledger.settle(num_granted * block_bytes, num_written * block_bytes)
+        num_failed = reached.count(StoreOutcome.FAILED)
         self._counters.add(
             stored_blocks=num_written,
             stored_bytes=num_written * self._rows.row_bytes,
-            declined=num_of[StoreOutcome.NO_ROOM],
-            store_errors=num_of[StoreOutcome.FAILED],
+            declined=reached.count(StoreOutcome.NO_ROOM),
+            store_errors=num_failed,
         )
         arrived = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
         space.index.add(arrived)
-        return Moved(arrived, is_fault=num_of[StoreOutcome.FAILED] > 0)
+        return Moved(arrived, is_fault=num_failed > 0)
 
     def _reserve(self, num_blocks: int) -> int:
         block_bytes = self._directory.block_bytes

@@ -16,7 +16,7 @@ from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, DEFAULT_NUM_THREADS, parse_settings
+from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, parse_settings, plan_num_threads
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
@@ -24,9 +24,9 @@ from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S, PooledTier, PoolOption
 
 TIER_TYPE = "fs"
 
-MAX_PART_BYTES = 4 * 2**20
-"""Bytes that a thread moves at a stretch. Less pays for the shared count more often; more keeps a load waiting
-behind a store, and the last thread of a job busy alone."""
+MAX_PART_BYTES = 8 * 2**20
+"""Bytes of rows that a thread moves at a stretch. Less pays for the shared count more often; more keeps a load waiting
+behind a store, some milliseconds as it is, and the last thread of a job busy alone."""
 
 MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
@@ -45,7 +45,7 @@ class FSTier(PooledTier[Space], EvictionReporter):
         negative_ttl_s: seconds for which a block that was not there is not looked for again.
         file_mode: permissions of files, as a number or octal text; folders get search permission with it.
         direct_io: True insists, False avoids it, "auto" takes it where file system and rows allow it.
-        num_threads: threads that move blocks.
+        num_threads: threads that move blocks; None takes eight for direct I/O on large rows, otherwise four.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
         calls: the system, as far as blocks are written and read.
@@ -65,7 +65,7 @@ class FSTier(PooledTier[Space], EvictionReporter):
         negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S,
         file_mode: int | str = DEFAULT_FILE_MODE,
         direct_io: bool | str = "auto",
-        num_threads: int = DEFAULT_NUM_THREADS,
+        num_threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         calls: SystemCalls = REAL_CALLS,
@@ -86,8 +86,8 @@ class FSTier(PooledTier[Space], EvictionReporter):
         directory = open_directory(own, primary_kv_view, calls, clock, wall_clock)
         self._evictor = Evictor(directory, lambda: self._space)
         options = PoolOptions(
-            own.num_threads,
-            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // own.block_bytes)),
+            plan_num_threads(own, rows.row_bytes, has_direct_io=directory.has_direct_io),
+            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // rows.row_bytes)),
             # What is found on the disk goes into the index, which knows when it is gone: no verdict is kept.
             positive_ttl_s=0.0,
             negative_ttl_s=own.negative_ttl_s,

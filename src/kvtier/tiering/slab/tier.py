@@ -29,7 +29,7 @@ TIER_TYPE = "slab"
 
 DEFAULT_POLICY = "lru"
 
-MAX_PART_BYTES = 2 * 2**20
+MAX_PART_BYTES = 2**20
 """Bytes that a thread moves at a stretch, in one call when the slots are neighbours. Less makes more calls; more
 keeps a load waiting behind a store, and the last thread of a job busy alone."""
 

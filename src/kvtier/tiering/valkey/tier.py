@@ -11,7 +11,6 @@ from pathlib import Path
 
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES
 from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.refusals import TIER_TYPE
@@ -29,9 +28,9 @@ POSITIVE_TTL_S = 2.0
 """Seconds for which a block is believed to be held. Longer promises more blocks that were evicted meanwhile, each of
 which costs a load that finds nothing; shorter asks again for the same prefix."""
 
-MAX_PART_BYTES = 4 * 2**20
-"""Bytes that a thread moves at a stretch, as one batch. Less waits for the network more often; more keeps a load
-waiting behind a store, and the last thread of a job busy alone."""
+MAX_PART_BYTES = 16 * 2**20
+"""Bytes of rows that a thread moves at a stretch, as one batch. Less waits more often for what the server says it holds;
+more keeps a load waiting behind a store."""
 
 MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
@@ -83,7 +82,7 @@ class ValkeyTier(PooledTier[ValkeySpace]):
         servers = Cluster(own, clock) if own.cluster else SingleServer(own, clock)
         options = PoolOptions(
             own.num_threads,
-            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // (ENVELOPE_BYTES + rows.row_bytes))),
+            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             positive_ttl_s=POSITIVE_TTL_S,
         )
         block_store = ValkeyBlockStore(servers, rows, own.ttl_s)
