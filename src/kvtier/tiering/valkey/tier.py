@@ -29,8 +29,8 @@ POSITIVE_TTL_S = 2.0
 which costs a load that finds nothing; shorter asks again for the same prefix."""
 
 MAX_PART_BYTES = 16 * 2**20
-"""Bytes of rows that a thread moves at a stretch, as one batch. Less waits more often for what the server says it holds;
-more keeps a load waiting behind a store."""
+"""Bytes of rows that a thread moves at a stretch, as one batch. Less asks the server more often what it holds; more
+keeps a load waiting behind a store."""
 
 MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
