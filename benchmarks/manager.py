@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
 from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import whole_turns
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
@@ -33,6 +34,8 @@ MEMORY_CAPACITIES = (100_000, 131_072)
 """The second is a power of two, the first is close to the worst for the hash tables after long use."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
+"""At least; so many more that each contestant begins equally often."""
+
 
 STORE, HIT, EVICTING_STORE = "store", "hit", "evicting store"
 VLLM_BARS = {STORE: 5.0, HIT: 8.0, EVICTING_STORE: 8.0}
@@ -150,6 +153,7 @@ def measure_speed(num_blocks: int, policy: str, num_rounds: int, vllm: Maker | N
         name: partial(rates_once, maker, num_blocks, policy, batches) for name, maker in makers.items()
     }
     # Nothing is warm in new books: no round is for warming.
+    num_rounds = whole_turns(num_rounds, len(contestants))
     for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
         has_bar = policy == "lru" and num_blocks == BAR_CAPACITY
         labels: dict[str, str | int] = {"operation": operation, "policy": policy, "blocks": num_blocks}

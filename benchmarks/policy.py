@@ -19,7 +19,7 @@ from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 BATCH = 64
 CAPACITIES = (16_384, 131_072, 1_048_576)
 POLICIES = ("lru", "arc")
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 4, 2
 
 Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]
 

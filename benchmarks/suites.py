@@ -16,6 +16,14 @@ SUITES = (
         "blocks",
     ),
     Suite("transfer", "device <-> primary, against a plain copy of the same bytes", "benchmarks.transfer"),
+    Suite(
+        "memory",
+        "puts and gets of the primary tier, books and bytes, against a plain copy",
+        "benchmarks.memory",
+    ),
+    Suite(
+        "region", "first touch of the primary's memory, against filling touched memory", "benchmarks.region"
+    ),
     Suite("fs", "puts and gets of the fs tier, against raw files", "benchmarks.fs"),
     Suite("slab", "puts and gets of the slab tier, against raw calls on one file", "benchmarks.slab"),
     Suite(

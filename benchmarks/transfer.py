@@ -38,7 +38,7 @@ SHAPES = [(64, 4), (64, 16), (256, 16), (512, 16), (2048, 8), (2048, 16), (2048,
 QUICK_SHAPES = [(256, 16), (2048, 32)]
 """Row in KiB, layers."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 5
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 14, 4
 BAR_ROW_BYTES = 2 << 20
 BARS = {"cpu": 0.8, "cuda": 0.9}
 """Of the plain copy, by device."""

@@ -1,11 +1,14 @@
 """Blocks of random bytes, and jobs that move them through a secondary tier."""
 
 import mmap
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.rounds import timed
 from kvtier.base import JobId, OffloadKey, ReqContext, make_offload_key
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.tiering.base import JobMetadata, SecondaryTierManager
@@ -62,12 +65,37 @@ def move_blocks(
     assert all(result.success for result in results)
 
 
-def rates_of(num_bytes: int, put: Callable[[], None], get: Callable[[], None]) -> Mapping[str, float]:
-    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s."""
-    begun_s = time.perf_counter()
-    put()
-    between_s = time.perf_counter()
-    get()
-    ended_s = time.perf_counter()
+def rates_of(
+    num_bytes: int,
+    put: Callable[[], object],
+    get: Callable[[], object],
+    between: Callable[[], object] | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Mapping[str, float]:
+    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s; what is done between them is not timed."""
     mib = num_bytes / 2**20
-    return {"put": mib / (between_s - begun_s), "get": mib / (ended_s - between_s)}
+    put_rate = mib / timed(put, clock)
+    if between is not None:
+        between()
+    return {"put": put_rate, "get": mib / timed(get, clock)}
+
+
+def drop_page_cache(paths: Iterable[Path]) -> None:
+    """Write files back and let the kernel forget their pages, so that the next read is the device's.
+
+    A file system in memory keeps them. Names and inodes stay known everywhere, and so does what a virtual disk's host
+    has in a cache of its own.
+    """
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # a page that is dirty is not forgotten
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def whole_turns(num_rounds: int, num_contestants: int) -> int:
+    """Return the least number of rounds, ``num_rounds`` or more, in which each begins equally often. Pure."""
+    return -(-num_rounds // num_contestants) * num_contestants

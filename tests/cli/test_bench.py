@@ -61,6 +61,41 @@ def test_a_name_that_is_none_is_one_line_and_nothing_runs(
     assert line == "kvtier: NAME='three': no benchmark 'three': choose among one, two"
 
 
+@pytest.mark.usefixtures("fakes")
+def test_two_kept_runs_are_compared_and_nothing_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    for names, folder in ((["one", "two"], first), (["two"], second)):
+        assert main.main(["bench", *names, "--out", folder]) == 0
+    capsys.readouterr()
+
+    assert main.main(["bench", "--compare", first, second]) == 0
+
+    head, *lines, summary = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["first", "second", "apart"]
+    assert [line.split()[-3:] for line in lines[:2]] == [["1.00", "1.00", "0%"], ["4.00", "4.00", "0%"]]
+    assert lines[2:] == [f"only in the first run: one: put 16, of {other}" for other in ("floor", "peer")]
+    assert summary == "2 of 2 ratios are within 15% of each other"
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("name", ["none", "empty"])
+def test_a_run_that_kept_nothing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main.main(["bench", "one", "--out", str(tmp_path / "kept")]) == 0
+    capsys.readouterr()
+
+    assert main.main(["bench", "--compare", str(tmp_path / "kept"), str(tmp_path / name)]) == 2
+
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert str(tmp_path / name) in line
+
+
 def test_without_the_source_tree_one_line_says_where_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,12 +29,21 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
     folder: Annotated[Path | None, typer.Option("--dir", help="Write files below this folder.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Keep NAME.json and NAME.svg here.")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare", metavar="FOLDER_A FOLDER_B", help="Measure nothing; say how far two kept runs agree."
+        ),
+    ] = None,
 ) -> None:
     """Measure kvtier on this machine: tables of ours, the floor, peers, ratios and bars.
 
     Raises:
-        ConfigError: no such benchmark, or the source tree is not there.
+        ConfigError: no such benchmark, no kept run to compare, or the source tree is not there.
     """
+    if compare is not None:
+        _compare(*compare)
+        return
     suites = _load("benchmarks.suites")
     if not names:
         for suite in suites.SUITES:
@@ -49,9 +58,17 @@ def bench(
     _load("benchmarks.harness.run").run_suites(chosen, is_quick=quick, folder=folder, out_folder=out)
 
 
-def _load(
-    module: str,
-) -> ModuleType:
+def _compare(first: Path, second: Path) -> None:
+    agreement = _load("benchmarks.harness.agreement")
+    try:
+        comparison = agreement.compare_folders(first, second)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--compare", f"{first} {second}", str(error)) from error
+    for line in agreement.lines_of(comparison):
+        typer.echo(line)
+
+
+def _load(module: str) -> ModuleType:
     if not (SOURCE_TREE / MARKER).exists():
         remedy = "benchmarks come with the source: clone it, then `make venv` and run kvtier from there"
         raise ConfigError("bench", str(SOURCE_TREE), remedy)
