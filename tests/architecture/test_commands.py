@@ -43,7 +43,7 @@ def test_the_machine_s_script_can_be_executed() -> None:
 def test_make_bench_runs_the_suites_and_peers_have_an_environment_of_their_own() -> None:
     assert re.search(r"^bench: \$\(STAMP\).*\n\t\$\(BIN\)/kvtier bench", MAKEFILE, flags=re.MULTILINE)
     assert re.search(
-        r"^bench-peers: \$\(VLLM_STAMP\).*\n\t\$\(VLLM_BIN\)/kvtier bench", MAKEFILE, flags=re.MULTILINE
+        r"^bench-peers: \$\(PEERS_STAMP\).*\n\t\$\(VLLM_BIN\)/kvtier bench", MAKEFILE, flags=re.MULTILINE
     )
 
 
