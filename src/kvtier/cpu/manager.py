@@ -85,7 +85,7 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         blocks = list(map(self._get_block, keys))
         slots: list[int] = []
         num_idle = 0
-        # Pinning while looking is a third faster than looking first; what a bad key leaves behind is taken back.
+        # One pass pins while it looks: looking first would be a second one. What a bad key leaves behind is taken back.
         for block in blocks:
             if block is None or (num_pins := block.ref_cnt) < 0:
                 _take_back_pins(blocks[: len(slots)])

@@ -134,7 +134,7 @@ class AsyncLookup:
             is_held: what was learned.
             era: the lookup's when the transfer was begun; what began in another is ignored.
         """
-        known = tuple(keys)
+        known = frozenset(keys)  # each key is looked up in it by the thread that settles answers
         self._answers.append(Answer(era, known, known if is_held else ()))
 
     def clear(self) -> None:

@@ -14,28 +14,30 @@ class Pause:
     Mutable is one pair of both; each write of it is whole, the last one counts.
 
     Args:
+        tier: the tier's type, for the error.
         clock: seconds, monotonic.
         pause_s: how long it lasts. Longer loses blocks after the place came back; shorter makes a queue of jobs wait
             for several time-outs.
     """
 
-    def __init__(self, clock: Callable[[], float], pause_s: float) -> None:
+    def __init__(self, tier: str, clock: Callable[[], float], pause_s: float) -> None:
+        self._tier = tier
         self._clock = clock
         self._pause_s = pause_s
-        self._until_s_and_why: tuple[float, TierError] | None = None
+        self._until_s_and_why: tuple[float, str] | None = None
 
-    def begin(self, error: TierError) -> None:
-        """Leave the place alone from now on, because of ``error``."""
-        self._until_s_and_why = self._clock() + self._pause_s, error
+    def begin(self, why: str) -> None:
+        """Leave the place alone from now on; ``why`` is what those who come meanwhile are told."""
+        self._until_s_and_why = self._clock() + self._pause_s, why
 
     def require_over(self) -> None:
         """Do nothing once the pause is over.
 
         Raises:
-            TierError: it is not; the one that began it.
+            TierError: it is not, and why it was begun.
         """
         if self._until_s_and_why is None:
             return
-        until_s, error = self._until_s_and_why
+        until_s, why = self._until_s_and_why
         if self._clock() < until_s:
-            raise error.with_traceback(None)
+            raise TierError(self._tier, why)

@@ -87,7 +87,7 @@ class FSTier(PooledTier[Space], EvictionReporter):
         self._evictor = Evictor(directory, lambda: self._space)
         options = PoolOptions(
             plan_num_threads(own, rows.row_bytes, has_direct_io=directory.has_direct_io),
-            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // rows.row_bytes)),
+            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             # What is found on the disk goes into the index, which knows when it is gone: no verdict is kept.
             positive_ttl_s=0.0,
             negative_ttl_s=own.negative_ttl_s,

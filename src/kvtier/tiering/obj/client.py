@@ -86,7 +86,7 @@ class Client:
 
     def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
-        self._pause = Pause(clock, LEFT_ALONE_S)
+        self._pause = Pause("obj", clock, LEFT_ALONE_S)
         try:
             self._store = open_store(settings)
         except KVTierError:
@@ -216,11 +216,11 @@ class Client:
         try:
             yield
         except CLIENT_ERRORS as error:
-            explained = TierError("obj", explain(error, self._settings))
+            why = explain(error, self._settings)
             if is_unanswered(error):
-                self._pause.begin(explained)
+                self._pause.begin(why)
             # Without the cause: its text quotes the request and the answer.
-            raise explained from None
+            raise TierError("obj", why) from None
 
 
 async def _ask_each(
