@@ -49,7 +49,14 @@ TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "cpu.poli
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "numpy": ("",),
-    "torch": ("cpu.gpu_worker", "cpu.shared_offload_region", "connector.worker", "engines", "testing"),
+    "torch": (
+        "cpu.gpu_worker",
+        "cpu.cuda",
+        "cpu.shared_offload_region",
+        "connector.worker",
+        "engines",
+        "testing",
+    ),
     "transformers": ("engines.transformers", "cli.demo"),
     "safetensors": ("engines.transformers",),
     "vllm": ("engines.vllm",),

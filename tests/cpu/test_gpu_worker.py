@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 
 from kvtier.base import (
     CanonicalKVCacheRef,
@@ -20,17 +19,13 @@ from kvtier.base import (
     TransferSpec,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers, StagedCopier
-from kvtier.cpu.row_layout import plan_layout, plan_moves
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.row_layout import plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import KVCacheLayoutError, WorkerAreaError
 from kvtier.testing.handler_suite import (
     TWO_BLOCKS,
-    CopyCase,
     HandlerSuite,
-    copy_cases,
-    expect_device,
-    expect_rows,
     load,
     store,
 )
@@ -117,29 +112,6 @@ def test_a_store_on_cuda_waits_for_the_compute_that_produces_it() -> None:
 
     assert bool((handlers.rows == 5).all())
     handlers.shutdown()
-
-
-@given(case=copy_cases())
-@settings(max_examples=60, deadline=None)
-def test_staged_copies_move_the_same_bytes_whatever_the_size_of_the_buffer(case: CopyCase) -> None:
-    caches = case.make_caches("cpu")
-    layout = plan_layout(caches, case.factor)
-    rows = torch.full((case.num_slots, layout.part_bytes), 7, dtype=torch.int8)
-    copier = StagedCopier(layout, [cache.tensor for cache in caches.tensors], rows, 2 * layout.part_bytes)
-    moves = plan_moves(layout, *case.specs(), case.num_slots)
-    expected = expect_rows(case, caches, rows.numpy())
-
-    copier.store(moves)
-
-    np.testing.assert_array_equal(rows.numpy(), expected)
-    other = np.random.default_rng(1).integers(-128, 128, tuple(rows.shape), dtype=np.int8)
-    rows.copy_(torch.from_numpy(other))
-    expected_device = expect_device(case, caches, other)
-
-    copier.load(moves)
-
-    for cache, wanted in zip(caches.tensors, expected_device, strict=True):
-        np.testing.assert_array_equal(cache.tensor.numpy(), wanted)
 
 
 def test_tensors_of_any_type_whose_blocks_are_contiguous_are_taken_as_bytes() -> None:

@@ -17,9 +17,8 @@ The launches on CUDA have not been confirmed on a device; what they launch is te
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from kvtier.base import (
@@ -34,29 +33,23 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.copy_thread import CopyThread
+from kvtier.cpu.cuda.pinned_region import pin_region
+from kvtier.cpu.cuda.staged_copy import StagedCopier
+from kvtier.cpu.cuda.stream_queue import StreamQueue
 from kvtier.cpu.memory_limits import find_memory_limit
-from kvtier.cpu.queue_lane import QueueLane, Ticket
+from kvtier.cpu.queue_lane import QueueLane
 from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import (
     GroupMoves,
-    PagePlace,
     RowLayout,
     count_bytes,
     plan_layout,
     plan_moves,
-    plan_slot_ranges,
-    split_moves,
 )
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import KVCacheLayoutError, RegionMemoryError
 
 logger = logging.getLogger(__name__)
-
-STAGING_BYTES = 16 << 20
-"""Device memory of one direction's staging buffer, at least one row. Filling 16 MiB takes some 20 us, sending it 300 us
-or more; a larger buffer gains little and is memory that the model does not get."""
-
-cuda: Any = torch.cuda  # Any: torch does not annotate its CUDA interface
 
 GPU_TO_CPU = TransferType(GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
 CPU_TO_GPU = TransferType(CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
@@ -126,7 +119,7 @@ class CpuGpuOffloadingHandlers:
         self._device = _common_device(pages)
         is_cuda = self._device.type == "cuda"
         self.rows = _make_rows(self.layout, num_cpu_blocks, mmap_region, is_pinned=is_cuda)
-        self._unpin = _pin_region(mmap_region) if is_cuda and mmap_region is not None else None
+        self._unpin = pin_region(mmap_region) if is_cuda and mmap_region is not None else None
         self._has_ended = False
         self._copiers: tuple[Copier, ...] = ()
         self._directions = (
@@ -269,148 +262,10 @@ class RowHandler(OffloadingHandler):
         return device, rows
 
 
-class StagedCopier:
-    """Copies through a buffer on the device, so that the link sees whole rows; every call only launches.
-
-    It works on the tensors of any device; on the CPU a launch is the copy itself.
-
-    Thread: the launches of one copier must be ordered on one stream, because they share the buffer.
-
-    Args:
-        layout: where bytes are in a row.
-        pages: the canonical tensors, each shape (num_blocks, page_bytes), int8, on the device.
-        rows: the worker's part of all rows, shape (num_slots, part_bytes), int8, in pinned host memory.
-        staging_bytes: size of the buffer; at least one row is taken.
-    """
-
-    def __init__(
-        self,
-        layout: RowLayout,
-        pages: Sequence[torch.Tensor],
-        rows: torch.Tensor,
-        staging_bytes: int = STAGING_BYTES,
-    ) -> None:
-        self._layout = layout
-        self._rows = rows
-        num_staged = min(len(rows), max(1, staging_bytes // layout.part_bytes))
-        self._staging = torch.zeros((num_staged, layout.part_bytes), dtype=torch.int8, device=pages[0].device)
-        self._refs = [
-            [
-                _view_ref(place, layout.block_size_factor, pages[place.tensor_idx], self._staging)
-                for place in group.places
-            ]
-            for group in layout.groups
-        ]
-
-    def store(self, moves: Sequence[GroupMoves]) -> None:
-        """Launch device -> rows; the tails of the rows are zeroed by it."""
-        for portion in self._portions(moves):
-            blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx]:
-                staged_pages[staged, sub_blocks] = device_pages.index_select(0, blocks)
-            self._staging[:, self._layout.groups[portion.group_idx].used_bytes :] = 0
-            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=True):
-                self._rows[slot, start:end].copy_(self._staging[staged_row, start:end], non_blocking=True)
-
-    def load(self, moves: Sequence[GroupMoves]) -> None:
-        """Launch rows -> device."""
-        for portion in self._portions(moves):
-            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=False):
-                self._staging[staged_row, start:end].copy_(self._rows[slot, start:end], non_blocking=True)
-            blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx]:
-                device_pages.index_copy_(0, blocks, staged_pages[staged, sub_blocks])
-
-    def release(self) -> None:
-        """Let go of tensors and rows; idempotent. What was launched must have ended."""
-        self._refs = []
-        self._rows = self._rows[:0].clone()
-        self._staging = self._staging[:0].clone()
-
-    def _portions(self, moves: Sequence[GroupMoves]) -> list[GroupMoves]:
-        factor, max_slots = self._layout.block_size_factor, len(self._staging)
-        return [portion for move in moves for portion in split_moves(move, factor, max_slots)]
-
-    def _index(self, portion: GroupMoves) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return device blocks, rows of the buffer and sub-blocks as index tensors on the device."""
-        factor = self._layout.block_size_factor
-        places = np.arange(len(portion.device_blocks)) + portion.first_sub_block
-        index = torch.from_numpy(np.stack((portion.device_blocks, places // factor, places % factor)))
-        blocks, staged, sub_blocks = index.to(self._staging.device, non_blocking=True)
-        return blocks, staged, sub_blocks
-
-
-class CudaQueue:
-    """A stream beside the compute stream, for the copies of one direction.
-
-    Args:
-        device: the CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = cuda.Stream(device)
-
-    def launch(self, copy: Callable[[], None]) -> Ticket:
-        """Launch ``copy`` after what the compute stream holds now.
-
-        A store needs what compute is still writing; a load must not overwrite what compute is still reading.
-        When ``copy`` raises, nothing of it is running any more by the time the error is passed on.
-        """
-        start = cuda.Event(enable_timing=True)
-        end = cuda.Event(enable_timing=True)
-        self._stream.wait_stream(cuda.current_stream(self._device))
-        try:
-            with cuda.stream(self._stream):
-                start.record()
-                copy()
-                end.record()
-        except BaseException:
-            self._stream.synchronize()
-            raise
-        return CudaTicket(self._device, start, end)
-
-
-class CudaTicket:
-    """A launched copy on a stream."""
-
-    def __init__(self, device: torch.device, start: torch.Event, end: torch.Event) -> None:
-        self._device = device
-        self._start = start
-        self._end = end
-
-    def is_done(self) -> bool:
-        """Return True when the device has passed the copy."""
-        return bool(self._end.query())
-
-    def block(self) -> None:
-        """Block until the device has passed the copy."""
-        self._end.synchronize()
-
-    def publish(self) -> None:
-        """Order compute launched from now on after the copy."""
-        cuda.current_stream(self._device).wait_event(self._end)
-
-    def elapsed_s(self) -> float:
-        """Return the seconds between the copy's first launch and its end, as the device measured them."""
-        return float(self._start.elapsed_time(self._end)) / 1000
-
-
-def _view_ref(
-    place: PagePlace, factor: int, pages: torch.Tensor, staging: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a ref's pages on the device and in the buffer, in words of eight bytes where they are aligned."""
-    device = pages[:, : place.page_size_bytes]
-    end = place.offset_bytes + factor * place.page_size_bytes
-    staged = staging[:, place.offset_bytes : end].view(len(staging), factor, place.page_size_bytes)
-    try:
-        return device.view(torch.int64), staged.view(torch.int64)
-    except RuntimeError:  # sizes or strides that eight does not divide
-        return device, staged
-
-
 def _make_lane(transfer_type: TransferType, device: torch.device) -> Lane:
-    return QueueLane(transfer_type, CudaQueue(device)) if device.type == "cuda" else CopyThread(transfer_type)
+    return (
+        QueueLane(transfer_type, StreamQueue(device)) if device.type == "cuda" else CopyThread(transfer_type)
+    )
 
 
 def _take_pages(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
@@ -461,16 +316,3 @@ def _make_private_rows(num_slots: int, part_bytes: int, *, is_pinned: bool) -> t
             "lower cpu_bytes_to_use, or raise the container's memory limit"
         )
     return torch.empty((num_slots, part_bytes), dtype=torch.int8, pin_memory=is_pinned).zero_()
-
-
-def _pin_region(region: SharedOffloadRegion) -> Callable[[], None] | None:
-    """Register the region with CUDA; return how to undo it, None when the driver refused."""
-    address = np.frombuffer(region.mapping(), dtype=np.int8).ctypes.data
-    runtime = cuda.cudart()
-    code = runtime.cudaHostRegister(address, region.total_size_bytes, 0)
-    if int(code) != 0:
-        logger.warning(
-            "region %s cannot be pinned (CUDA error %s): copies will be slow", region.mmap_path, code
-        )
-        return None
-    return partial(runtime.cudaHostUnregister, address)
