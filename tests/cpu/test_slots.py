@@ -9,7 +9,7 @@ from kvtier.testing.manager_suite import keys_of
 
 
 def take(slots: SlotTable, keys: Sequence[OffloadKey]) -> list[int]:
-    return [block.block_id for block in slots.take(keys)]
+    return [block.block_id for block in slots.take(keys)[1]]
 
 
 def test_fresh_slots_come_before_freed_ones() -> None:
@@ -33,10 +33,10 @@ def test_a_batch_takes_the_last_freed_first() -> None:
 
 def test_taking_nothing_takes_nothing() -> None:
     slots = SlotTable(1)
-    assert slots.take([]) == []
+    assert slots.take([]) == ([], [])
     slots.take(keys_of(1))
     slots.give_back([0])
-    assert slots.take([]) == []
+    assert slots.take([]) == ([], [])
     assert slots.num_free == 1
 
 
@@ -50,7 +50,7 @@ def test_held_blocks_are_those_that_still_name_their_slot() -> None:
 
 def test_a_slot_that_is_taken_again_is_in_flight_again() -> None:
     slots = SlotTable(1)
-    (block,) = slots.take(keys_of(1))
+    _, (block,) = slots.take(keys_of(1))
     block.ref_cnt = 3
     slots.give_back([0])
-    assert [taken.ref_cnt for taken in slots.take(keys_of(2))] == [IN_FLIGHT]
+    assert [taken.ref_cnt for taken in slots.take(keys_of(2))[1]] == [IN_FLIGHT]

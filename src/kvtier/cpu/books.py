@@ -91,10 +91,10 @@ class BlockBooks:
 
     def _assign(self, keys: Collection[OffloadKey]) -> list[int]:
         """Hold ``keys``, distinct and not held, as in flight; return their slots. So many slots are free."""
-        blocks = self._slots.take(keys)
+        slots, blocks = self._slots.take(keys)
         self._policy.insert_many(keys, blocks)
         self._num_in_flight += len(blocks)
-        return [block.block_id for block in blocks]
+        return slots
 
     def _evict(
         self, num: int, named: Iterable[OffloadKey], protected: Collection[OffloadKey]

@@ -8,7 +8,7 @@ batch, because an engine asks for thousands of blocks a step.
 Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37874 and 40020.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvtier.base import (
@@ -83,17 +83,17 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         """
         del req_context
         blocks = list(map(self._get_block, keys))
-        slots: list[int] = []
         num_idle = 0
         # One pass pins while it looks: looking first would be a second one. What a bad key leaves behind is taken back.
         for block in blocks:
             if block is None or (num_pins := block.ref_cnt) < 0:
-                _take_back_pins(blocks[: len(slots)])
-                key = next(islice(keys, len(slots), None))
-                raise BlockNotReadyError(key, "absent" if block is None else "in flight")
-            block.ref_cnt = num_pins + 1
-            num_idle += num_pins == 0
-            slots.append(block.block_id)
+                raise self._refuse_load(keys, blocks)
+            if num_pins:
+                block.ref_cnt = num_pins + 1
+            else:
+                block.ref_cnt = 1
+                num_idle += 1
+        slots = [block.block_id for block in blocks if block is not None]
         if len(set(slots)) < len(slots):
             _take_back_pins(_repeated(blocks))
         self._num_evictable -= num_idle
@@ -128,9 +128,14 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
             keys = self._orphans.settle_keys(keys, is_write=False)
         num_idle = 0
         for block in map(self._get_block, dict.fromkeys(keys)):
-            if block is not None and (num_pins := block.ref_cnt) > 0:
+            if block is None:
+                continue
+            num_pins = block.ref_cnt
+            if num_pins == 1:
+                block.ref_cnt = 0
+                num_idle += 1
+            elif num_pins > 1:
                 block.ref_cnt = num_pins - 1
-                num_idle += num_pins == 1
         self._num_evictable += num_idle
 
     def complete_store(
@@ -200,7 +205,8 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         """
         get = self._get_block
         distinct = dict.fromkeys(keys)
-        missing = [key for key in distinct if get(key) is None]
+        # Nearly always nothing is held, and a C loop finds that out in half the time.
+        missing = [key for key in distinct if get(key) is None] if any(map(get, distinct)) else list(distinct)
         num_to_evict = len(missing) - self._slots.num_free
         evicted: list[OffloadKey] | None = []
         if num_to_evict > 0:
@@ -212,6 +218,17 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         self._num_evicted += len(evicted)
         self._events.record(evicted, removed=True)
         return PrepareStoreOutput(missing, CPULoadStoreSpec(self._assign(missing)), evicted)
+
+    def _refuse_load(
+        self, keys: Collection[OffloadKey], blocks: Sequence[BlockStatus | None]
+    ) -> BlockNotReadyError:
+        """Unpin the blocks before the first that cannot be read; return the error that names it."""
+        position, block = next(
+            (position, block) for position, block in enumerate(blocks) if block is None or block.ref_cnt < 0
+        )
+        _take_back_pins(blocks[:position])
+        key = next(islice(keys, position, None))
+        return BlockNotReadyError(key, "absent" if block is None else "in flight")
 
     def _note_finished(self, finished: list[OffloadKey], *, success: bool) -> None:
         """Count and announce writes into held blocks that have ended."""

@@ -39,8 +39,12 @@ class SlotTable:
         """Slots that can be taken now."""
         return self._num_slots - self.num_used_once + len(self.freed)
 
-    def take(self, keys: Collection[OffloadKey]) -> list[BlockStatus]:
-        """Take a slot for each of ``keys``, as in flight; the caller has made sure that so many are free."""
+    def take(self, keys: Collection[OffloadKey]) -> tuple[list[int], list[BlockStatus]]:
+        """Take a slot for each of ``keys``; the caller has made sure that so many are free.
+
+        Returns:
+            The slots and their blocks, in flight, in the order of ``keys``.
+        """
         start = self.num_used_once
         num_fresh = min(len(keys), self._num_slots - start)
         num_reused = len(keys) - num_fresh
@@ -49,13 +53,14 @@ class SlotTable:
         if num_reused:
             slots += self.freed[: -num_reused - 1 : -1]
             del self.freed[-num_reused:]
+        last_keys, blocks = self._last_keys, self._blocks
         taken: list[BlockStatus] = []
         for key, slot in zip(keys, slots, strict=True):
-            self._last_keys[slot] = key
-            block = self._blocks[slot]
+            last_keys[slot] = key
+            block = blocks[slot]
             block.ref_cnt = IN_FLIGHT
             taken.append(block)
-        return taken
+        return slots, taken
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Free ``slots``; the last of them is taken first."""

@@ -55,15 +55,11 @@ class LRUCachePolicy(CachePolicy, EvictionPreview):
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict the ``n`` oldest idle blocks that are not protected, or none at all."""
-        victims: list[tuple[OffloadKey, BlockStatus]] = []
-        num_missing = n
-        for key, block in self.blocks.items():
-            if num_missing <= 0:
-                break
-            if block.ref_cnt == 0 and key not in protected:
-                victims.append((key, block))
-                num_missing -= 1
-        if num_missing > 0:
+        idle = (item for item in self.blocks.items() if not item[1].ref_cnt)
+        if protected:
+            idle = (item for item in idle if item[0] not in protected)
+        victims = list(islice(idle, n))
+        if len(victims) < n:
             return None
         for key, _ in victims:
             del self.blocks[key]
