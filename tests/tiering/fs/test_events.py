@@ -10,8 +10,9 @@ from kvtier.base import OffloadKey
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
+from kvtier.tiering.evicted import MAX_UNTOLD_KEYS
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.index import MAX_UNTOLD_KEYS, KeyIndex
+from kvtier.tiering.fs.index import KeyIndex
 
 BLOCK_BYTES = ROW_BYTES + 4096
 TELLING = TierSettings(emit_events=True, max_in_flight_store_bytes=2**20)

@@ -15,8 +15,8 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
+from kvtier.tiering.evicted import MAX_UNTOLD_KEYS, EvictedKeys
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.evicted import MAX_UNTOLD_KEYS, EvictedKeys
 from kvtier.tiering.slab.superblock import Geometry
 
 NUM_BLOCKS = 12

@@ -10,14 +10,10 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.evicted import EvictedKeys
 
 BATCH_KEYS = 1024
 """Keys added under one hold of the lock, some 100 us; more would keep the scheduler's lookups waiting."""
-
-
-MAX_UNTOLD_KEYS = 65_536
-"""Evicted keys that wait to be told, about 130 bytes each; the oldest go first. More only cost memory when nobody
-asks; fewer lose some of those that leave between two steps of an engine."""
 
 
 class KeyIndex:
@@ -37,10 +33,9 @@ class KeyIndex:
         self, max_keys: int, *, is_complete: bool, tells_evicted: Callable[[], bool] = lambda: False
     ) -> None:
         self._max_keys = max_keys
-        self._tells_evicted = tells_evicted
         self._lock = threading.Lock()
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._evicted: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._evicted = EvictedKeys(tells_evicted)
         self._complete = threading.Event()
         if is_complete:
             self._complete.set()
@@ -56,28 +51,16 @@ class KeyIndex:
 
     def evict(self, keys: Iterable[OffloadKey]) -> None:
         """Note that this process has removed the blocks of ``keys``; those it knew of are told to whoever asks."""
-        is_told = self._tells_evicted()
         with self._lock:
             for key in keys:
                 if key in self._keys:
                     del self._keys[key]
-                    if is_told:
-                        self._evicted[key] = None
-            while len(self._evicted) > MAX_UNTOLD_KEYS:
-                self._evicted.popitem(last=False)
+                    self._evicted.add(key)
 
     def take_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return what was evicted since the last call and is not back, each once.
-
-        Args:
-            being_stored: blocks whose store has not been reported yet. They wait for a later call: whoever hears of a
-                store when it is reported must not hear of the eviction before it.
-        """
+        """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
         with self._lock:
-            told = [key for key in self._evicted if key not in being_stored and key not in self._keys]
-            waiting = [key for key in self._evicted if key in being_stored]
-            self._evicted = OrderedDict.fromkeys(waiting)
-        return told
+            return self._evicted.take(being_stored, self._keys.__contains__)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Note that the blocks of ``keys`` are gone, somebody else's doing."""

@@ -6,21 +6,21 @@ namespace has its own folder in it, and all of them share one capacity.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult
 from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
+from kvtier.tiering.evicting import EvictingTier
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, parse_settings, plan_num_threads
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
-from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S, PooledTier, PoolOptions, require_lasting_keys
+from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S, PoolOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
 
@@ -32,7 +32,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(PooledTier[Space], EvictionReporter):
+class FSTier(EvictingTier[Space]):
     """One file per block in a directory that any number of engines may share.
 
     Args:
@@ -93,7 +93,6 @@ class FSTier(PooledTier[Space], EvictionReporter):
             negative_ttl_s=own.negative_ttl_s,
         )
         max_keys = own.capacity_bytes // own.block_bytes
-        self._open_stores: dict[JobId, tuple[OffloadKey, ...]] = {}
         block_store = FSBlockStore(
             directory, rows, self._evictor, max_keys, tells_evicted=lambda: self.settings.emit_events
         )
@@ -114,27 +113,6 @@ class FSTier(PooledTier[Space], EvictionReporter):
             return False
         return super().lookup(key, req_context)
 
-    def submit_store(self, job: JobMetadata) -> None:
-        """Start writing the job's slots; raises as the class above does."""
-        super().submit_store(job)
-        if self.settings.emit_events:
-            self._open_stores[job.job_id] = job.keys
-
-    def get_finished(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each once."""
-        results = list(super().get_finished())
-        for result in results:
-            self._open_stores.pop(result.job_id, None)
-        return results
-
-    def take_evicted(self) -> Collection[OffloadKey]:
-        """Return the blocks of this epoch that this process evicted or removed as damaged and that are not back.
-
-        Those whose store has not been reported yet wait, so that it is told before their eviction. What other
-        processes evict is not among them.
-        """
-        return self._space.index.take_evicted(set().union(*self._open_stores.values()))
-
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""
         return self._space.index.wait_complete(timeout_s)
@@ -142,3 +120,6 @@ class FSTier(PooledTier[Space], EvictionReporter):
     def stats(self) -> dict[str, float]:
         """Return counts and gauges: loads by outcome, stores, evictions, lookups, the queue, the index."""
         return super().stats() | {"indexed_blocks": len(self._space.index)}
+
+    def _take_untold(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        return self._space.index.take_evicted(being_stored)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy
+from kvtier.tiering.evicted import EvictedKeys
 from kvtier.tiering.slab.contents import Contents
 from kvtier.tiering.slab.era import Era, Hold
-from kvtier.tiering.slab.evicted import EvictedKeys
 from kvtier.tiering.slab.space import Space
 from kvtier.tiering.slab.spare import SpareSlots
 

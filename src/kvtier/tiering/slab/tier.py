@@ -6,17 +6,17 @@ which waits a moment for it.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import CachePolicy, create_cache_policy
-from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult
 from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
-from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
+from kvtier.tiering.evicting import EvictingTier
+from kvtier.tiering.pooled import PoolOptions, require_lasting_keys
 from kvtier.tiering.slab.book import SlotBook
 from kvtier.tiering.slab.document import write_document
 from kvtier.tiering.slab.opening import open_slab
@@ -37,7 +37,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class SlabTier(PooledTier[Space], EvictionReporter):
+class SlabTier(EvictingTier[Space]):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
     Args:
@@ -86,7 +86,6 @@ class SlabTier(PooledTier[Space], EvictionReporter):
             is_empty=file.is_new,
             tells_evicted=lambda: self.settings.emit_events,
         )
-        self._open_stores: dict[JobId, tuple[OffloadKey, ...]] = {}
         self._slab = SlabBlockStore(file, rows, self._book, max_part_blocks)
         self._num_slots = own.geometry.num_slots
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
@@ -110,26 +109,6 @@ class SlabTier(PooledTier[Space], EvictionReporter):
             return False
         return super().lookup(key, req_context)
 
-    def submit_store(self, job: JobMetadata) -> None:
-        """Start writing the job's slots; raises as the class above does."""
-        super().submit_store(job)
-        if self.settings.emit_events:
-            self._open_stores[job.job_id] = job.keys
-
-    def get_finished(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each once."""
-        results = list(super().get_finished())
-        for result in results:
-            self._open_stores.pop(result.job_id, None)
-        return results
-
-    def take_evicted(self) -> Collection[OffloadKey]:
-        """Return the blocks of this epoch that were evicted or found damaged and are not back, each once.
-
-        Those whose store has not been reported yet wait, so that it is told before their eviction.
-        """
-        return self._book.take_evicted(set().union(*self._open_stores.values()))
-
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""
         return self._slab.indexer.wait_complete(timeout_s)
@@ -146,3 +125,6 @@ class SlabTier(PooledTier[Space], EvictionReporter):
     def _make_policy(self) -> CachePolicy:
         # Not before its first use: the settings that every tier has are assigned after the construction.
         return create_cache_policy(self.settings.policy or DEFAULT_POLICY, self._num_slots)
+
+    def _take_untold(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        return self._book.take_evicted(being_stored)

@@ -1,4 +1,4 @@
-"""Blocks that have left the slab, until somebody asks for them."""
+"""Blocks that have left a tier, until somebody asks for them."""
 
 from collections.abc import Callable, Collection
 
