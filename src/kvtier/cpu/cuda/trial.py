@@ -1,0 +1,175 @@
+"""Scratch memory laid out like an engine's, on which copiers prove themselves and are timed.
+
+It chooses nothing; ``copier_choice`` does. The engine's KV cache and held rows are never touched. A proof compares
+every byte of rows and pages with what ``row_copy`` makes of the same transfer in host memory.
+"""
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvtier.cpu.cuda.span_copier import DeviceCopier
+from kvtier.cpu.row_copy import RowCopier
+from kvtier.cpu.row_layout import GroupMoves, RowLayout, count_bytes
+
+TRIAL_BYTES = 32 << 20
+"""Most bytes of scratch rows, and of scratch pages, unless two blocks need more. It is what a start pays in device
+memory beside the engine's KV cache; much less would time the launch and not the link."""
+
+MIN_SLOTS = 2
+"""Fewer could not be scattered."""
+
+NUM_ROUNDS = 3
+"""Timed transfers of each candidate and direction, after one that is not timed. A start takes some 10 ms for each."""
+
+Timer = Callable[[Callable[[], None]], float]
+"""Runs a copy on the device, waits for it and returns the seconds it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """How scratch memory is laid out.
+
+    Attributes:
+        layout: where bytes are in a row.
+        page_strides: for each canonical tensor, bytes from one device block to the next.
+        row_stride: bytes from one row to the next.
+        part_offset: where in a row the worker's part begins.
+        num_slots: rows; as many blocks.
+    """
+
+    layout: RowLayout
+    page_strides: tuple[int, ...]
+    row_stride: int
+    part_offset: int
+    num_slots: int
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Device blocks of each tensor."""
+        return self.num_slots * self.layout.block_size_factor
+
+
+def plan_trial(
+    layout: RowLayout,
+    page_strides: Sequence[int],
+    row_stride: int,
+    part_offset: int,
+    max_bytes: int = TRIAL_BYTES,
+) -> TrialPlan:
+    """Size the scratch memory. Pure.
+
+    Rows of several workers are as far apart as one worker's part needs, at addresses that the same powers of two
+    divide; merging and words then come out as they do on the rows themselves.
+
+    Args:
+        layout: where bytes are in a row.
+        page_strides: for each canonical tensor, bytes from one device block to the next.
+        row_stride: bytes from one row to the next.
+        part_offset: where in a row the worker's part begins.
+        max_bytes: of rows, and of pages.
+    """
+    scratch_offset, scratch_stride = part_offset % mmap.PAGESIZE, row_stride
+    if row_stride > layout.part_bytes:
+        end = scratch_offset + layout.part_bytes + 1
+        scratch_stride = end + (row_stride - end) % mmap.PAGESIZE
+    device_bytes = layout.block_size_factor * sum(page_strides)
+    num_slots = max(MIN_SLOTS, min(max_bytes // scratch_stride, max_bytes // device_bytes))
+    return TrialPlan(layout, tuple(page_strides), scratch_stride, scratch_offset, num_slots)
+
+
+def plan_proof(plan: TrialPlan, group_idx: int) -> GroupMoves:
+    """Return a transfer that enters the middle of its first slot, half of it in order, half scattered. Pure."""
+    random = np.random.default_rng(group_idx)
+    factor, half = plan.layout.block_size_factor, plan.num_slots // 2
+    slots = np.concatenate((np.arange(half), half + random.permutation(plan.num_slots - half)))
+    blocks = np.arange(factor // 2, plan.num_device_blocks)
+    scattered = half * factor - factor // 2
+    blocks[scattered:] = random.permutation(blocks[scattered:])
+    return GroupMoves(group_idx, blocks, slots, factor // 2)
+
+
+def plan_timing(plan: TrialPlan) -> GroupMoves:
+    """Return a transfer of whole scattered blocks of the group with the largest ones. Pure."""
+    random = np.random.default_rng(0)
+    groups = plan.layout.groups
+    largest = max(range(len(groups)), key=lambda group: groups[group].used_bytes)
+    blocks, slots = random.permutation(plan.num_device_blocks), random.permutation(plan.num_slots)
+    return GroupMoves(largest, blocks, slots, 0)
+
+
+class Trial:
+    """Scratch pages and rows.
+
+    Args:
+        plan: how they are laid out.
+        device: where the pages are.
+        whole_rows: shape (num_slots, row_stride), int8, host memory as the rows' is.
+        slots_per_chunk: of ``whole_rows``; None where they are one piece.
+        timer: runs copies.
+    """
+
+    def __init__(
+        self,
+        plan: TrialPlan,
+        device: torch.device,
+        whole_rows: torch.Tensor,
+        slots_per_chunk: int | None,
+        timer: Timer,
+    ) -> None:
+        self._plan = plan
+        self.rows = whole_rows[:, plan.part_offset : plan.part_offset + plan.layout.part_bytes]
+        self.slots_per_chunk = slots_per_chunk
+        self._timer = timer
+        random = np.random.default_rng(0)
+        self._host_pages = [
+            random.integers(-128, 128, (plan.num_device_blocks, stride), dtype=np.int8)
+            for stride in plan.page_strides
+        ]
+        self.pages = [torch.from_numpy(page).to(device, copy=True) for page in self._host_pages]
+
+    @property
+    def layout(self) -> RowLayout:
+        """Where bytes are in a row."""
+        return self._plan.layout
+
+    def find_fault(self, copier: DeviceCopier, *, is_store: bool) -> str | None:
+        """Say what a copier moves wrongly; None when every byte is right.
+
+        Effects: pages and rows hold other bytes afterwards.
+        """
+        for group_idx in range(len(self.layout.groups)):
+            moves = [plan_proof(self._plan, group_idx)]
+            fault = self._find_fault_of(copier, moves, is_store=is_store)
+            if fault is not None:
+                return f"group {group_idx}: {fault}"
+        return None
+
+    def measure(self, copier: DeviceCopier, *, is_store: bool) -> float:
+        """Return the GB/s of one transfer of scattered blocks, the host's part included."""
+        moves = [plan_timing(self._plan)]
+        seconds = self._timer(partial(copier.store if is_store else copier.load, moves))
+        return count_bytes(self.layout, moves) / 1e9 / max(seconds, 1e-9)
+
+    def _find_fault_of(
+        self, copier: DeviceCopier, moves: Sequence[GroupMoves], *, is_store: bool
+    ) -> str | None:
+        rows = np.random.default_rng(1).integers(-128, 128, tuple(self.rows.shape), dtype=np.int8)
+        self.rows.copy_(torch.from_numpy(rows))
+        for page, host_page in zip(self.pages, self._host_pages, strict=True):
+            page.copy_(torch.from_numpy(host_page))
+        wanted_pages = [page.copy() for page in self._host_pages]
+        reference = RowCopier(self.layout, wanted_pages, rows, num_threads=1)
+        (reference.store if is_store else reference.load)(moves)
+        reference.release()
+        self._timer(partial(copier.store if is_store else copier.load, moves))
+        if not np.array_equal(self.rows.numpy(), rows):
+            return "rows have other bytes than they should"
+        for page, wanted in zip(self.pages, wanted_pages, strict=True):
+            if not np.array_equal(page.cpu().numpy(), wanted):
+                return "pages have other bytes than they should"
+        return None
