@@ -315,9 +315,7 @@ def _start_cuda(
     region: SharedOffloadRegion | None,
     wanted: CudaCopier,
 ) -> tuple[PinnedRows, Choice]:
-    pinned = (
-        pin_rows(rows.data_ptr(), len(rows), layout.part_bytes) if region is None else pin_region(region)
-    )
+    pinned = pin_rows(rows.data_ptr(), len(rows), layout.part_bytes) if region is None else pin_region(region)
     try:
         return pinned, choose_copiers(layout, pages, rows, pinned, wanted)
     except BaseException:

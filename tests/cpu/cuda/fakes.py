@@ -103,7 +103,7 @@ class FakePinning:
         self.undone: list[int] = []
         self.error = SUCCESS
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int, /) -> int:  # noqa: N802
+    def register(self, address: int, num_bytes: int) -> int:
         if len(self.calls) == self.refused:
             self.error = INVALID_VALUE
             return self.error
@@ -111,7 +111,7 @@ class FakePinning:
         self.registered[address] = num_bytes
         return SUCCESS
 
-    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802
+    def unregister(self, address: int) -> int:
         self.undone.append(address)
         return SUCCESS if self.registered.pop(address, None) is not None else INVALID_VALUE
 

@@ -13,12 +13,9 @@ from kvtier.config import CudaCopier
 from kvtier.cpu.cuda.batch_copy import BatchLauncher, find_batch_bindings
 from kvtier.cpu.cuda.kernel_copy import KernelLauncher, find_kernel
 from kvtier.cpu.cuda.run_copy import RunLauncher
-from kvtier.cpu.cuda.span_copier import DeviceCopier, Memories, SpanCopier, SpanLauncher
+from kvtier.cpu.cuda.span_copier import Build, DeviceCopier, Memories, SpanCopier, SpanLauncher
 from kvtier.cpu.cuda.staged_copy import StagedCopier
 from kvtier.cpu.row_layout import RowLayout
-
-Build = Callable[[RowLayout, Sequence[torch.Tensor], torch.Tensor, int | None], DeviceCopier]
-"""Makes a copier of a layout, pages, rows and the number of rows registered together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def build_span_copier(
 
 
 def build_staged_copier(
-    layout: RowLayout, pages: Sequence[torch.Tensor], rows: torch.Tensor, slots_per_chunk: int | None
+    layout: RowLayout, pages: Sequence[torch.Tensor], rows: torch.Tensor, _slots_per_chunk: int | None
 ) -> DeviceCopier:
     """Build a copier with a buffer; its copies end within a row, so chunks do not matter to it."""
     return StagedCopier(layout, pages, rows)

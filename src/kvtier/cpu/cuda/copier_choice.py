@@ -117,12 +117,11 @@ def _prove(
 ) -> str | None:
     """Put a copier into ``proven``, or say what is wrong with it."""
     try:
-        copier = candidate.build(trial.layout, trial.pages, trial.rows, trial.slots_per_chunk)
-        fault = trial.find_fault(copier, is_store=is_store)
+        fault = trial.find_fault(candidate.build, is_store=is_store)
+        if fault is None:
+            proven[candidate.name] = trial.build(candidate.build)
     except Exception as error:  # noqa: BLE001  # thread top: runtimes and compilers raise what they like; another way is taken
         return f"{type(error).__name__}: {error}"
-    if fault is None:
-        proven[candidate.name] = copier
     return fault
 
 

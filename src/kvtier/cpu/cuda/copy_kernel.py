@@ -9,7 +9,9 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["num_pieces"])
-def copy_pieces(table, num_pieces, ALIGNED_BYTES: tl.constexpr, LANES: tl.constexpr):
+def copy_pieces(
+    table: tl.tensor, num_pieces: tl.tensor, ALIGNED_BYTES: tl.constexpr, LANES: tl.constexpr
+) -> None:
     """Copy the pieces, each program every n-th.
 
     Args:

@@ -117,7 +117,11 @@ def _plan_group(
 
 
 def _merge(
-    device_offsets: Offsets, row_offsets: Offsets, slots: Offsets, size_bytes: int, slots_per_chunk: int | None
+    device_offsets: Offsets,
+    row_offsets: Offsets,
+    slots: Offsets,
+    size_bytes: int,
+    slots_per_chunk: int | None,
 ) -> tuple[Offsets, Offsets, Offsets]:
     """Return device offsets, row offsets and sizes with neighbours joined."""
     is_break = (np.diff(device_offsets) != size_bytes) | (np.diff(row_offsets) != size_bytes)

@@ -100,7 +100,7 @@ def find_kernel(device: torch.device) -> tuple[Any, str | None]:  # Any: Triton 
 
 
 def _has_host_pointers(device: torch.device) -> bool:
-    """Ask the driver; False when it does not answer. A kernel that used a wrong address would end the process's CUDA."""
+    """Ask the driver; no answer is a no: a kernel that used a wrong address would end CUDA for the process."""
     value = ctypes.c_int(0)
     try:
         code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(

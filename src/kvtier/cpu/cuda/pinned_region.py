@@ -10,7 +10,7 @@ The calls have not been confirmed on a device.
 import logging
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -30,13 +30,36 @@ REGISTER_FLAGS = 1 | 2
 
 
 class PinRuntime(Protocol):
-    """The two calls of CUDA's runtime; both return an error code, 0 is success."""
+    """What pins host memory; codes are CUDA's, 0 is success."""
 
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int, /) -> Any:  # noqa: ANN401, N802  # Any: CUDA's enum
-        """Pin host memory."""
+    def register(self, address: int, num_bytes: int) -> int:
+        """Pin memory."""
 
-    def cudaHostUnregister(self, address: int, /) -> Any:  # noqa: ANN401, N802  # Any: CUDA's enum
+    def unregister(self, address: int) -> int:
         """Undo it."""
+
+    def forget_error(self) -> None:
+        """Let no later call meet the error that was returned."""
+
+
+class TorchPinRuntime:
+    """CUDA's runtime as torch has loaded it."""
+
+    def __init__(self) -> None:
+        self._runtime = cuda.cudart()
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Pin memory for every context, and for kernels."""
+        return int(self._runtime.cudaHostRegister(address, num_bytes, REGISTER_FLAGS))
+
+    def unregister(self, address: int) -> int:
+        """Undo it."""
+        return int(self._runtime.cudaHostUnregister(address))
+
+    def forget_error(self) -> None:
+        """Let a launch of torch's meet the error that the runtime keeps, so that no launch of the engine's does."""
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +84,7 @@ class PinnedRows:
         address: as given.
         row_stride: as given.
         slots_per_chunk: as given.
+        runtime: as given.
     """
 
     def __init__(
@@ -70,7 +94,7 @@ class PinnedRows:
         self.row_stride = row_stride
         self.slots_per_chunk = slots_per_chunk
         self._chunks = chunks
-        self._runtime = runtime
+        self.runtime = runtime
 
     @property
     def is_pinned(self) -> bool:
@@ -80,7 +104,7 @@ class PinnedRows:
     def unpin(self) -> None:
         """Undo the registration; idempotent. The rows must still be mapped, and no copy under way."""
         chunks, self._chunks = self._chunks, []
-        _unregister(chunks, self._runtime)
+        _unregister(chunks, self.runtime)
 
 
 def plan_slots_per_chunk(row_stride: int, chunk_bytes: int = CHUNK_BYTES) -> int:
@@ -108,7 +132,6 @@ def pin_rows(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     runtime: PinRuntime | None = None,
-    forget_error: Callable[[], None] | None = None,
 ) -> PinnedRows:
     """Register rows, all or none of them: copies to rows that are not pinned are right, but slow.
 
@@ -117,23 +140,22 @@ def pin_rows(
         num_slots: rows.
         row_stride: bytes from one to the next.
         chunk_bytes: bytes registered by a call, about.
-        runtime: CUDA's runtime; None takes the one that torch uses.
-        forget_error: lets the runtime forget an error that it has returned; None asks torch to.
+        runtime: who pins; None takes CUDA's as torch has loaded it.
     """
     slots_per_chunk = plan_slots_per_chunk(row_stride, chunk_bytes)
-    runtime = cuda.cudart() if runtime is None else runtime
+    runtime = TorchPinRuntime() if runtime is None else runtime
     registered: list[Chunk] = []
     for chunk in plan_chunks(address, num_slots, row_stride, slots_per_chunk):
-        code = runtime.cudaHostRegister(chunk.address, chunk.num_bytes, REGISTER_FLAGS)
-        if int(code) != 0:
+        code = runtime.register(chunk.address, chunk.num_bytes)
+        if code != 0:
             logger.warning(
-                "%d bytes of rows cannot be pinned (CUDA error %s after %d of them): copies will be slow; "
+                "%d bytes of rows cannot be pinned (CUDA error %d after %d of them): copies will be slow; "
                 "raise the limit of locked memory, or lower cpu_bytes_to_use",
                 num_slots * row_stride,
                 code,
                 chunk.address - address,
             )
-            (forget_error or _forget_error)()
+            runtime.forget_error()
             _unregister(registered, runtime)
             return PinnedRows(address, row_stride, slots_per_chunk, [], runtime)
         registered.append(chunk)
@@ -142,14 +164,9 @@ def pin_rows(
 
 def _unregister(chunks: Sequence[Chunk], runtime: PinRuntime) -> None:
     for chunk in reversed(chunks):
-        code = runtime.cudaHostUnregister(chunk.address)
-        if int(code) != 0:
+        code = runtime.unregister(chunk.address)
+        if code != 0:
+            runtime.forget_error()
             logger.warning(
-                "%d bytes at %#x stay pinned (CUDA error %s)", chunk.num_bytes, chunk.address, code
+                "%d bytes at %#x stay pinned (CUDA error %d)", chunk.num_bytes, chunk.address, code
             )
-
-
-def _forget_error() -> None:
-    """Let a launch of torch's meet the error that the runtime keeps, so that no launch of the engine's does."""
-    with suppress(RuntimeError):
-        torch.ones(1, device="cuda")

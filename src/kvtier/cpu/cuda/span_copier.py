@@ -33,6 +33,10 @@ class DeviceCopier(Protocol):
         """Let go of tensors and rows; idempotent. What was launched must have ended."""
 
 
+Build = Callable[[RowLayout, Sequence[torch.Tensor], torch.Tensor, int | None], DeviceCopier]
+"""Makes a copier of a layout, pages, rows and the number of rows registered together."""
+
+
 class Memories:
     """Both ends of all spans.
 
@@ -53,7 +57,9 @@ class Memories:
 
     def addresses(self, spans: Spans) -> tuple[Offsets, Offsets]:
         """Return where the spans begin on the device and in the rows."""
-        return self._device_starts[spans.memories] + spans.device_offsets, self._rows_start + spans.row_offsets
+        return self._device_starts[
+            spans.memories
+        ] + spans.device_offsets, self._rows_start + spans.row_offsets
 
 
 class SpanLauncher(Protocol):

@@ -13,7 +13,7 @@ import torch
 from kvtier.config import CudaCopier
 from kvtier.cpu.cuda.candidates import list_candidates
 from kvtier.cpu.cuda.copier_choice import Choice, choose
-from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
+from kvtier.cpu.cuda.pinned_region import PinnedRows, PinRuntime, pin_rows
 from kvtier.cpu.cuda.stream_queue import StreamQueue
 from kvtier.cpu.cuda.trial import Timer, Trial, TrialPlan, plan_trial
 from kvtier.cpu.row_layout import RowLayout
@@ -40,7 +40,13 @@ def map_rows(num_slots: int, row_stride: int) -> torch.Tensor:
 
 
 def choose_copiers(
-    layout: RowLayout, pages: Sequence[torch.Tensor], rows: torch.Tensor, pinned: PinnedRows, wanted: CudaCopier
+    layout: RowLayout,
+    pages: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    pinned: PinnedRows,
+    wanted: CudaCopier,
+    *,
+    timer: Timer | None = None,
 ) -> Choice:
     """Choose how bytes are moved between ``pages``, or others laid out alike, and ``rows``.
 
@@ -50,6 +56,7 @@ def choose_copiers(
         rows: the worker's part of all rows; it is not touched.
         pinned: what became of registering them.
         wanted: the setting.
+        timer: runs trial copies; None does it on a stream of the device.
 
     Raises:
         ConfigError: the way that was asked for cannot be used.
@@ -60,36 +67,45 @@ def choose_copiers(
         layout, [page.stride(0) for page in pages], pinned.row_stride, rows.data_ptr() - pinned.address
     )
     candidates = list_candidates(device, is_pinned=pinned.is_pinned)
-    with _open_trial(plan, device, is_pinned=pinned.is_pinned) as trial:
+    runtime = pinned.runtime if pinned.is_pinned else None
+    with _open_trial(plan, device, runtime, timer or _make_timer(device)) as trial:
         choice = choose(candidates, wanted, trial)
     torch.cuda.empty_cache()
     return choice
 
 
 @contextmanager
-def _open_trial(plan: TrialPlan, device: torch.device, *, is_pinned: bool) -> Iterator[Trial | None]:
-    """Make scratch memory that is pinned where the rows are; None where there is no room for it."""
+def _open_trial(
+    plan: TrialPlan, device: torch.device, runtime: PinRuntime | None, timer: Timer
+) -> Iterator[Trial | None]:
+    """Make scratch memory, pinned where there is a runtime to do it; None where there is no room for it."""
     whole_rows = map_rows(plan.num_slots, plan.row_stride)
     pinned: PinnedRows | None = None
-    if is_pinned:
+    if runtime is not None:
         chunk_bytes = plan.num_slots * plan.row_stride // TRIAL_CHUNKS
-        pinned = pin_rows(whole_rows.data_ptr(), plan.num_slots, plan.row_stride, chunk_bytes=chunk_bytes)
+        pinned = pin_rows(
+            whole_rows.data_ptr(), plan.num_slots, plan.row_stride, chunk_bytes=chunk_bytes, runtime=runtime
+        )
     try:
         if pinned is not None and not pinned.is_pinned:
             yield None
             return
         slots_per_chunk = None if pinned is None else pinned.slots_per_chunk
-        yield _make_trial(plan, device, whole_rows, slots_per_chunk)
+        yield _make_trial(plan, device, whole_rows, slots_per_chunk, timer)
     finally:
         if pinned is not None:
             pinned.unpin()
 
 
 def _make_trial(
-    plan: TrialPlan, device: torch.device, whole_rows: torch.Tensor, slots_per_chunk: int | None
+    plan: TrialPlan,
+    device: torch.device,
+    whole_rows: torch.Tensor,
+    slots_per_chunk: int | None,
+    timer: Timer,
 ) -> Trial | None:
     try:
-        return Trial(plan, device, whole_rows, slots_per_chunk, _make_timer(device))
+        return Trial(plan, device, whole_rows, slots_per_chunk, timer)
     except torch.OutOfMemoryError:
         return None
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.span_copier import DeviceCopier
+from kvtier.cpu.cuda.span_copier import Build, DeviceCopier
 from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import GroupMoves, RowLayout, count_bytes
 
@@ -23,8 +23,12 @@ memory beside the engine's KV cache; much less would time the launch and not the
 MIN_SLOTS = 2
 """Fewer could not be scattered."""
 
+PROOF_SHARE = 8
+"""A proof uses this part of the scratch memory. Its bytes are made and compared on the host, for each candidate,
+direction and group: with all of the memory a start would take seconds."""
+
 NUM_ROUNDS = 3
-"""Timed transfers of each candidate and direction, after one that is not timed. A start takes some 10 ms for each."""
+"""Timed transfers of each candidate and direction, after one that is not timed."""
 
 Timer = Callable[[Callable[[], None]], float]
 """Runs a copy on the device, waits for it and returns the seconds it took."""
@@ -52,6 +56,11 @@ class TrialPlan:
     def num_device_blocks(self) -> int:
         """Device blocks of each tensor."""
         return self.num_slots * self.layout.block_size_factor
+
+    @property
+    def num_proof_slots(self) -> int:
+        """Rows, the first ones, on which copiers prove themselves, with as many blocks."""
+        return max(MIN_SLOTS, self.num_slots // PROOF_SHARE)
 
 
 def plan_trial(
@@ -85,9 +94,10 @@ def plan_trial(
 def plan_proof(plan: TrialPlan, group_idx: int) -> GroupMoves:
     """Return a transfer that enters the middle of its first slot, half of it in order, half scattered. Pure."""
     random = np.random.default_rng(group_idx)
-    factor, half = plan.layout.block_size_factor, plan.num_slots // 2
-    slots = np.concatenate((np.arange(half), half + random.permutation(plan.num_slots - half)))
-    blocks = np.arange(factor // 2, plan.num_device_blocks)
+    factor, num_slots = plan.layout.block_size_factor, plan.num_proof_slots
+    half = num_slots // 2
+    slots = np.concatenate((np.arange(half), half + random.permutation(num_slots - half)))
+    blocks = np.arange(factor // 2, num_slots * factor)
     scattered = half * factor - factor // 2
     blocks[scattered:] = random.permutation(blocks[scattered:])
     return GroupMoves(group_idx, blocks, slots, factor // 2)
@@ -122,54 +132,67 @@ class Trial:
         timer: Timer,
     ) -> None:
         self._plan = plan
-        self.rows = whole_rows[:, plan.part_offset : plan.part_offset + plan.layout.part_bytes]
-        self.slots_per_chunk = slots_per_chunk
+        self._rows = whole_rows[:, plan.part_offset : plan.part_offset + plan.layout.part_bytes]
+        self._slots_per_chunk = slots_per_chunk
         self._timer = timer
-        random = np.random.default_rng(0)
-        self._host_pages = [
-            random.integers(-128, 128, (plan.num_device_blocks, stride), dtype=np.int8)
+        self._pages = [
+            torch.zeros((plan.num_device_blocks, stride), dtype=torch.int8, device=device)
             for stride in plan.page_strides
         ]
-        self.pages = [torch.from_numpy(page).to(device, copy=True) for page in self._host_pages]
 
-    @property
-    def layout(self) -> RowLayout:
-        """Where bytes are in a row."""
-        return self._plan.layout
+    def build(self, build: Build) -> DeviceCopier:
+        """Return a copier of all scratch memory."""
+        return build(self._plan.layout, self._pages, self._rows, self._slots_per_chunk)
 
-    def find_fault(self, copier: DeviceCopier, *, is_store: bool) -> str | None:
+    def find_fault(self, build: Build, *, is_store: bool) -> str | None:
         """Say what a copier moves wrongly; None when every byte is right.
 
         Effects: pages and rows hold other bytes afterwards.
         """
-        for group_idx in range(len(self.layout.groups)):
-            moves = [plan_proof(self._plan, group_idx)]
-            fault = self._find_fault_of(copier, moves, is_store=is_store)
-            if fault is not None:
-                return f"group {group_idx}: {fault}"
+        num_slots = self._plan.num_proof_slots
+        rows = self._rows[:num_slots]
+        pages = [page[: num_slots * self._plan.layout.block_size_factor] for page in self._pages]
+        copier = build(self._plan.layout, pages, rows, self._slots_per_chunk)
+        try:
+            for group_idx in range(len(self._plan.layout.groups)):
+                fault = self._find_fault_of(copier, pages, rows, group_idx, is_store=is_store)
+                if fault is not None:
+                    return f"group {group_idx}: {fault}"
+        finally:
+            copier.release()
         return None
 
     def measure(self, copier: DeviceCopier, *, is_store: bool) -> float:
         """Return the GB/s of one transfer of scattered blocks, the host's part included."""
         moves = [plan_timing(self._plan)]
         seconds = self._timer(partial(copier.store if is_store else copier.load, moves))
-        return count_bytes(self.layout, moves) / 1e9 / max(seconds, 1e-9)
+        return count_bytes(self._plan.layout, moves) / 1e9 / max(seconds, 1e-9)
 
     def _find_fault_of(
-        self, copier: DeviceCopier, moves: Sequence[GroupMoves], *, is_store: bool
+        self,
+        copier: DeviceCopier,
+        pages: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        group_idx: int,
+        *,
+        is_store: bool,
     ) -> str | None:
-        rows = np.random.default_rng(1).integers(-128, 128, tuple(self.rows.shape), dtype=np.int8)
-        self.rows.copy_(torch.from_numpy(rows))
-        for page, host_page in zip(self.pages, self._host_pages, strict=True):
-            page.copy_(torch.from_numpy(host_page))
-        wanted_pages = [page.copy() for page in self._host_pages]
-        reference = RowCopier(self.layout, wanted_pages, rows, num_threads=1)
+        random = np.random.default_rng(group_idx)
+        wanted_pages = [random.integers(-128, 128, tuple(page.shape), dtype=np.int8) for page in pages]
+        wanted_rows = random.integers(-128, 128, tuple(rows.shape), dtype=np.int8)
+        rows.numpy()[...] = wanted_rows
+        for page, wanted in zip(pages, wanted_pages, strict=True):
+            page.copy_(torch.from_numpy(wanted))
+        moves = [plan_proof(self._plan, group_idx)]
+        reference = RowCopier(self._plan.layout, wanted_pages, wanted_rows, num_threads=1)
         (reference.store if is_store else reference.load)(moves)
         reference.release()
         self._timer(partial(copier.store if is_store else copier.load, moves))
-        if not np.array_equal(self.rows.numpy(), rows):
+        if not np.array_equal(rows.numpy(), wanted_rows):
             return "rows have other bytes than they should"
-        for page, wanted in zip(self.pages, wanted_pages, strict=True):
-            if not np.array_equal(page.cpu().numpy(), wanted):
-                return "pages have other bytes than they should"
+        if any(
+            not np.array_equal(page.cpu().numpy(), wanted)
+            for page, wanted in zip(pages, wanted_pages, strict=True)
+        ):
+            return "pages have other bytes than they should"
         return None
