@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cpu.cuda.test_descriptors import layout_of
 
-from kvtier.cpu.cuda.trial import MIN_SLOTS, PROOF_SHARE, TRIAL_BYTES, plan_proof, plan_timing, plan_trial
+from kvtier.cpu.cuda.trial import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    PROOF_SHARE,
+    TRIAL_BYTES,
+    plan_proof,
+    plan_timing,
+    plan_trial,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -27,7 +35,7 @@ def test_scratch_memory_is_bounded_and_rows_keep_their_alignment(
 
     plan = plan_trial(layout, sizes, row_stride, part_offset)
 
-    assert plan.num_slots >= MIN_SLOTS
+    assert MIN_SLOTS <= plan.num_slots <= MAX_SLOTS
     assert plan.num_slots == MIN_SLOTS or plan.num_slots * plan.row_stride <= TRIAL_BYTES
     assert plan.num_slots == MIN_SLOTS or plan.num_device_blocks * sum(sizes) <= TRIAL_BYTES
     assert plan.row_stride <= layout.part_bytes + 2 * PAGE

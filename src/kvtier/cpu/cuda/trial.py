@@ -23,6 +23,9 @@ memory beside the engine's KV cache; much less would time the launch and not the
 MIN_SLOTS = 2
 """Fewer could not be scattered."""
 
+MAX_SLOTS = 1024
+"""Most scratch rows: with pages of a few bytes the trial would time Python, for seconds."""
+
 PROOF_SHARE = 8
 """A proof uses this part of the scratch memory. Its bytes are made and compared on the host, for each candidate,
 direction and group: with all of the memory a start would take seconds."""
@@ -87,8 +90,8 @@ def plan_trial(
         end = scratch_offset + layout.part_bytes + 1
         scratch_stride = end + (row_stride - end) % mmap.PAGESIZE
     device_bytes = layout.block_size_factor * sum(page_strides)
-    num_slots = max(MIN_SLOTS, min(max_bytes // scratch_stride, max_bytes // device_bytes))
-    return TrialPlan(layout, tuple(page_strides), scratch_stride, scratch_offset, num_slots)
+    num_slots = min(MAX_SLOTS, max_bytes // scratch_stride, max_bytes // device_bytes)
+    return TrialPlan(layout, tuple(page_strides), scratch_stride, scratch_offset, max(MIN_SLOTS, num_slots))
 
 
 def plan_proof(plan: TrialPlan, group_idx: int) -> GroupMoves:
