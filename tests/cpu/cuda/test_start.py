@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from tests.cpu.cuda.fakes import FakePinning
 from tests.cpu.cuda.test_descriptors import layout_of
 
 from kvtier.config import CudaCopier
+from kvtier.cpu import gpu_worker
 from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
 from kvtier.cpu.cuda.start import TRIAL_CHUNKS, choose_copiers, map_rows
 from kvtier.cpu.row_layout import RowLayout
+from kvtier.errors import ConfigError
 
 LAYOUT: RowLayout = layout_of([4096, 8192])
 
@@ -65,6 +68,19 @@ def test_scratch_rows_that_cannot_be_pinned_leave_the_choice_unproven(
     assert store is load is CudaCopier.RUNS
     assert "unproven" in caplog.text
     assert list(pinning.registered) == [pinned.address]
+
+
+def test_when_no_copier_can_be_chosen_the_rows_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning = FakePinning()
+    pages = [torch.ones((4, size), dtype=torch.int8) for size in (4096, 8192)]
+    rows = map_rows(4, LAYOUT.part_bytes)
+    monkeypatch.setattr(gpu_worker, "pin_rows", partial(pin_rows, runtime=pinning))
+    monkeypatch.setattr(gpu_worker, "choose_copiers", partial(choose_copiers, timer=time_of))
+
+    with pytest.raises(ConfigError, match="cuda_copier='batch'"):
+        gpu_worker._start_cuda(LAYOUT, pages, rows, None, CudaCopier.BATCH)
+
+    assert pinning.registered == {}
 
 
 def test_private_rows_begin_at_a_page_and_are_zero() -> None:
