@@ -11,7 +11,7 @@ from tests.cpu.cuda.test_descriptors import layout_of
 from kvtier.config import CudaCopier
 from kvtier.cpu.cuda.candidates import Candidate, build_span_copier
 from kvtier.cpu.cuda.copier_choice import choose, pick
-from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Spans
+from kvtier.cpu.cuda.descriptors import Spans
 from kvtier.cpu.cuda.run_copy import RunLauncher
 from kvtier.cpu.cuda.span_copier import DeviceCopier, Memories
 from kvtier.cpu.cuda.trial import Trial, plan_trial
@@ -188,10 +188,10 @@ def test_copiers_of_the_trial_are_released() -> None:
         def __init__(self, copier: DeviceCopier) -> None:
             self._copier = copier
 
-        def store(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+        def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
             self._copier.store(moves, places)
 
-        def load(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+        def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
             self._copier.load(moves, places)
 
         def release(self) -> None:

@@ -20,13 +20,14 @@ about one size are far below it."""
 class DeviceCopier(Protocol):
     """Launches the copies of one direction's transfers; nothing of them need have ended when a call returns.
 
-    ``places`` chooses refs of each group, one layer's for example; a tail goes with the last ref of its group.
+    ``places`` chooses refs of each group, one layer's for example, None takes all; a tail goes with the last ref of
+    its group.
     """
 
-    def store(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch device -> rows."""
 
-    def load(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch rows -> device."""
 
     def release(self) -> None:
@@ -96,13 +97,13 @@ class SpanCopier:
         )
         self._launcher: SpanLauncher | None = make_launcher(Memories([*pages, zeros], rows))
 
-    def store(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch device -> rows; the tails of the rows are zeroed by it."""
-        self._launch(moves, places, is_store=True)
+        self._launch(moves, places or EVERY_PLACE, is_store=True)
 
-    def load(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch rows -> device."""
-        self._launch(moves, places, is_store=False)
+        self._launch(moves, places or EVERY_PLACE, is_store=False)
 
     def release(self) -> None:
         """Let go of tensors and rows; idempotent. What was launched must have ended."""

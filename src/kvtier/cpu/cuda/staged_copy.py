@@ -51,8 +51,9 @@ class StagedCopier:
             for group in layout.groups
         ]
 
-    def store(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch device -> rows; the tails of the rows are zeroed by it."""
+        places = places or EVERY_PLACE
         for portion in self._portions(moves):
             blocks, staged, sub_blocks = self._index(portion)
             for device_pages, staged_pages in self._refs[portion.group_idx][places]:
@@ -63,8 +64,9 @@ class StagedCopier:
             ):
                 self._rows[slot, start:end].copy_(self._staging[staged_row, start:end], non_blocking=True)
 
-    def load(self, moves: Sequence[GroupMoves], places: slice = EVERY_PLACE) -> None:
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch rows -> device."""
+        places = places or EVERY_PLACE
         for portion in self._portions(moves):
             for staged_row, slot, start, end in plan_slot_ranges(
                 self._layout, portion, has_tail=False, places=places
