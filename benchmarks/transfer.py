@@ -3,14 +3,15 @@
 It measures the whole job, from transfer_async to wait, of 128 MiB at a time. "runs": device blocks and slots follow one
 another; "scattered": both are drawn at random, the worst case. The floor is one contiguous torch ``copy_`` with as many
 threads as torch takes, in the same direction; on CUDA from and to pinned memory. What lies between the two is planning
-and the cost of each piece.
+and the cost of each piece. On CUDA "ours" is the way to copy that handlers choose; each way there is takes part too.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -27,9 +28,11 @@ from kvtier.base import (
     TransferJobId,
     TransferSpec,
 )
+from kvtier.config import CudaCopier
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.errors import ConfigError
 
 TOTAL_BYTES = 128 << 20
 """Bytes of one job: four times this machine's last-level cache, so that memory is measured."""
@@ -68,17 +71,20 @@ def measure(options: Options) -> Iterator[Measurement]:
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if devices == ["cpu"]:
         options.note("no CUDA device here: copies from and to one were not measured")
+    note = cache(options.note)  # the same line of each shape is said once
     for device in devices:
         for row_kib, num_layers in QUICK_SHAPES if options.is_quick else SHAPES:
             for is_scattered in (False, True):
                 shape = Shape(device, row_kib << 10, num_layers, is_scattered)
-                yield from measure_shape(shape, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+                num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+                yield from measure_shape(shape, num_rounds, note)
 
 
-def measure_shape(shape: Shape, num_rounds: int) -> Iterator[Measurement]:
-    """Let handlers and plain copies take turns."""
-    with _contestants(shape) as contestants:
-        rounds = run_rounds({name: _rates_of(copies) for name, copies in contestants.items()}, num_rounds)
+def measure_shape(shape: Shape, num_rounds: int, note: Callable[[str], None]) -> Iterator[Measurement]:
+    """Let handlers and plain copies take turns, each first equally often."""
+    with _contestants(shape, note) as contestants:
+        num_turns = max(1, num_rounds // len(contestants)) * len(contestants)
+        rounds = run_rounds({name: _rates_of(copies) for name, copies in contestants.items()}, num_turns)
     for operation, values in rounds.items():
         labels: dict[str, str | int] = {
             "operation": operation,
@@ -104,27 +110,41 @@ def _rates_of(copies: Mapping[str, Copy]) -> Callable[[], Mapping[str, float]]:
 
 
 @contextmanager
-def _contestants(shape: Shape) -> Iterator[dict[str, dict[str, Copy]]]:
+def _contestants(shape: Shape, note: Callable[[str], None]) -> Iterator[dict[str, dict[str, Copy]]]:
+    ways = {OURS: CudaCopier.AUTO}
+    if shape.device == "cuda":
+        ways |= {way.value: way for way in CudaCopier if way is not CudaCopier.AUTO}
     num_slots = TOTAL_BYTES // shape.row_bytes
-    page_bytes = shape.row_bytes // shape.num_layers
-    caches = _make_caches(shape, 2 * num_slots, page_bytes)
-    region = SharedOffloadRegion(f"benchmark-{os.getpid()}", TOTAL_BYTES, num_slots, 0, 1, shape.row_bytes)
+    caches = _make_caches(shape, 2 * num_slots, shape.row_bytes // shape.num_layers)
+    contestants: dict[str, dict[str, Copy]] = {}
+    with ExitStack() as ending:
+        for name, way in ways.items():
+            try:
+                contestants[name] = _copies_of(shape, caches, num_slots, way, ending)
+            except ConfigError as error:
+                note(f"not measured: {error}")
+        yield contestants | {FLOOR: _plain_copies(shape.device)}
+
+
+def _copies_of(
+    shape: Shape, caches: CanonicalKVCaches, num_slots: int, way: CudaCopier, ending: ExitStack
+) -> dict[str, Copy]:
+    """Build handlers that copy one way, on a region of their own; ``ending`` gives both back."""
+    name = f"benchmark-{os.getpid()}-{way.value}"
+    region = SharedOffloadRegion(name, TOTAL_BYTES, num_slots, 0, 1, shape.row_bytes)
+    ending.callback(region.cleanup)
     region.seal()
-    handlers = CpuGpuOffloadingHandlers(caches, 1, num_slots, region)
+    handlers = CpuGpuOffloadingHandlers(caches, 1, num_slots, region, cuda_copier=way)
+    ending.callback(handlers.shutdown)
     random = np.random.default_rng(0)
     blocks = random.permutation(2 * num_slots)[:num_slots] if shape.is_scattered else np.arange(num_slots)
     slots = random.permutation(num_slots) if shape.is_scattered else np.arange(num_slots)
     device, rows = GPULoadStoreSpec(blocks, [num_slots], [0]), CPULoadStoreSpec(slots)
     store, load = TransferSpec(device, rows), TransferSpec(rows, device)
-    try:
-        ours: dict[str, Copy] = {
-            "store": lambda: _transfer(handlers.gpu_to_cpu_handler, store),
-            "load": lambda: _transfer(handlers.cpu_to_gpu_handler, load),
-        }
-        yield {OURS: ours, FLOOR: _plain_copies(shape.device)}
-    finally:
-        handlers.shutdown()
-        region.cleanup()
+    return {
+        "store": lambda: _transfer(handlers.gpu_to_cpu_handler, store),
+        "load": lambda: _transfer(handlers.cpu_to_gpu_handler, load),
+    }
 
 
 def _plain_copies(device: str) -> dict[str, Copy]:

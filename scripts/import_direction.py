@@ -57,6 +57,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "engines",
         "testing",
     ),
+    "triton": ("cpu.cuda",),
     "transformers": ("engines.transformers", "cli.demo"),
     "safetensors": ("engines.transformers",),
     "vllm": ("engines.vllm",),

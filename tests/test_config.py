@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import (
+    CudaCopier,
     GroupKind,
     KVGroup,
     LoadIf,
@@ -36,6 +37,11 @@ def test_no_settings_are_the_defaults() -> None:
     assert parse_settings({}) == Settings()
 
 
+def test_an_unknown_way_to_copy_is_refused_naming_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"cuda_copier='dma'.*'auto', 'batch', 'runs', 'staged', 'kernel'"):
+        parse_settings({"cuda_copier": "dma"})
+
+
 def test_every_setting_is_read() -> None:
     given: Mapping[str, Any] = {
         "cpu_bytes_to_use": "2 GiB",
@@ -48,6 +54,7 @@ def test_every_setting_is_read() -> None:
         "spec_module_path": "my.module",
         "lookup_deadline_s": 1,
         "load_if": "always",
+        "cuda_copier": "kernel",
         "instance_id": "one",
         "tenant_salt": "salt",
         "secondary_tiers": [{"type": "fs"}],
@@ -64,6 +71,7 @@ def test_every_setting_is_read() -> None:
         spec_module_path="my.module",
         lookup_deadline_s=1.0,
         load_if=LoadIf.ALWAYS,
+        cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
         secondary_tiers=({"type": "fs"},),

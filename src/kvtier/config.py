@@ -42,6 +42,16 @@ class LoadIf(Enum):
     FASTER = "faster"
 
 
+class CudaCopier(Enum):
+    """How bytes are moved between CUDA tensors and the primary tier."""
+
+    AUTO = "auto"
+    BATCH = "batch"
+    RUNS = "runs"
+    STAGED = "staged"
+    KERNEL = "kernel"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """Which weights produced the KV cache.
@@ -101,6 +111,7 @@ class Settings:
         spec_module_path: module of a spec that is not registered; its own settings are then not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
         load_if: whether a hit that loads slower than it computes is loaded.
+        cuda_copier: how bytes are moved between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None takes the engine's id.
         tenant_salt: separates tenants that must not share blocks.
         secondary_tiers: one mapping per tier, in the order in which they are asked.
@@ -116,6 +127,7 @@ class Settings:
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
     load_if: LoadIf = LoadIf.ALWAYS
+    cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = ""
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
@@ -149,6 +161,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
         load_if=load_if,
+        cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),

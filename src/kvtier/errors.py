@@ -127,6 +127,25 @@ class KVCacheLayoutError(KVTierError, ValueError):
     """The registered KV cache tensors cannot be placed in rows."""
 
 
+class DeviceCopyError(KVTierError, RuntimeError):
+    """A device refused to copy between its memory and the rows.
+
+    Attributes:
+        call: what was called.
+        code: what it answered.
+        num_copies: copies that it was asked for.
+        refused: which of them it refused; None when it did not say.
+    """
+
+    def __init__(self, call: str, code: object, num_copies: int, refused: int | None) -> None:
+        self.call = call
+        self.code = code
+        self.num_copies = num_copies
+        self.refused = refused
+        which = "" if refused is None else f", number {refused}"
+        super().__init__(f"{call} refused one of {num_copies} copies{which}: {code}")
+
+
 class TierError(KVTierError):
     """A secondary tier cannot do what was asked of it.
 

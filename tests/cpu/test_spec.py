@@ -1,6 +1,10 @@
 """The spec derives sizes, refuses what cannot work, and builds each half once."""
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -15,13 +19,15 @@ from kvtier.base import (
     TransferSpec,
     make_offload_key,
 )
-from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import CudaCopier, GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import make_lock_path
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, KVCacheLayoutError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
+from kvtier.tiering.spec import TieringOffloadingSpec
 from kvtier.worker.worker import OffloadingWorker
 
 
@@ -70,6 +76,34 @@ def test_a_subclass_aligns_rows() -> None:
     spec = AlignedSpec(config_of(world_size=3, cpu_bytes_to_use="60kB", block_size=64))
 
     assert (spec.row_stride, spec.num_blocks) == (12_288, 4)
+
+
+@pytest.mark.parametrize(("value", "way"), [(None, CudaCopier.AUTO), ("batch", CudaCopier.BATCH)])
+@pytest.mark.parametrize("spec_class", [CPUOffloadingSpec, TieringOffloadingSpec])
+def test_handlers_are_told_how_to_copy_on_cuda(
+    spec_class: type[CPUOffloadingSpec],
+    value: str | None,
+    way: CudaCopier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+
+    class Handlers(CpuGpuOffloadingHandlers):
+        def __init__(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401  # as given
+            told.append(named["cuda_copier"])
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(sys.modules[spec_class.__module__], "CpuGpuOffloadingHandlers", Handlers)
+    settings: dict[str, Any] = {"cpu_bytes_to_use": "1MB", "secondary_tiers": []}  # Any: as JSON brings them
+    if value is not None:
+        settings["cuda_copier"] = value
+    config = config_of(engine_id=f"told-{uuid4().hex}", **settings)
+    spec = spec_class(replace(config, rank=0, hash_seed="0"))
+
+    list(spec.get_handlers(caches_of(1000, 600)))
+    spec.shutdown()
+
+    assert told == [way]
 
 
 def test_missing_memory_is_refused_naming_the_setting_and_an_example() -> None:

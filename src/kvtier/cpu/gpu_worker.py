@@ -5,8 +5,8 @@ kinds of memory keep the same promises; only the lane differs:
 
 - CPU tensors: a thread for each direction (``copy_thread``) that copies with ``row_copy``. An engine's compute
   on CPU tensors is over when its call returns, so a store submitted afterwards finds the bytes it wants.
-- CUDA tensors: a stream for each direction. It waits for what the compute stream holds at submission. Pages are
-  gathered into a staging buffer on the device, so that the link sees one large copy a row and not one a page.
+- CUDA tensors: a stream for each direction. It waits for what the compute stream holds at submission. How bytes are
+  moved is chosen at the start by proof and measurement (``cuda.copier_choice``); the rows are pinned.
 
 An engine may take its KV cache away for a while, to free the device's memory, and bring other tensors later: rows,
 threads and streams stay, what leads to a tensor goes.
@@ -31,10 +31,12 @@ from kvtier.base import (
     TransferSpec,
     TransferType,
 )
+from kvtier.config import CudaCopier
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.copy_thread import CopyThread
-from kvtier.cpu.cuda.pinned_region import pin_region
-from kvtier.cpu.cuda.staged_copy import StagedCopier
+from kvtier.cpu.cuda.copier_choice import Choice
+from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
+from kvtier.cpu.cuda.start import choose_copiers, map_rows, pin_region
 from kvtier.cpu.cuda.stream_queue import StreamQueue
 from kvtier.cpu.memory_limits import find_memory_limit
 from kvtier.cpu.queue_lane import QueueLane
@@ -94,11 +96,14 @@ class CpuGpuOffloadingHandlers:
         block_size_factor: device blocks in an offloaded block.
         num_cpu_blocks: slots.
         mmap_region: where the rows are; None makes private ones.
+        cuda_copier: how bytes are moved, where the tensors are CUDA's.
 
     Raises:
         KVCacheLayoutError: the tensors cannot be placed in rows.
         WorkerAreaError: the worker's part of the region is too small for them.
         RegionMemoryError: there is no room for private rows.
+        ConfigError: ``cuda_copier`` cannot be used on this machine.
+        DeviceCopyError: no way to copy moves the right bytes.
 
     Attributes:
         gpu_to_cpu_handler: stores.
@@ -113,13 +118,17 @@ class CpuGpuOffloadingHandlers:
         block_size_factor: int,
         num_cpu_blocks: int,
         mmap_region: SharedOffloadRegion | None = None,
+        cuda_copier: CudaCopier = CudaCopier.AUTO,
     ) -> None:
         self.layout = plan_layout(kv_caches, block_size_factor)
         pages = _take_pages(kv_caches)
         self._device = _common_device(pages)
         is_cuda = self._device.type == "cuda"
-        self.rows = _make_rows(self.layout, num_cpu_blocks, mmap_region, is_pinned=is_cuda)
-        self._unpin = pin_region(mmap_region) if is_cuda and mmap_region is not None else None
+        self.rows = _make_rows(self.layout, num_cpu_blocks, mmap_region, is_mapped=is_cuda)
+        self._pinned: PinnedRows | None = None
+        self._choice: Choice | None = None
+        if is_cuda:
+            self._pinned, self._choice = _start_cuda(self.layout, pages, self.rows, mmap_region, cuda_copier)
         self._has_ended = False
         self._copiers: tuple[Copier, ...] = ()
         self._directions = (
@@ -170,16 +179,18 @@ class CpuGpuOffloadingHandlers:
         for direction in self._directions:
             direction.shutdown()
         # Before the rows are let go: they may be what keeps the pinned mapping alive.
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        if self._pinned is not None:
+            self._pinned.unpin()
         self.detach()
         self.rows = self.rows[:0].clone()
 
     def _use(self, pages: Sequence[torch.Tensor]) -> None:
-        if self._device.type == "cuda":
-            # One each: a copier's staging buffer is ordered by a single stream.
-            self._copiers = tuple(StagedCopier(self.layout, pages, self.rows) for _ in self._directions)
+        if self._choice is not None and self._pinned is not None:
+            # One each: what a copier keeps on the device is ordered by a single stream.
+            self._copiers = tuple(
+                way.build(self.layout, pages, self.rows, self._pinned.slots_per_chunk)
+                for way in (self._choice.store, self._choice.load)
+            )
         else:
             copier = RowCopier(self.layout, [page.numpy() for page in pages], self.rows.numpy())
             self._copiers = (copier, copier)
@@ -297,17 +308,32 @@ def _common_device(pages: Sequence[torch.Tensor]) -> torch.device:
     return devices.pop()
 
 
+def _start_cuda(
+    layout: RowLayout,
+    pages: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    region: SharedOffloadRegion | None,
+    wanted: CudaCopier,
+) -> tuple[PinnedRows, Choice]:
+    pinned = pin_rows(rows.data_ptr(), len(rows), layout.part_bytes) if region is None else pin_region(region)
+    try:
+        return pinned, choose_copiers(layout, pages, rows, pinned, wanted)
+    except BaseException:
+        pinned.unpin()
+        raise
+
+
 def _make_rows(
-    layout: RowLayout, num_slots: int, region: SharedOffloadRegion | None, *, is_pinned: bool
+    layout: RowLayout, num_slots: int, region: SharedOffloadRegion | None, *, is_mapped: bool
 ) -> torch.Tensor:
     if region is None:
-        return _make_private_rows(num_slots, layout.part_bytes, is_pinned=is_pinned)
+        return _make_private_rows(num_slots, layout.part_bytes, is_mapped=is_mapped)
     if region.num_blocks != num_slots:
         raise KVCacheLayoutError(f"the region has {region.num_blocks} rows, num_cpu_blocks={num_slots}")
     return region.create_next_view(layout.part_bytes)
 
 
-def _make_private_rows(num_slots: int, part_bytes: int, *, is_pinned: bool) -> torch.Tensor:
+def _make_private_rows(num_slots: int, part_bytes: int, *, is_mapped: bool) -> torch.Tensor:
     """Take the memory now: without a region it is nobody else's, and the first store should not fault pages."""
     size_bytes, limit = num_slots * part_bytes, find_memory_limit()
     if limit is not None and size_bytes > limit.available_bytes:
@@ -315,4 +341,6 @@ def _make_private_rows(num_slots: int, part_bytes: int, *, is_pinned: bool) -> t
             f"{num_slots} blocks need {size_bytes} bytes, {limit.source} leaves {limit.available_bytes}: "
             "lower cpu_bytes_to_use, or raise the container's memory limit"
         )
-    return torch.empty((num_slots, part_bytes), dtype=torch.int8, pin_memory=is_pinned).zero_()
+    if is_mapped:
+        return map_rows(num_slots, part_bytes)
+    return torch.empty((num_slots, part_bytes), dtype=torch.int8).zero_()

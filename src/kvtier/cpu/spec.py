@@ -121,7 +121,9 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
         """Build the worker side on rows of its own; a subclass gives it a region."""
-        return CpuGpuOffloadingHandlers(kv_caches, self.block_size_factor, self.num_blocks)
+        return CpuGpuOffloadingHandlers(
+            kv_caches, self.block_size_factor, self.num_blocks, cuda_copier=self.config.settings.cuda_copier
+        )
 
     def make_region(self, rank: int | None) -> SharedOffloadRegion:
         """Create or join the engine's region.

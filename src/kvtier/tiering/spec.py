@@ -78,7 +78,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         return self._keep(
             region,
             lambda: CpuGpuOffloadingHandlers(
-                kv_caches, self.block_size_factor, self.num_blocks, mmap_region=region
+                kv_caches,
+                self.block_size_factor,
+                self.num_blocks,
+                mmap_region=region,
+                cuda_copier=self.config.settings.cuda_copier,
             ),
         )
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvtier.cpu.cuda.descriptors import EVERY_PLACE
+from kvtier.cpu.cuda.upload import upload
 from kvtier.cpu.row_layout import GroupMoves, PagePlace, RowLayout, plan_slot_ranges, split_moves
 
 STAGING_BYTES = 16 << 20
@@ -49,23 +51,29 @@ class StagedCopier:
             for group in layout.groups
         ]
 
-    def store(self, moves: Sequence[GroupMoves]) -> None:
+    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch device -> rows; the tails of the rows are zeroed by it."""
+        places = places or EVERY_PLACE
         for portion in self._portions(moves):
             blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx]:
+            for device_pages, staged_pages in self._refs[portion.group_idx][places]:
                 staged_pages[staged, sub_blocks] = device_pages.index_select(0, blocks)
             self._staging[:, self._layout.groups[portion.group_idx].used_bytes :] = 0
-            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=True):
+            for staged_row, slot, start, end in plan_slot_ranges(
+                self._layout, portion, has_tail=True, places=places
+            ):
                 self._rows[slot, start:end].copy_(self._staging[staged_row, start:end], non_blocking=True)
 
-    def load(self, moves: Sequence[GroupMoves]) -> None:
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
         """Launch rows -> device."""
+        places = places or EVERY_PLACE
         for portion in self._portions(moves):
-            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=False):
+            for staged_row, slot, start, end in plan_slot_ranges(
+                self._layout, portion, has_tail=False, places=places
+            ):
                 self._staging[staged_row, start:end].copy_(self._rows[slot, start:end], non_blocking=True)
             blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx]:
+            for device_pages, staged_pages in self._refs[portion.group_idx][places]:
                 device_pages.index_copy_(0, blocks, staged_pages[staged, sub_blocks])
 
     def release(self) -> None:
@@ -82,8 +90,8 @@ class StagedCopier:
         """Return device blocks, rows of the buffer and sub-blocks as index tensors on the device."""
         factor = self._layout.block_size_factor
         places = np.arange(len(portion.device_blocks)) + portion.first_sub_block
-        index = torch.from_numpy(np.stack((portion.device_blocks, places // factor, places % factor)))
-        blocks, staged, sub_blocks = index.to(self._staging.device, non_blocking=True)
+        index = np.stack((portion.device_blocks, places // factor, places % factor))
+        blocks, staged, sub_blocks = upload(index, self._staging.device)
         return blocks, staged, sub_blocks
 
 

@@ -1,6 +1,7 @@
 """The device queue of a CUDA device: a stream, and events that say how far it is.
 
-It decides nothing about copies; ``queue_lane`` keeps their books. The launches have not been confirmed on a device.
+It decides nothing about copies; ``queue_lane`` keeps their books. The launches have not been confirmed on a device;
+their order is tested with a runtime that writes it down.
 """
 
 from collections.abc import Callable
@@ -18,11 +19,13 @@ class StreamQueue:
 
     Args:
         device: the CUDA device.
+        runtime: torch's interface to CUDA.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, runtime: Any = cuda) -> None:  # noqa: ANN401  # Any: as above
         self._device = device
-        self._stream = cuda.Stream(device)
+        self._cuda = runtime
+        self._stream = runtime.Stream(device)
 
     def launch(self, copy: Callable[[], None]) -> Ticket:
         """Launch ``copy`` after what the compute stream holds now.
@@ -30,27 +33,27 @@ class StreamQueue:
         A store needs what compute is still writing; a load must not overwrite what compute is still reading.
         When ``copy`` raises, nothing of it is running any more by the time the error is passed on.
         """
-        start = cuda.Event(enable_timing=True)
-        end = cuda.Event(enable_timing=True)
-        self._stream.wait_stream(cuda.current_stream(self._device))
+        start = self._cuda.Event(enable_timing=True)
+        end = self._cuda.Event(enable_timing=True)
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
         try:
-            with cuda.stream(self._stream):
+            with self._cuda.stream(self._stream):
                 start.record()
                 copy()
                 end.record()
         except BaseException:
             self._stream.synchronize()
             raise
-        return StreamTicket(self._device, start, end)
+        return StreamTicket(start, end, lambda: self._cuda.current_stream(self._device))
 
 
 class StreamTicket:
     """A launched copy on a stream."""
 
-    def __init__(self, device: torch.device, start: torch.Event, end: torch.Event) -> None:
-        self._device = device
+    def __init__(self, start: Any, end: Any, compute_stream: Callable[[], Any]) -> None:  # noqa: ANN401  # as above
         self._start = start
         self._end = end
+        self._compute_stream = compute_stream
 
     def is_done(self) -> bool:
         """Return True when the device has passed the copy."""
@@ -62,7 +65,7 @@ class StreamTicket:
 
     def publish(self) -> None:
         """Order compute launched from now on after the copy."""
-        cuda.current_stream(self._device).wait_event(self._end)
+        self._compute_stream().wait_event(self._end)
 
     def elapsed_s(self) -> float:
         """Return the seconds between the copy's first launch and its end, as the device measured them."""

@@ -1,0 +1,122 @@
+"""What happens once when handlers for CUDA tensors start: rows are pinned, ways to copy are tried, one is chosen.
+
+It holds nothing afterwards; scratch memory is given back. None of it has been confirmed on a device.
+"""
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from kvtier.config import CudaCopier
+from kvtier.cpu.cuda.candidates import list_candidates
+from kvtier.cpu.cuda.copier_choice import Choice, choose
+from kvtier.cpu.cuda.pinned_region import PinnedRows, PinRuntime, pin_rows
+from kvtier.cpu.cuda.stream_queue import StreamQueue
+from kvtier.cpu.cuda.trial import Timer, Trial, TrialPlan, plan_trial
+from kvtier.cpu.row_layout import RowLayout
+from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+
+TRIAL_CHUNKS = 4
+"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends."""
+
+
+def pin_region(region: SharedOffloadRegion) -> PinnedRows:
+    """Register all workers' rows of a region with CUDA."""
+    address = np.frombuffer(region.mapping(), dtype=np.int8).ctypes.data
+    return pin_rows(address, region.num_blocks, region.row_stride)
+
+
+def map_rows(num_slots: int, row_stride: int) -> torch.Tensor:
+    """Return private rows that can be pinned, their memory taken: shape (num_slots, row_stride), int8, CPU.
+
+    Torch's own pinned memory is rounded up to a power of two and never given back to the system.
+    """
+    mapping = mmap.mmap(-1, num_slots * row_stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    rows = np.frombuffer(mapping, dtype=np.int8).reshape(num_slots, row_stride)
+    return torch.from_numpy(rows).zero_()
+
+
+def choose_copiers(
+    layout: RowLayout,
+    pages: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    pinned: PinnedRows,
+    wanted: CudaCopier,
+    *,
+    timer: Timer | None = None,
+) -> Choice:
+    """Choose how bytes are moved between ``pages``, or others laid out alike, and ``rows``.
+
+    Args:
+        layout: where bytes are in a row.
+        pages: the canonical tensors; only their shapes are looked at.
+        rows: the worker's part of all rows; it is not touched.
+        pinned: what became of registering them.
+        wanted: the setting.
+        timer: runs trial copies; None does it on a stream of the device.
+
+    Raises:
+        ConfigError: the way that was asked for cannot be used.
+        DeviceCopyError: no way moves the right bytes.
+    """
+    device = pages[0].device
+    plan = plan_trial(
+        layout, [page.stride(0) for page in pages], pinned.row_stride, rows.data_ptr() - pinned.address
+    )
+    candidates = list_candidates(device, is_pinned=pinned.is_pinned)
+    runtime = pinned.runtime if pinned.is_pinned else None
+    with _open_trial(plan, device, runtime, timer or _make_timer(device)) as trial:
+        choice = choose(candidates, wanted, trial)
+    torch.cuda.empty_cache()
+    return choice
+
+
+@contextmanager
+def _open_trial(
+    plan: TrialPlan, device: torch.device, runtime: PinRuntime | None, timer: Timer
+) -> Iterator[Trial | None]:
+    """Make scratch memory, pinned where there is a runtime to do it; None where there is no room for it."""
+    whole_rows = map_rows(plan.num_slots, plan.row_stride)
+    pinned: PinnedRows | None = None
+    if runtime is not None:
+        chunk_bytes = plan.num_slots * plan.row_stride // TRIAL_CHUNKS
+        pinned = pin_rows(
+            whole_rows.data_ptr(), plan.num_slots, plan.row_stride, chunk_bytes=chunk_bytes, runtime=runtime
+        )
+    try:
+        if pinned is not None and not pinned.is_pinned:
+            yield None
+            return
+        slots_per_chunk = None if pinned is None else pinned.slots_per_chunk
+        yield _make_trial(plan, device, whole_rows, slots_per_chunk, timer)
+    finally:
+        if pinned is not None:
+            pinned.unpin()
+
+
+def _make_trial(
+    plan: TrialPlan,
+    device: torch.device,
+    whole_rows: torch.Tensor,
+    slots_per_chunk: int | None,
+    timer: Timer,
+) -> Trial | None:
+    try:
+        return Trial(plan, device, whole_rows, slots_per_chunk, timer)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _make_timer(device: torch.device) -> Timer:
+    queue = StreamQueue(device)
+
+    def run(copy: Callable[[], None]) -> float:
+        ticket = queue.launch(copy)
+        ticket.block()
+        ticket.publish()
+        return ticket.elapsed_s()
+
+    return run
