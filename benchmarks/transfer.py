@@ -42,6 +42,11 @@ QUICK_SHAPES = [(256, 16), (2048, 32)]
 """Row in KiB, layers."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 14, 4
+
+SETTLE_S = 0.02
+"""Seconds of rest before each copy. After a copy of torch's its OpenMP threads go on spinning for some milliseconds and
+take a core from whoever comes next: without the rest a store of ours scattered between 0.65 and 0.98 of the floor."""
+
 BAR_ROW_BYTES = 2 << 20
 BARS = {"cpu": 0.8, "cuda": 0.9}
 """Of the plain copy, by device."""
@@ -101,6 +106,7 @@ def _rates_of(copies: Mapping[str, Copy]) -> Callable[[], Mapping[str, float]]:
     def run() -> Mapping[str, float]:
         rates = {}
         for operation, copy in copies.items():
+            time.sleep(SETTLE_S)
             begun_s = time.perf_counter()
             copy()
             rates[operation] = TOTAL_BYTES / 1e9 / (time.perf_counter() - begun_s)
