@@ -89,8 +89,8 @@ def measure(options: Options) -> Iterator[Measurement]:
     """Yield times to first token by prefix length and origin; a note tells from which length on a hit is faster."""
     rounds_of_length = QUICK_ROUNDS_OF_LENGTH if options.is_quick else ROUNDS_OF_LENGTH
     break_even: dict[str, int] = {}
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
-        bench = FirstTokens(make_model(), max(rounds_of_length), Path(folder))
+    with options.new_folder() as folder:
+        bench = FirstTokens(make_model(), max(rounds_of_length), folder)
         bench.measure_round(min(rounds_of_length), 0)
         for prefix_tokens, num_rounds in rounds_of_length.items():
             rounds = [bench.measure_round(prefix_tokens, 1 + number) for number in range(num_rounds)]
