@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from benchmarks.harness import vllm_fs
 from benchmarks.harness.block_files import FileSet, RawFiles, empty_files
 from benchmarks.harness.disk_case import (
     BAR_BLOCK_BYTES,
@@ -28,7 +29,7 @@ from benchmarks.harness.disk_case import (
     DiskCase,
     plan_disk_cases,
 )
-from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers, vllm_fs
+from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
 from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
@@ -95,7 +96,7 @@ def plan_envelopes() -> Sequence[tuple[bool, int]]:
     return [(True, 1), *usual]
 
 
-def usual_threads(block_bytes: int, is_direct: bool) -> int:  # noqa: FBT001  # as plan_disk_cases calls it
+def usual_threads(block_bytes: int, is_direct: bool) -> int:
     """Return how many threads the tier takes by itself. Pure."""
     settings = parse_settings(
         root_dir="/",

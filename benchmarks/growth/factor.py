@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
 
 GROWTH_BAR = 2.5
-"""Times from the smallest to the largest number, which is 16 to 64 times as large. What grows with the logarithm is then
-up to 1.7 times as slow, and memory that no cache holds adds to that; with the square root it would be 4 times or more."""
+"""Times from the smallest to the largest number, which is 16 to 64 times as large. What grows with the logarithm is
+then up to 1.7 times as slow, and memory that no cache holds adds to that; with the square root it would be 4 times or
+more."""
 
 
 def growth_of(what: str, of: str, costs: Mapping[int, float]) -> Measurement:

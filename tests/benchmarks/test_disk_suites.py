@@ -52,9 +52,7 @@ def test_every_size_has_each_kind_of_io_and_threads_are_counted_up(suite: Module
     labels = Counter(tuple(case.labels("get").items()) for case in cases)
     assert set(labels.values()) == {1}
     assert {(case.block_bytes, case.is_direct, case.is_cold) for case in cases} == {
-        (size, *kind)
-        for size in BLOCK_SIZES_BYTES
-        for kind in ((True, False), (False, False), (False, True))
+        (size, *kind) for size in BLOCK_SIZES_BYTES for kind in ((True, False), (False, False), (False, True))
     }
     swept = [
         case.num_threads
