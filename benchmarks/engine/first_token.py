@@ -39,22 +39,20 @@ class FirstTokens:
 
     Args:
         model: what is served.
-        max_prefix_tokens: the longest prefix.
         fs_dir: directory of the fs tier.
     """
 
-    def __init__(self, model: LlamaForCausalLM, max_prefix_tokens: int, fs_dir: Path) -> None:
+    def __init__(self, model: LlamaForCausalLM, fs_dir: Path) -> None:
         self.token_bytes = ModelAdapter(model).shape.token_bytes
         self._fs_dir = fs_dir
         self._model = model
-        self._num_blocks = 2 * (max_prefix_tokens // BLOCK_SIZE_TOKENS + 2)
 
     def measure_round(self, prefix_tokens: int, number: int) -> dict[str, float]:
         """Return seconds by origin, and those of a plain copy and a plain read of the same bytes."""
         prompt = make_prompt(prefix_tokens * 1000 + number, prefix_tokens + TAIL_TOKENS)
         num_bytes = prefix_tokens * self.token_bytes
         seconds: dict[str, float] = {}
-        with self._open() as engine:
+        with self._open(prefix_tokens) as engine:
             engine.run(make_prompt(1, BLOCK_SIZE_TOKENS), 1)
             seconds[COMPUTED] = first_token_s(engine, prompt, COMPUTED)
             engine.drain(DRAIN_S)
@@ -62,22 +60,23 @@ class FirstTokens:
             engine.drop_device_cache()
             seconds["host"] = first_token_s(engine, prompt, "host")
             engine.drain(DRAIN_S)
-        with self._open() as engine:
+        with self._open(prefix_tokens) as engine:
             engine.run(make_prompt(2, BLOCK_SIZE_TOKENS), 1)
             engine.drain(DRAIN_S)
             seconds["fs"] = first_token_s(engine, prompt, "fs")
         return seconds | {"copy": copy_s(num_bytes), "read": read_s(self._fs_dir, num_bytes)}
 
-    def _open(self) -> KVTierEngine:
-        """Return a new engine with an empty host tier; the fs tier keeps what it has."""
+    def _open(self, prefix_tokens: int) -> KVTierEngine:
+        """Return a new engine with an empty host tier, with room for two; the fs tier keeps what it has."""
+        num_blocks = 2 * (prefix_tokens // BLOCK_SIZE_TOKENS + 2)
         row_bytes = -(-self.token_bytes * BLOCK_SIZE_TOKENS // 4096) * 4096
         # Roomy on purpose: a declined cascade would be measured as a recomputation.
         room = {"capacity_bytes": "16GiB", "max_in_flight_store_bytes": "16GiB"}
         # The bar is for a warm page cache, which direct I/O goes past.
         tier = {"type": "fs", "root_dir": str(self._fs_dir), "direct_io": False} | room
-        extra = {"cpu_bytes_to_use": self._num_blocks * row_bytes, "secondary_tiers": [tier]}
+        extra = {"cpu_bytes_to_use": num_blocks * row_bytes, "secondary_tiers": [tier]}
         config = EngineConfig(
-            num_device_blocks=self._num_blocks,
+            num_device_blocks=num_blocks,
             block_size_tokens=BLOCK_SIZE_TOKENS,
             extra_config=extra,
             model_revision="benchmark",
@@ -90,7 +89,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     rounds_of_length = QUICK_ROUNDS_OF_LENGTH if options.is_quick else ROUNDS_OF_LENGTH
     break_even: dict[str, int] = {}
     with options.new_folder() as folder:
-        bench = FirstTokens(make_model(), max(rounds_of_length), folder)
+        bench = FirstTokens(make_model(), folder)
         bench.measure_round(min(rounds_of_length), 0)
         for prefix_tokens, num_rounds in rounds_of_length.items():
             rounds = [bench.measure_round(prefix_tokens, 1 + number) for number in range(num_rounds)]
