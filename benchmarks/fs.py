@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.harness import vllm_fs
-from benchmarks.harness.block_files import FileSet, RawFiles, empty_files
+from benchmarks.harness.block_files import FileSet, RawFiles, empty_files, spread_folders
 from benchmarks.harness.disk_case import (
     BAR_BLOCK_BYTES,
     BLOCK_SIZES_BYTES,
@@ -77,8 +77,11 @@ def measure(options: Options) -> Iterator[Measurement]:
     peers = find_disk_peers(options.note)
     num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
     with options.new_folder() as folder:
+        spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
-            yield from measure_case(case, folder, num_rounds, peers if case.is_usual else DiskPeers())
+            yield from measure_case(
+                case, folder, case.rounds_of(num_rounds), peers if case.is_usual else DiskPeers()
+            )
         num_rounds = NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS
         for is_direct, num_threads in plan_envelopes():
             case = DiskCase(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads)

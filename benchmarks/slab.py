@@ -18,6 +18,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from benchmarks.harness.block_files import spread_folders
 from benchmarks.harness.disk_case import (
     BAR_BLOCK_BYTES,
     BLOCK_SIZES_BYTES,
@@ -98,9 +99,12 @@ def measure(options: Options) -> Iterator[Measurement]:
     peers = find_disk_peers(options.note)
     num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
     with options.new_folder() as folder:
+        spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
             has_peers = case.is_usual and case.is_direct
-            yield from measure_case(case, folder, num_rounds, peers if has_peers else DiskPeers())
+            yield from measure_case(
+                case, folder, case.rounds_of(num_rounds), peers if has_peers else DiskPeers()
+            )
 
 
 def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:

@@ -3,16 +3,22 @@
 What reads and writes them here is as little as can be done: the floors of the fs suite.
 """
 
+import fcntl
 import mmap
 import os
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.tier_jobs import flat_rows
 from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, Verdict, check, pack, seal
+
+GET_FLAGS, SET_FLAGS, TOP_OF_HIERARCHY = 0x8008_6601, 0x4008_6602, 0x0002_0000
+"""FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL of Linux, where a long has 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +108,18 @@ def empty_files(paths: Iterable[str | Path]) -> None:
     """Cut files to no length; as ``FileSet.empty``."""
     for path in paths:
         os.truncate(path, 0)
+
+
+def spread_folders(folder: Path) -> None:
+    """Let ext4 give each folder that is made in ``folder`` a place of its own, as it does at its root (``chattr +T``).
+
+    Else the first would lie beside ``folder``, where others may have removed files lately; see ``FileSet.empty``. Other
+    file systems refuse, and need it not.
+    """
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            (flags,) = struct.unpack("l", fcntl.ioctl(fd, GET_FLAGS, struct.pack("l", 0)))
+            fcntl.ioctl(fd, SET_FLAGS, struct.pack("l", flags | TOP_OF_HIERARCHY))
+    finally:
+        os.close(fd)

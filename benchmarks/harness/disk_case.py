@@ -7,6 +7,9 @@ MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""
 
 MANY_JOBS, ONE_JOB = 8, 1
+MAX_FACTOR = 3
+"""How many times as many rounds small blocks have. Their rounds take milliseconds, which vary more than seconds do."""
+
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 BAR_BLOCK_BYTES = 2**20
@@ -42,6 +45,13 @@ class DiskCase:
     def is_usual(self) -> bool:
         """Whether a peer that cannot be told about threads and the page cache does the same work."""
         return self.has_usual_threads and not self.is_cold
+
+    def rounds_of(self, num_rounds: int) -> int:
+        """Return how many rounds this case has where those of large blocks have ``num_rounds``."""
+        is_short = not self.is_cold  # writing many small files back is not
+        return num_rounds * (
+            min(MAX_FACTOR, MAX_BYTES // (self.num_blocks * self.block_bytes)) if is_short else 1
+        )
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

@@ -12,7 +12,7 @@ import pytest
 from tests.benchmarks.harness.test_tier_jobs import is_cached
 
 from benchmarks import fs, slab
-from benchmarks.harness.block_files import FileSet, RawFiles
+from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
 from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase
 from benchmarks.harness.disk_peers import DiskPeers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better
@@ -69,6 +69,16 @@ def test_blocks_of_a_round_fit_its_room_and_fill_their_jobs(block_bytes: int) ->
     assert case.num_blocks * block_bytes <= MAX_BYTES
     assert case.num_blocks % 8 == 0
     assert case.labels("put")["jobs"] == f"8 of {case.num_blocks // 8}"
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "is_cold", "num_rounds"),
+    [(64 * 2**10, False, 27), (2**20, False, 9), (4 * 2**20, False, 9), (64 * 2**10, True, 9)],
+)
+def test_short_rounds_are_more(block_bytes: int, is_cold: bool, num_rounds: int) -> None:
+    case = DiskCase(block_bytes, 8, is_direct=False, num_threads=4, is_cold=is_cold)
+
+    assert case.rounds_of(9) == num_rounds
 
 
 @pytest.mark.parametrize("suite", [fs, slab])
@@ -245,3 +255,23 @@ def test_a_floor_does_not_accept_another_s_bytes(tmp_path: Path) -> None:
             floor.get(make_set(1))
     finally:
         floor.close()
+
+
+def test_folders_are_spread_where_the_file_system_can_and_nothing_else_changes(tmp_path: Path) -> None:
+    (tmp_path / "before").mkdir()
+
+    spread_folders(tmp_path)
+    spread_folders(tmp_path)
+
+    (tmp_path / "after").mkdir()
+    assert {path.name for path in tmp_path.iterdir()} == {"before", "after"}
+    for name in ("before", "after"):
+        (tmp_path / name / "file").write_bytes(b"bytes")
+
+
+def test_a_folder_that_cannot_be_spread_is_left_alone() -> None:
+    folder = Path("/proc/self/fdinfo")  # made by the kernel: it has no such flags
+
+    spread_folders(folder)
+
+    assert folder.is_dir()
