@@ -8,8 +8,8 @@ threads, so they stay away where these are changed.
 
 Each contestant writes files of its own; in a round the tier and the floors read the same ones, which the tier wrote a
 round ago: where on a disk a file lies decides how fast it is read. Peers read what they have just written. Nothing is
-removed while anything is measured: files are cut to no length instead. Cold reads come after the files were written
-back and the page cache forgot them.
+removed while anything is measured: files are cut to no length instead. Cold reads are of a few sets of files, written
+back before the first of them, and the page cache forgets a set before each.
 """
 
 import tempfile
@@ -35,6 +35,7 @@ from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
+    cold_rate_of,
     drop_page_cache,
     make_config,
     make_keys,
@@ -54,9 +55,12 @@ CAPACITY = "64GiB"
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
 """At least; so many more that each contestant begins equally often."""
 
+NUM_COLD_SETS = 3
+"""Files that are read in turn, so that no place on the disk decides; more are more writing first."""
+
 ENVELOPE_BLOCKS = 16
 NUM_ENVELOPE_SETS = 8
-"""Files that are read in turn, so that no place on the disk decides."""
+"""The same, of small sets."""
 
 NUM_ENVELOPE_ROUNDS, NUM_QUICK_ENVELOPE_ROUNDS = 80, 20
 """Many short ones: what is looked for is smaller than what a disk's speed changes by from one second to the next."""
@@ -137,13 +141,45 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
             floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=is_sealed)
             ends.callback(floor.close)
             make_own = files_of_floor(place / name, case.num_blocks)
-            contestants[name] = floor_of(floor, case, make_own, make_set)
+            contestants[name] = floor_of(floor, make_own, make_set)
         contestants |= peers.open(case, rows, place, ends, is_direct=case.is_direct)
         rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
     empty_files(place.rglob("*.kv"))
     for operation, values in rounds.items():
-        if operation == "get" or not case.is_cold:
-            yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
+        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
+
+
+def measure_cold(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[Measurement]:
+    """Let tier and floor take turns at reading what the page cache has forgotten."""
+    rows = make_rows(case.num_blocks, case.block_bytes)
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with ExitStack() as ends:
+        tier = start_tier(case, rows, place / "tier")
+        ends.callback(tier.shutdown, HANG_GUARD_S)
+        floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=False)
+        ends.callback(floor.close)
+        make_set = files_of_tier(case, place / "tier")
+        for number in range(NUM_COLD_SETS):
+            move_blocks(tier, make_set(number).keys, case.num_jobs, is_promotion=False)
+        drop_page_cache(place.rglob("*.kv"))
+
+        def reading(get: Callable[[FileSet], None]) -> Contestant:
+            numbers = count()
+
+            def run() -> Mapping[str, float]:
+                files = make_set(next(numbers) % NUM_COLD_SETS)
+                return cold_rate_of(rows.nbytes, map(Path, files.paths), lambda: get(files))
+
+            return run
+
+        def load(files: FileSet) -> None:
+            move_blocks(tier, files.keys, case.num_jobs, is_promotion=True)
+
+        contestants = {OURS: reading(load), FLOOR: reading(floor.get)}
+        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+    empty_files(place.rglob("*.kv"))
+    for operation, values in rounds.items():
+        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values)
 
 
 class Turns:
@@ -174,32 +210,24 @@ class Turns:
             self._num_bytes,
             lambda: self._put(written),
             lambda: move_blocks(self._tier, read.keys, self._case.num_jobs, is_promotion=True),
-            between_of(self._case, read),
         )
 
     def _put(self, files: FileSet) -> None:
         move_blocks(self._tier, files.keys, self._case.num_jobs, is_promotion=False)
 
 
-def floor_of(floor: RawFiles, case: DiskCase, make_own: MakeSet, make_read: MakeSet) -> Contestant:
+def floor_of(floor: RawFiles, make_own: MakeSet, make_read: MakeSet) -> Contestant:
     """Return a contestant that writes files of its own and reads the tier's."""
     numbers = count()
 
     def run() -> Mapping[str, float]:
         number = next(numbers)
         own, read = make_own(number), make_read(number)
-        rates = rates_of(
-            floor.num_bytes, lambda: floor.put(own), lambda: floor.get(read), between_of(case, read)
-        )
+        rates = rates_of(floor.num_bytes, lambda: floor.put(own), lambda: floor.get(read))
         own.empty()
         return rates
 
     return run
-
-
-def between_of(case: DiskCase, files: FileSet) -> Callable[[], None] | None:
-    """Return what comes before ``files`` are read, untimed."""
-    return (lambda: drop_page_cache(map(Path, files.paths))) if case.is_cold else None
 
 
 def files_of_tier(case: DiskCase, root: Path) -> MakeSet:
@@ -254,7 +282,7 @@ def measure_envelope(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[
             floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=is_sealed)
             ends.callback(floor.close)
             make_own = files_of_floor(place / name, ENVELOPE_BLOCKS)
-            contestants[name] = floor_of(floor, case, make_own, make_read)
+            contestants[name] = floor_of(floor, make_own, make_read)
         for number in range(NUM_ENVELOPE_SETS):
             floor.put(make_read(number))
         rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))

@@ -4,17 +4,16 @@ The floor writes and reads one preallocated file with as many threads as the tie
 of a page and a row per block; no checksum, no index, nobody who pins or evicts. It writes a file of its own and reads
 the tier's: where on a disk a file lies decides how fast it is read. If they can be imported, vLLM's fs tier and
 LMCache's disk back end take turns with them, with their own numbers of threads, rows alone and one file per block.
-The slab is used again from round to round: what is measured is one that has been full for long. Cold reads come after
-the file was written back and the page cache forgot it.
+The slab is used again from round to round: what is measured is one that has been full for long. Cold reads are of a
+slab that was written back before the first of them, and the page cache forgets it before each.
 """
 
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
-    drop_page_cache,
+    cold_rate_of,
     flat_rows,
     make_config,
     make_keys,
@@ -41,6 +40,7 @@ from benchmarks.harness.tier_jobs import (
     rates_of,
     whole_turns,
 )
+from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.slab.settings import DEFAULT_NUM_THREADS
@@ -121,7 +121,6 @@ def bar_of(case: DiskCase) -> Bar | None:
 def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Iterator[Measurement]:
     """Run tier, floor and peers in turns; empty files of peers stay in ``folder``."""
     rows = make_rows(case.num_blocks, case.block_bytes)
-    generations = count()
     place = Path(tempfile.mkdtemp(dir=folder))
     own_path, tier_path = place / "floor", place / "slab"
     with ExitStack() as ends:
@@ -131,26 +130,49 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
         floor = Floor(rows, own_path, tier_path, case)
         ends.callback(own_path.unlink)
         ends.callback(floor.close)
-        forget = partial(drop_page_cache, [tier_path]) if case.is_cold else None
-
-        def run_ours() -> Mapping[str, float]:
-            keys = make_keys(case.num_blocks, next(generations))
-            return rates_of(
-                rows.nbytes,
-                lambda: move_blocks(tier, keys, case.num_jobs, is_promotion=False),
-                lambda: move_blocks(tier, keys, case.num_jobs, is_promotion=True),
-                forget,
-            )
-
-        def run_floor() -> Mapping[str, float]:
-            return rates_of(rows.nbytes, floor.put, floor.get, forget)
-
-        contestants: dict[str, Contestant] = {OURS: run_ours, FLOOR: run_floor}
+        turns = Turns(tier, rows, case)
+        contestants: dict[str, Contestant]
+        if case.is_cold:
+            turns.put()
+            contestants = {
+                OURS: lambda: cold_rate_of(rows.nbytes, [tier_path], turns.get),
+                FLOOR: lambda: cold_rate_of(rows.nbytes, [tier_path], floor.get),
+            }
+        else:
+            contestants = {
+                OURS: lambda: rates_of(rows.nbytes, turns.put, turns.get),
+                FLOOR: lambda: rates_of(rows.nbytes, floor.put, floor.get),
+            }
         contestants |= peers.open(case, rows, place, ends, is_direct=True)
         rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
     for operation, values in rounds.items():
-        if operation == "get" or not case.is_cold:
-            yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case))
+        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case))
+
+
+class Turns:
+    """The tier's turns: it gets the blocks that it has put last.
+
+    Args:
+        tier: ours.
+        rows: the tier's.
+        case: what is measured.
+    """
+
+    def __init__(self, tier: SlabTier, rows: memoryview, case: DiskCase) -> None:
+        self._tier = tier
+        self._num_blocks = len(flat_rows(rows))
+        self._num_jobs = case.num_jobs
+        self._generations = count()
+        self._keys: Sequence[OffloadKey] = ()
+
+    def put(self) -> None:
+        """Store new blocks; the ones before have to leave."""
+        self._keys = make_keys(self._num_blocks, next(self._generations))
+        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=False)
+
+    def get(self) -> None:
+        """Load them."""
+        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=True)
 
 
 def start_tier(case: DiskCase, rows: memoryview, path: Path) -> SlabTier:

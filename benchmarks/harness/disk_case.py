@@ -48,10 +48,7 @@ class DiskCase:
 
     def rounds_of(self, num_rounds: int) -> int:
         """Return how many rounds this case has where those of large blocks have ``num_rounds``."""
-        is_short = not self.is_cold  # writing many small files back is not
-        return num_rounds * (
-            min(MAX_FACTOR, MAX_BYTES // (self.num_blocks * self.block_bytes)) if is_short else 1
-        )
+        return num_rounds * min(MAX_FACTOR, MAX_BYTES // (self.num_blocks * self.block_bytes))
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

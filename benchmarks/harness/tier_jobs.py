@@ -69,16 +69,25 @@ def rates_of(
     num_bytes: int,
     put: Callable[[], object],
     get: Callable[[], object],
-    between: Callable[[], object] | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Mapping[str, float]:
-    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s; what is done between them is not timed."""
+    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s."""
     mib = num_bytes / 2**20
     put_rate = mib / timed(put, clock)
-    if between is not None:
-        between()
     return {"put": put_rate, "get": mib / timed(get, clock)}
+
+
+def cold_rate_of(
+    num_bytes: int,
+    paths: Iterable[Path],
+    get: Callable[[], object],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Mapping[str, float]:
+    """Return how fast ``get`` moves ``num_bytes``, MiB/s, after the page cache has forgotten ``paths``, untimed."""
+    drop_page_cache(paths)
+    return {"get": num_bytes / 2**20 / timed(get, clock)}
 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
