@@ -72,6 +72,9 @@ MANY_JOBS_BAR, ONE_JOB_PUT_BAR = 0.95, 1.4
 ENVELOPE_BAR_PERCENT = 10.0
 """Of the time of a put or a get, with direct I/O."""
 
+Rounds = Mapping[str, Mapping[str, tuple[float, ...]]]
+"""What contestants measured, by operation."""
+
 MakeSet = Callable[[int], FileSet]
 """Which files a round has, from its number."""
 
@@ -130,6 +133,13 @@ def bar_of(case: DiskCase, operation: str) -> Bar | None:
 
 def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Iterator[Measurement]:
     """Run tier, floors and peers in turns; empty files stay in ``folder``."""
+    rounds = run_cold(case, folder, num_rounds) if case.is_cold else run_warm(case, folder, num_rounds, peers)
+    for operation, values in rounds.items():
+        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
+
+
+def run_warm(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Rounds:
+    """Let tier, floors and peers take turns at writing and reading."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
     with ExitStack() as ends:
@@ -145,11 +155,10 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
         contestants |= peers.open(case, rows, place, ends, is_direct=case.is_direct)
         rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
     empty_files(place.rglob("*.kv"))
-    for operation, values in rounds.items():
-        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
+    return rounds
 
 
-def measure_cold(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[Measurement]:
+def run_cold(case: DiskCase, folder: Path, num_rounds: int) -> Rounds:
     """Let tier and floor take turns at reading what the page cache has forgotten."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -178,8 +187,7 @@ def measure_cold(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[Meas
         contestants = {OURS: reading(load), FLOOR: reading(floor.get)}
         rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
     empty_files(place.rglob("*.kv"))
-    for operation, values in rounds.items():
-        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values)
+    return rounds
 
 
 class Turns:

@@ -43,6 +43,7 @@ def skip_without_page_cache(folder: Path) -> None:
         is_cached(probe)
     except OSError as error:
         pytest.skip(f"this file system has no page cache that could forget: {error}")
+    probe.unlink()
 
 
 @pytest.mark.parametrize("suite", [fs, slab])
@@ -136,18 +137,14 @@ def test_a_cold_case_has_gets_alone_and_everyone_reads_the_device(suite: ModuleT
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=4, is_cold=True)
     before = num_bytes_read_from_devices()
 
-    lines = (
-        fs.measure_cold(case, tmp_path, 3)
-        if suite is fs
-        else slab.measure_case(case, tmp_path, 3, DiskPeers())
-    )
-    (get,) = lines
+    (get,) = suite.measure_case(case, tmp_path, 3, DiskPeers())
 
     num_read_bytes = num_bytes_read_from_devices() - before
     assert (get.labels["operation"], get.labels["I/O"]) == ("get", "buffered, cold")
     assert set(get.values) == {OURS, FLOOR}
     num_rounds = 1 + len(get.values[OURS])
     num_stored_bytes = case.num_blocks * (HEADER_PAGE_BYTES + BLOCK_BYTES)
+    assert num_bytes_of_blocks(tmp_path) == 0
     # Of one contestant alone it would be half of that.
     assert num_read_bytes >= 0.9 * 2 * num_rounds * num_stored_bytes
 
