@@ -1,9 +1,10 @@
 """Throughput of the slab tier against raw vectored calls on a file of the same layout.
 
-The floor writes and reads one preallocated file with as many threads as the tier has: one ``pwritev`` or ``preadv``
-of a page and a row per block; no checksum, no index, nobody who pins or evicts. It writes a file of its own and reads
-the tier's: where on a disk a file lies decides how fast it is read. If they can be imported, vLLM's fs tier and
-LMCache's disk back end take turns with them, with their own numbers of threads, rows alone and one file per block.
+The floor writes and reads with as many threads as the tier has: one ``pwritev`` or ``preadv`` of a page and a row per
+block; no checksum, no index, nobody who pins or evicts. It does so in the tier's own file, since the place on a disk
+decides how fast a file is written and read: each turn writes all blocks before it reads them, so neither finds what the
+other left. If they can be imported, vLLM's fs tier and LMCache's disk back end take turns with them, with their own
+numbers of threads, rows alone and one file per block.
 The slab is used again from round to round: what is measured is one that has been full for long. Cold reads are of a
 slab that was written back before the first of them, and the page cache forgets it before each.
 """
@@ -54,41 +55,36 @@ BAR_RATIO = 0.9
 
 
 class Floor:
-    """Raw calls on preallocated files.
+    """Raw calls on a slab.
 
     Args:
         rows: what to write and where to read to, shape (num_blocks, block_bytes).
-        own_path: the file that is written, made here.
-        read_path: the file that is read; it has the same layout.
+        path: the slab of a tier that is open.
         case: kind of I/O, and how many threads.
     """
 
-    def __init__(self, rows: memoryview, own_path: Path, read_path: Path, case: DiskCase) -> None:
+    def __init__(self, rows: memoryview, path: Path, case: DiskCase) -> None:
         self._pool = ThreadPoolExecutor(case.num_threads)
-        flags = os.O_RDWR | (os.O_DIRECT if case.is_direct else 0)
-        self._own_fd = os.open(own_path, flags | os.O_CREAT, 0o600)
-        self._read_fd = os.open(read_path, flags)
+        self._fd = os.open(path, os.O_RDWR | (os.O_DIRECT if case.is_direct else 0))
         self._geometry = Geometry(case.block_bytes, case.num_blocks)
-        os.posix_fallocate(self._own_fd, 0, self._geometry.file_bytes)
         self._buffers = [[memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)), row] for row in flat_rows(rows)]
 
     def put(self) -> None:
         """Write every block."""
-        self._each(os.pwritev, self._own_fd)
+        self._each(os.pwritev)
 
     def get(self) -> None:
         """Read every block."""
-        self._each(os.preadv, self._read_fd)
+        self._each(os.preadv)
 
     def close(self) -> None:
-        """End the threads and close the files."""
+        """End the threads and close the file."""
         self._pool.shutdown()
-        os.close(self._own_fd)
-        os.close(self._read_fd)
+        os.close(self._fd)
 
-    def _each(self, call: Callable[[int, Sequence[memoryview], int], int], fd: int) -> None:
+    def _each(self, call: Callable[[int, Sequence[memoryview], int], int]) -> None:
         def move(number: int) -> None:
-            assert call(fd, self._buffers[number], self._geometry.offset_of(number))
+            assert call(self._fd, self._buffers[number], self._geometry.offset_of(number))
 
         for _ in self._pool.map(move, range(len(self._buffers))):
             pass
@@ -122,21 +118,20 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
     """Run tier, floor and peers in turns; empty files of peers stay in ``folder``."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
-    own_path, tier_path = place / "floor", place / "slab"
+    path = place / "slab"
     with ExitStack() as ends:
-        tier = start_tier(case, rows, tier_path)
-        ends.callback(tier_path.unlink)
+        tier = start_tier(case, rows, path)
+        ends.callback(path.unlink)
         ends.callback(tier.shutdown, HANG_GUARD_S)
-        floor = Floor(rows, own_path, tier_path, case)
-        ends.callback(own_path.unlink)
+        floor = Floor(rows, path, case)
         ends.callback(floor.close)
         turns = Turns(tier, rows, case)
         contestants: dict[str, Contestant]
         if case.is_cold:
             turns.put()
             contestants = {
-                OURS: lambda: cold_rate_of(rows.nbytes, [tier_path], turns.get),
-                FLOOR: lambda: cold_rate_of(rows.nbytes, [tier_path], floor.get),
+                OURS: lambda: cold_rate_of(rows.nbytes, [path], turns.get),
+                FLOOR: lambda: cold_rate_of(rows.nbytes, [path], floor.get),
             }
         else:
             contestants = {
@@ -150,7 +145,7 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
 
 
 class Turns:
-    """The tier's turns: it gets the blocks that it has put last.
+    """The tier's turns: it gets the blocks that it has put last, which nobody may have written over.
 
     Args:
         tier: ours.

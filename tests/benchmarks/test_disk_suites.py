@@ -244,6 +244,33 @@ def is_whole(files: FileSet) -> bool:
     return size_bytes > 0
 
 
+def test_the_slab_and_its_floor_write_one_file_and_the_tier_reads_its_own_blocks(tmp_path: Path) -> None:
+    case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2)
+    rows = make_rows(case.num_blocks, BLOCK_BYTES)
+    stored = bytes(rows)
+    path = tmp_path / "slab"
+    tier = slab.start_tier(case, rows, path)
+    floor = slab.Floor(rows, path, case)
+    turns = slab.Turns(tier, rows, case)
+    try:
+        for _ in range(2):
+            turns.put()
+            rows.cast("B")[:] = bytes(rows.nbytes)
+            turns.get()
+            assert bytes(rows) == stored
+            of_tier = path.read_bytes()
+
+            floor.put()
+            rows.cast("B")[:] = bytes(rows.nbytes)
+            floor.get()
+            assert bytes(rows) == stored
+            assert path.read_bytes() != of_tier, "without envelopes"
+            assert len(path.read_bytes()) == len(of_tier)
+    finally:
+        floor.close()
+        tier.shutdown(1.0)
+
+
 def test_a_floor_does_not_accept_another_s_bytes(tmp_path: Path) -> None:
     floor = RawFiles(make_rows(2, BLOCK_BYTES), 2, is_direct=False, is_sealed=True)
     make_set = fs.files_of_floor(tmp_path / "floor", 2)
