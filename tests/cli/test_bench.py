@@ -99,7 +99,7 @@ def test_a_run_that_is_ended_from_outside_leaves_no_file(
     monkeypatch.setattr(suites, "SUITES", (install_suite(monkeypatch, measure, "one"),))
     before = signal.getsignal(signal.SIGTERM)
 
-    assert main.main(["bench", "one", "--dir", str(tmp_path)]) != 0
+    assert main.main(["bench", "one", "--dir", str(tmp_path)]) == 130
 
     assert [folder.parent for folder in seen] == [tmp_path]
     assert list(tmp_path.iterdir()) == []
