@@ -36,13 +36,13 @@ from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
     cold_rate_of,
-    drop_page_cache,
     make_config,
     make_keys,
     make_rows,
     move_blocks,
     rates_of,
     whole_turns,
+    write_back,
 )
 from kvtier.namespace import make_namespace
 from kvtier.tiering.fs import FSTier
@@ -170,7 +170,7 @@ def run_cold(case: DiskCase, folder: Path, num_rounds: int) -> Rounds:
         make_set = files_of_tier(case, place / "tier")
         for number in range(NUM_COLD_SETS):
             move_blocks(tier, make_set(number).keys, case.num_jobs, is_promotion=False)
-        drop_page_cache(place.rglob("*.kv"))
+        write_back(place.rglob("*.kv"))
 
         def reading(get: Callable[[FileSet], None]) -> Contestant:
             numbers = count()

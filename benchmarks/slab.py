@@ -40,6 +40,7 @@ from benchmarks.harness.tier_jobs import (
     move_blocks,
     rates_of,
     whole_turns,
+    write_back,
 )
 from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import HEADER_PAGE_BYTES
@@ -129,6 +130,7 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
         contestants: dict[str, Contestant]
         if case.is_cold:
             turns.put()
+            write_back([path])
             contestants = {
                 OURS: lambda: cold_rate_of(rows.nbytes, [path], turns.get),
                 FLOOR: lambda: cold_rate_of(rows.nbytes, [path], floor.get),
