@@ -7,8 +7,9 @@ MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""
 
 MANY_JOBS, ONE_JOB = 8, 1
-MAX_FACTOR = 3
-"""How many times as many rounds small blocks have. Their rounds take milliseconds, which vary more than seconds do."""
+SMALL_FACTOR, BUFFERED_FACTOR = 3, 2
+"""How many times as many rounds small blocks have, and others through a warm page cache. Their rounds take milliseconds
+or tens of them, which vary more than what takes longer."""
 
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
@@ -47,8 +48,10 @@ class DiskCase:
         return self.has_usual_threads and not self.is_cold
 
     def rounds_of(self, num_rounds: int) -> int:
-        """Return how many rounds this case has where those of large blocks have ``num_rounds``."""
-        return num_rounds * min(MAX_FACTOR, MAX_BYTES // (self.num_blocks * self.block_bytes))
+        """Return how many rounds this case has where large blocks that a device moves have ``num_rounds``."""
+        if self.num_blocks * self.block_bytes < MAX_BYTES:
+            return SMALL_FACTOR * num_rounds
+        return num_rounds if self.is_direct or self.is_cold else BUFFERED_FACTOR * num_rounds
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

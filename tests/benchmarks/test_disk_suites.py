@@ -73,10 +73,17 @@ def test_blocks_of_a_round_fit_its_room_and_fill_their_jobs(block_bytes: int) ->
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "num_rounds"), [(64 * 2**10, 27), (512 * 2**10, 18), (2**20, 9), (4 * 2**20, 9)]
+    ("block_bytes", "is_direct", "is_cold", "num_rounds"),
+    [
+        (64 * 2**10, True, False, 27),
+        (64 * 2**10, False, True, 27),
+        (2**20, True, False, 9),
+        (2**20, False, True, 9),
+        (2**20, False, False, 18),
+    ],
 )
-def test_short_rounds_are_more(block_bytes: int, num_rounds: int) -> None:
-    case = DiskCase(block_bytes, 8, is_direct=False, num_threads=4)
+def test_short_rounds_are_more(block_bytes: int, is_direct: bool, is_cold: bool, num_rounds: int) -> None:
+    case = DiskCase(block_bytes, 8, is_direct, num_threads=4, is_cold=is_cold)
 
     assert case.rounds_of(9) == num_rounds
 
