@@ -4,236 +4,298 @@ The floor writes and reads one file per block with as many threads as the tier h
 ``preadv`` of a page and a row, ``close``; no checksum, no name that appears only when the block is whole, no count
 of bytes. A second floor seals and checks each row as the tier does; how much longer it takes is what the envelope and
 its checksum cost, and has lines of its own. vLLM's fs tier and LMCache's disk back end have their own numbers of
-threads, so they stay away where these are changed. Cold reads come after the files were written back and the page
-cache forgot them.
+threads, so they stay away where these are changed.
+
+Each contestant writes files of its own; in a round the tier and the floors read the same ones, which the tier wrote a
+round ago: where on a disk a file lies decides how fast it is read. Peers read what they have just written. Nothing is
+removed while anything is measured: files are cut to no length instead. Cold reads are of a few sets of files, written
+back before the first of them, and the page cache forgets a set before each.
 """
 
-import mmap
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.harness import lmcache_local, vllm_fs
-from benchmarks.harness.lmcache_local import LMCacheDisk
+from benchmarks.harness import vllm_fs
+from benchmarks.harness.block_files import FileSet, RawFiles, empty_files, spread_folders
+from benchmarks.harness.disk_case import (
+    BAR_BLOCK_BYTES,
+    BLOCK_SIZES_BYTES,
+    MANY_JOBS,
+    ONE_JOB,
+    QUICK_SIZES_BYTES,
+    DiskCase,
+    plan_disk_cases,
+)
+from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
 from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
-    drop_page_cache,
-    flat_rows,
+    cold_rate_of,
     make_config,
     make_keys,
     make_rows,
     move_blocks,
     rates_of,
     whole_turns,
+    write_back,
 )
-from benchmarks.harness.vllm_fs import VLLMFSTier
-from kvtier.tiering.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, Verdict, check, pack, seal
+from kvtier.namespace import make_namespace
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.settings import DEFAULT_NUM_THREADS
+from kvtier.tiering.fs.layout import block_path, namespace_path
+from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, parse_settings, plan_num_threads
 
-MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
-"""Of a round; the second keeps large blocks from taking most of the run."""
+CAPACITY = "64GiB"
+"""Room for every round: the tier is not told that its files are emptied."""
 
-MANY_JOBS, ONE_JOB = 8, 1
-BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
-QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
-THREAD_COUNTS = (1, 2, 4, 8)
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
 """At least; so many more that each contestant begins equally often."""
 
+NUM_COLD_SETS = 3
+"""Files that are read in turn, so that no place on the disk decides; more are more writing first."""
+
 ENVELOPE_BLOCKS = 16
+NUM_ENVELOPE_SETS = 8
+"""The same, of small sets."""
+
 NUM_ENVELOPE_ROUNDS, NUM_QUICK_ENVELOPE_ROUNDS = 80, 20
 """Many short ones: what is looked for is smaller than what a disk's speed changes by from one second to the next."""
 
 SEALED = "sealed floor"
-BAR_BLOCK_BYTES = 2**20
 MANY_JOBS_BAR, ONE_JOB_PUT_BAR = 0.95, 1.4
 """Of vLLM's fs tier: with direct I/O and eight jobs, and in buffered puts of one."""
 
 ENVELOPE_BAR_PERCENT = 10.0
 """Of the time of a put or a get, with direct I/O."""
 
+Rounds = Mapping[str, Mapping[str, tuple[float, ...]]]
+"""What contestants measured, by operation."""
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is measured.
-
-    Attributes:
-        block_bytes: length of a row.
-        num_jobs: jobs submitted at once.
-        is_direct: whether the page cache is bypassed.
-        num_threads: of the tier and the floors.
-        is_cold: whether the page cache has forgotten the files before they are read; then only that is told.
-    """
-
-    block_bytes: int
-    num_jobs: int
-    is_direct: bool
-    num_threads: int = DEFAULT_NUM_THREADS
-    is_cold: bool = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of rows."""
-        return min(MAX_BLOCKS, MAX_BYTES // self.block_bytes)
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether a peer that cannot be told about threads and the page cache does the same work."""
-        return self.num_threads == DEFAULT_NUM_THREADS and not self.is_cold
-
-    def labels(self, operation: str) -> dict[str, str | int]:
-        """Return what a line says of itself."""
-        return {
-            "operation": operation,
-            "block": f"{self.block_bytes // 1024} KiB",
-            "jobs": f"{self.num_jobs} of {self.num_blocks // self.num_jobs}",
-            "threads": self.num_threads,
-            "I/O": "direct" if self.is_direct else "buffered, cold" if self.is_cold else "buffered",
-        }
-
-    def bar(self, operation: str) -> Bar | None:
-        """Return what the tier should reach in ``operation``."""
-        if self.block_bytes != BAR_BLOCK_BYTES or not self.is_usual:
-            return None
-        if self.is_direct and self.num_jobs == MANY_JOBS:
-            return Bar(vllm_fs.NAME, MANY_JOBS_BAR)
-        is_one_put = not self.is_direct and self.num_jobs == ONE_JOB and operation == "put"
-        return Bar(vllm_fs.NAME, ONE_JOB_PUT_BAR) if is_one_put else None
-
-
-class Floor:
-    """One raw file per block.
-
-    Args:
-        rows: what to write and where to read to, shape (num_blocks, block_bytes).
-        folder: where.
-        case: kind of I/O, and how many threads.
-        is_sealed: whether each row has an envelope.
-    """
-
-    def __init__(self, rows: memoryview, folder: Path, case: Case, *, is_sealed: bool) -> None:
-        self._rows = flat_rows(rows)
-        self._folder = folder
-        self._pool = ThreadPoolExecutor(case.num_threads)
-        self._flags = os.O_DIRECT if case.is_direct else 0
-        self._is_cold = case.is_cold
-        self._is_sealed = is_sealed
-        self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
-        self._keys = make_keys(len(self._rows), 0)
-        folder.mkdir()
-
-    def run(self) -> Mapping[str, float]:
-        """Write every block, then read it, and return the rates."""
-        num_bytes = sum(map(len, self._rows))
-        put, get = (partial(self._each, action) for action in (self._put, self._get))
-        rates = rates_of(num_bytes, put, get, self._forget if self._is_cold else None)
-        remove_files(self._folder, "*")
-        return rates
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
-
-    def _forget(self) -> None:
-        drop_page_cache(self._folder.iterdir())
-
-    def _each(self, action: Callable[[int], None]) -> None:
-        for _ in self._pool.map(action, range(len(self._rows))):
-            pass
-
-    def _put(self, number: int) -> None:
-        if self._is_sealed:
-            envelope = pack(seal(self._keys[number], bytes(32), self._rows[number]))
-            self._pages[number][:ENVELOPE_BYTES] = envelope
-        fd = os.open(self._folder / str(number), os.O_CREAT | os.O_RDWR | self._flags, 0o600)
-        os.pwritev(fd, [self._pages[number], self._rows[number]], 0)
-        os.close(fd)
-
-    def _get(self, number: int) -> None:
-        fd = os.open(self._folder / str(number), os.O_RDONLY | self._flags)
-        os.preadv(fd, [self._pages[number], self._rows[number]], 0)
-        os.close(fd)
-        if self._is_sealed:
-            verdict = check(self._pages[number], self._rows[number], self._keys[number], bytes(32))
-            assert verdict is Verdict.OK
+MakeSet = Callable[[int], FileSet]
+"""Which files a round has, from its number."""
 
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, block size, jobs, threads and kind of I/O, then what the envelope costs."""
-    has_vllm = vllm_fs.can_import()
-    if not has_vllm:
-        options.note(vllm_fs.MISSING)
-    obstacle = lmcache_local.find_obstacle()
-    if obstacle is not None:
-        options.note(obstacle)
-    for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
-        has_lmcache = obstacle is None and case.is_usual
-        yield from measure_case(case, options, has_vllm=has_vllm and case.is_usual, has_lmcache=has_lmcache)
-    for is_direct, num_threads in ((True, 1), (True, DEFAULT_NUM_THREADS), (False, DEFAULT_NUM_THREADS)):
-        yield from measure_envelope(Case(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads), options)
-
-
-def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[Case]:
-    """Yield what to measure: the usual cases, then cold reads, then other numbers of threads. Pure."""
-    for block_bytes in sizes_bytes:
-        for is_direct in (True, False):
-            for num_jobs in (MANY_JOBS, ONE_JOB):
-                yield Case(block_bytes, num_jobs, is_direct)
-    for block_bytes in sizes_bytes:
-        yield Case(block_bytes, MANY_JOBS, is_direct=False, is_cold=True)
-    for num_threads in THREAD_COUNTS:
-        if num_threads != DEFAULT_NUM_THREADS:
-            yield Case(BAR_BLOCK_BYTES, MANY_JOBS, is_direct=True, num_threads=num_threads)
-
-
-def measure_case(case: Case, options: Options, *, has_vllm: bool, has_lmcache: bool) -> Iterator[Measurement]:
-    """Run tier, floors and peers in turns; at most one copy of the blocks is on the disk."""
-    rows = make_rows(case.num_blocks, case.block_bytes)
-    generations = count()
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as name, ExitStack() as ends:
-        folder = Path(name)
-        floors = open_floors(rows, folder, case, ends)
-        if not case.is_usual:
-            del floors[SEALED]
-        contestants: dict[str, Contestant] = {
-            OURS: lambda: run_tier(case, rows, folder / "tier", next(generations))
-        } | floors
-        if has_vllm:
-            peer = VLLMFSTier(rows, folder / "vllm", is_direct=case.is_direct)
-            ends.callback(peer.close)
-            contestants[vllm_fs.NAME] = lambda: peer.run(
-                make_keys(case.num_blocks, next(generations)), case.num_jobs
+    peers = find_disk_peers(options.note)
+    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    with options.new_folder() as folder:
+        spread_folders(folder)
+        for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
+            yield from measure_case(
+                case, folder, case.rounds_of(num_rounds), peers if case.is_usual else DiskPeers()
             )
-        if has_lmcache:
-            disk = LMCacheDisk(rows, folder / "lmcache", is_direct=case.is_direct)
-            ends.callback(disk.close)
-            contestants[lmcache_local.DISK_NAME] = lambda: disk.run(
-                make_keys(case.num_blocks, next(generations)), case.num_jobs
-            )
-        num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        num_rounds = NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS
+        for is_direct, num_threads in plan_envelopes():
+            case = DiskCase(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads)
+            yield from measure_envelope(case, folder, num_rounds)
+
+
+def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:
+    """Yield what to measure of the tier. Pure."""
+    return plan_disk_cases(sizes_bytes, usual_threads)
+
+
+def plan_envelopes() -> Sequence[tuple[bool, int]]:
+    """Return whether I/O is direct and the number of threads of what is measured of the envelope. Pure."""
+    usual = [(is_direct, usual_threads(BAR_BLOCK_BYTES, is_direct)) for is_direct in (True, False)]
+    return [(True, 1), *usual]
+
+
+def usual_threads(block_bytes: int, is_direct: bool) -> int:
+    """Return how many threads the tier takes by itself. Pure."""
+    settings = parse_settings(
+        root_dir="/",
+        capacity_bytes=CAPACITY,
+        shared=True,
+        negative_ttl_s=1.0,
+        file_mode=DEFAULT_FILE_MODE,
+        direct_io=is_direct,
+        num_threads=None,
+        row_bytes=block_bytes,
+    )
+    return plan_num_threads(settings, block_bytes, has_direct_io=is_direct)
+
+
+def bar_of(case: DiskCase, operation: str) -> Bar | None:
+    """Return what the tier should reach in ``operation``. Pure."""
+    if case.block_bytes != BAR_BLOCK_BYTES or not case.is_usual:
+        return None
+    if case.is_direct and case.num_jobs == MANY_JOBS:
+        return Bar(vllm_fs.NAME, MANY_JOBS_BAR)
+    is_one_put = not case.is_direct and case.num_jobs == ONE_JOB and operation == "put"
+    return Bar(vllm_fs.NAME, ONE_JOB_PUT_BAR) if is_one_put else None
+
+
+def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Iterator[Measurement]:
+    """Run tier, floors and peers in turns; empty files stay in ``folder``."""
+    rounds = run_cold(case, folder, num_rounds) if case.is_cold else run_warm(case, folder, num_rounds, peers)
     for operation, values in rounds.items():
-        if operation == "get" or not case.is_cold:
-            yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, case.bar(operation))
+        yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
 
 
-def measure_envelope(case: Case, options: Options) -> Iterator[Measurement]:
+def run_warm(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Rounds:
+    """Let tier, floors and peers take turns at writing and reading."""
+    rows = make_rows(case.num_blocks, case.block_bytes)
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with ExitStack() as ends:
+        tier = start_tier(case, rows, place / "tier")
+        ends.callback(tier.shutdown, HANG_GUARD_S)
+        make_set = files_of_tier(case, place / "tier")
+        contestants: dict[str, Contestant] = {OURS: Turns(tier, case, rows, make_set).run}
+        for name, is_sealed in ((FLOOR, False), (SEALED, True)) if case.is_usual else ((FLOOR, False),):
+            floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=is_sealed)
+            ends.callback(floor.close)
+            make_own = files_of_floor(place / name, case.num_blocks)
+            contestants[name] = floor_of(floor, make_own, make_set)
+        contestants |= peers.open(case, rows, place, ends, is_direct=case.is_direct)
+        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+    empty_files(place.rglob("*.kv"))
+    return rounds
+
+
+def run_cold(case: DiskCase, folder: Path, num_rounds: int) -> Rounds:
+    """Let tier and floor take turns at reading what the page cache has forgotten."""
+    rows = make_rows(case.num_blocks, case.block_bytes)
+    place = Path(tempfile.mkdtemp(dir=folder))
+    with ExitStack() as ends:
+        tier = start_tier(case, rows, place / "tier")
+        ends.callback(tier.shutdown, HANG_GUARD_S)
+        floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=False)
+        ends.callback(floor.close)
+        make_set = files_of_tier(case, place / "tier")
+        for number in range(NUM_COLD_SETS):
+            move_blocks(tier, make_set(number).keys, case.num_jobs, is_promotion=False)
+        write_back(place.rglob("*.kv"))
+
+        def reading(get: Callable[[FileSet], None]) -> Contestant:
+            numbers = count()
+
+            def run() -> Mapping[str, float]:
+                files = make_set(next(numbers) % NUM_COLD_SETS)
+                return cold_rate_of(rows.nbytes, map(Path, files.paths), lambda: get(files))
+
+            return run
+
+        def load(files: FileSet) -> None:
+            move_blocks(tier, files.keys, case.num_jobs, is_promotion=True)
+
+        contestants = {OURS: reading(load), FLOOR: reading(floor.get)}
+        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+    empty_files(place.rglob("*.kv"))
+    return rounds
+
+
+class Turns:
+    """The tier's turns: in each it writes a set of files, which is read in the next round by everyone.
+
+    Args:
+        tier: ours.
+        case: what is measured.
+        rows: the tier's.
+        make_set: the files of a round.
+    """
+
+    def __init__(self, tier: FSTier, case: DiskCase, rows: memoryview, make_set: MakeSet) -> None:
+        self._tier = tier
+        self._case = case
+        self._num_bytes = rows.nbytes
+        self._make_set = make_set
+        self._numbers = count()
+        self._put(make_set(0))
+
+    def run(self) -> Mapping[str, float]:
+        """Store the blocks of the next round, load those of this one, and return the rates."""
+        number = next(self._numbers)
+        if number > 0:
+            self._make_set(number - 1).empty()
+        read, written = self._make_set(number), self._make_set(number + 1)
+        return rates_of(
+            self._num_bytes,
+            lambda: self._put(written),
+            lambda: move_blocks(self._tier, read.keys, self._case.num_jobs, is_promotion=True),
+        )
+
+    def _put(self, files: FileSet) -> None:
+        move_blocks(self._tier, files.keys, self._case.num_jobs, is_promotion=False)
+
+
+def floor_of(floor: RawFiles, make_own: MakeSet, make_read: MakeSet) -> Contestant:
+    """Return a contestant that writes files of its own and reads the tier's."""
+    numbers = count()
+
+    def run() -> Mapping[str, float]:
+        number = next(numbers)
+        own, read = make_own(number), make_read(number)
+        rates = rates_of(floor.num_bytes, lambda: floor.put(own), lambda: floor.get(read))
+        own.empty()
+        return rates
+
+    return run
+
+
+def files_of_tier(case: DiskCase, root: Path) -> MakeSet:
+    """Return where a tier at ``root`` keeps the blocks of a round."""
+    namespace = make_namespace(make_config(case.block_bytes), case.block_bytes)
+    path = namespace_path(root, namespace.name)
+
+    def make_set(number: int) -> FileSet:
+        keys = make_keys(case.num_blocks, number)
+        return FileSet([block_path(path, key) for key in keys], keys, namespace.digest)
+
+    return make_set
+
+
+def files_of_floor(folder: Path, num_blocks: int) -> MakeSet:
+    """Return files in one folder, which is made; new names in each round."""
+    folder.mkdir()
+
+    def make_set(number: int) -> FileSet:
+        keys = make_keys(num_blocks, number)
+        return FileSet([f"{folder}/{number}-{block}" for block in range(len(keys))], keys, bytes(32))
+
+    return make_set
+
+
+def start_tier(case: DiskCase, rows: memoryview, root: Path) -> FSTier:
+    """Build a tier with an empty directory."""
+    tier = FSTier(
+        make_config(case.block_bytes),
+        rows,
+        root_dir=root.absolute(),
+        capacity_bytes=CAPACITY,
+        direct_io="auto" if case.is_direct else False,
+        num_threads=None if case.has_usual_threads else case.num_threads,
+    )
+    assert tier.wait_indexed(HANG_GUARD_S)
+    return tier
+
+
+def measure_envelope(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[Measurement]:
     """Let the floors take turns; yield which share of the sealed one's time is seal, checksum and check."""
     rows = make_rows(ENVELOPE_BLOCKS, case.block_bytes)
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as name, ExitStack() as ends:
-        floors = open_floors(rows, Path(name), case, ends)
-        num_rounds = NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS
-        rounds = run_rounds(floors, whole_turns(num_rounds, len(floors)))
+    place = Path(tempfile.mkdtemp(dir=folder))
+    make_set = files_of_floor(place / "read", ENVELOPE_BLOCKS)
+
+    def make_read(number: int) -> FileSet:
+        return make_set(number % NUM_ENVELOPE_SETS)
+
+    with ExitStack() as ends:
+        contestants: dict[str, Contestant] = {}
+        for name, is_sealed in ((FLOOR, False), (SEALED, True)):
+            floor = RawFiles(rows, case.num_threads, is_direct=case.is_direct, is_sealed=is_sealed)
+            ends.callback(floor.close)
+            make_own = files_of_floor(place / name, ENVELOPE_BLOCKS)
+            contestants[name] = floor_of(floor, make_own, make_read)
+        for number in range(NUM_ENVELOPE_SETS):
+            floor.put(make_read(number))
+        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+    for number in range(NUM_ENVELOPE_SETS):
+        make_read(number).empty()
     for operation, values in rounds.items():
         labels = case.labels(operation) | {"share of": "envelope and checksum"}
         del labels["jobs"]
@@ -248,42 +310,3 @@ def envelope_shares_percent(floor: Sequence[float], sealed: Sequence[float]) -> 
         100.0 * (1.0 - sealed_rate / floor_rate)
         for floor_rate, sealed_rate in zip(floor, sealed, strict=True)
     )
-
-
-def open_floors(rows: memoryview, folder: Path, case: Case, ends: ExitStack) -> dict[str, Contestant]:
-    """Return both floors by name; ``ends`` closes them."""
-    floors: dict[str, Contestant] = {}
-    for name, is_sealed in ((FLOOR, False), (SEALED, True)):
-        floor = Floor(rows, folder / name, case, is_sealed=is_sealed)
-        ends.callback(floor.close)
-        floors[name] = floor.run
-    return floors
-
-
-def run_tier(case: Case, rows: memoryview, folder: Path, generation: int) -> Mapping[str, float]:
-    """Store and load every block once, and return the rates; the folders stay, as those of a tier in use do."""
-    tier = FSTier(
-        make_config(case.block_bytes),
-        rows,
-        root_dir=folder.absolute(),
-        capacity_bytes="8GiB",
-        direct_io="auto" if case.is_direct else False,
-        num_threads=case.num_threads,
-    )
-    assert tier.wait_indexed(HANG_GUARD_S)
-    keys = make_keys(case.num_blocks, generation)
-    rates = rates_of(
-        rows.nbytes,
-        lambda: move_blocks(tier, keys, case.num_jobs, is_promotion=False),
-        lambda: move_blocks(tier, keys, case.num_jobs, is_promotion=True),
-        (lambda: drop_page_cache(folder.rglob("*.kv"))) if case.is_cold else None,
-    )
-    tier.shutdown(HANG_GUARD_S)
-    remove_files(folder, "*.kv")
-    return rates
-
-
-def remove_files(folder: Path, pattern: str) -> None:
-    """Remove the files of that name anywhere below ``folder``."""
-    for path in folder.rglob(pattern):
-        path.unlink()

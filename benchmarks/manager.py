@@ -28,14 +28,14 @@ from kvtier.cpu.policies.arc import ARCCachePolicy
 BATCH = 64
 """Keys in a call, about what an engine step names for one request."""
 
-CAPACITIES = (16_384, 131_072, 1_048_576)
+ROUNDS_OF_CAPACITY = {16_384: 12, 131_072: 6, 1_048_576: 2}
+"""Blocks -> rounds at least; so many more that each contestant begins equally often. A million blocks take seconds a
+round, and processor time hardly varies there."""
+
+QUICK_ROUNDS_OF_CAPACITY = {16_384: 2}
 BAR_CAPACITY = 131_072
 MEMORY_CAPACITIES = (100_000, 131_072)
 """The second is a power of two, the first is close to the worst for the hash tables after long use."""
-
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
-"""At least; so many more that each contestant begins equally often."""
-
 
 STORE, HIT, EVICTING_STORE = "store", "hit", "evicting store"
 VLLM_BARS = {STORE: 5.0, HIT: 8.0, EVICTING_STORE: 8.0}
@@ -112,11 +112,11 @@ def measure(options: Options) -> Iterator[Measurement]:
     vllm = find_vllm()
     if vllm is None:
         options.note("vLLM is not installed, so its manager was not measured: make bench-peers")
-    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
-    for num_blocks in CAPACITIES[:1] if options.is_quick else CAPACITIES:
+    rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
+    for num_blocks, num_rounds in rounds_of_capacity.items():
         for policy in POLICIES:
             yield from measure_speed(num_blocks, policy, num_rounds, vllm)
-    for num_blocks in CAPACITIES[:1] if options.is_quick else MEMORY_CAPACITIES:
+    for num_blocks in QUICK_ROUNDS_OF_CAPACITY if options.is_quick else MEMORY_CAPACITIES:
         yield from measure_memory(num_blocks)
 
 

@@ -16,7 +16,6 @@ process, which stays.
 import logging
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,8 +52,9 @@ MAX_ARRIVALS = 16
 ROW_BYTES = 4096
 STORE_BLOCKS = 500
 DEADLINE_S, QUICK_DEADLINE_S = 5.0, 1.0
-AFTERMATH_S, QUICK_AFTERMATH_S = 10.0, 1.0
-"""How much longer than the deadline the steps go on: the default sees the breaker try the server again."""
+AFTERMATH_S, QUICK_AFTERMATH_S = 7.0, 1.0
+"""How much longer than the deadline the steps go on after an outage: the default sees the breaker, which is open for
+five seconds, try the server again. A server that is well has no aftermath."""
 
 SLOW_TO_FILL = "obj"
 """Left out of a quick run: its server starts and takes blocks slower than the others together."""
@@ -247,9 +247,9 @@ def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
     """Yield the times of each fate of the tier's server, or note why there is none."""
     bystanders = children_of({os.getpid()})
     with ExitStack() as ends:
-        name = ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder))
+        folder = ends.enter_context(options.new_folder())
         try:
-            settings = ends.enter_context(open_backend(tier, Path(name)))
+            settings = ends.enter_context(open_backend(tier, folder))
             settings["type"] = tier
             with native_noise_hidden():
                 fill(settings)
@@ -287,9 +287,16 @@ def run_once(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: 
     engine.step()
     arrival_ms = (time.perf_counter() - begun_s) * 1e3
     with server.struck(fate):
-        steps = run_steps(engine, deadline_s + (QUICK_AFTERMATH_S if is_quick else AFTERMATH_S))
+        steps = run_steps(engine, deadline_s + aftermath_s(fate, is_quick=is_quick))
     engine.manager.shutdown()
     return Run(arrival_ms, steps)
+
+
+def aftermath_s(fate: Fate, *, is_quick: bool) -> float:
+    """Return how much longer than the deadline the steps go on. Pure."""
+    if fate is Fate.WELL:
+        return 0.0
+    return QUICK_AFTERMATH_S if is_quick else AFTERMATH_S
 
 
 def run_steps(engine: Engine, duration_s: float) -> list[Step]:

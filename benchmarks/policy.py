@@ -17,9 +17,11 @@ from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 
 BATCH = 64
-CAPACITIES = (16_384, 131_072, 1_048_576)
+ROUNDS_OF_CAPACITY = {16_384: 12, 131_072: 6, 1_048_576: 2}
+"""Blocks -> rounds, in which each of the two contestants begins equally often; a million blocks take seconds."""
+
+QUICK_ROUNDS_OF_CAPACITY = {16_384: 2}
 POLICIES = ("lru", "arc")
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 4, 2
 
 Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]
 
@@ -64,7 +66,8 @@ class BarePolicy(CachePolicy):
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by operation, policy and capacity."""
-    for num_blocks in CAPACITIES[:1] if options.is_quick else CAPACITIES:
+    rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
+    for num_blocks, num_rounds in rounds_of_capacity.items():
         batches = make_batches(num_blocks)
         for policy in POLICIES:
             makers: dict[str, Callable[[], CachePolicy]] = {
@@ -74,7 +77,6 @@ def measure(options: Options) -> Iterator[Measurement]:
             contestants: dict[str, Contestant] = {
                 name: partial(rates_once, make, batches) for name, make in makers.items()
             }
-            num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
             for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
                 labels: dict[str, str | int] = {
                     "operation": operation,

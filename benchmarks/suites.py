@@ -42,11 +42,24 @@ SUITES = (
         "benchmarks.engine.suite",
     ),
     Suite("vllm", "real vLLM engines: first tokens, no hits", "benchmarks.vllm.suite"),
-    Suite("growth-blocks", "time per block of the books as they grow", "benchmarks.growth.blocks", "blocks"),
     Suite(
-        "growth-tiers", "time per block of searches and stores, by tiers", "benchmarks.growth.tiers", "tiers"
+        "growth-blocks",
+        "time per block of the books as they grow, and by how many times",
+        "benchmarks.growth.blocks",
+        "blocks",
     ),
-    Suite("growth-requests", "time per request of an idle step", "benchmarks.growth.requests", "requests"),
+    Suite(
+        "growth-tiers",
+        "time per block of searches and stores, by tiers, and its growth",
+        "benchmarks.growth.tiers",
+        "tiers",
+    ),
+    Suite(
+        "growth-requests",
+        "time per request of an idle step, by requests, and its growth",
+        "benchmarks.growth.requests",
+        "requests",
+    ),
 )
 
 

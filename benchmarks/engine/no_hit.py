@@ -1,13 +1,17 @@
 """What kvtier costs when it never helps: prompts that nobody repeats, with it and without, in turns.
 
-Two engines of the same model answer each pair of prompts, one of them without kvtier, the order changing from pair to
-pair; the ratio of a pair is what counts, and the upper end of the interval of its median has the bar. All that a
-request makes kvtier store happens while its answer is generated, or is waited for, untimed, before the next turn. A
-pair of engines without kvtier shows what the method itself sees.
+Engines of the same model answer prompts in turns: one without kvtier, one with a host tier, one that writes through to
+an fs tier as well, and a second one without, which shows what the method itself sees. An answer of each and the one
+without kvtier in the same round are a pair; the ratio of a pair is what counts, and the upper end of the interval of
+its median has the bar. All that a request makes kvtier store happens while its answer is generated; a note tells how
+much of it was waited for afterwards, untimed, before the next turn.
 """
 
-import tempfile
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +20,65 @@ from transformers import LlamaForCausalLM
 from benchmarks.engine.models import BLOCK_SIZE_TOKENS, make_model, make_prompt
 from benchmarks.harness.interval import lines_of
 from benchmarks.harness.measurement import Measurement
-from benchmarks.harness.rounds import timed
+from benchmarks.harness.rounds import Contestant, run_rounds, timed
 from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import whole_turns
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
 
 PROMPT_TOKENS = 512
-ANSWER_TOKENS = 16
+ANSWER_TOKENS = 8
 """Enough steps after the prompt's own for its stores to end before the answer does."""
 
-NUM_PAIRS, NUM_QUICK_PAIRS = 100, 6
-NUM_WARM_PAIRS = 3
+NUM_PAIRS, NUM_QUICK_PAIRS = 100, 8
+"""At least; so many more that each engine begins equally often."""
+
+NUM_WARMUPS = 3
 HOST_ROOM = "64MiB"
 """Holds eight prompts: it evicts during most of the run."""
 
 FS_ROOM = "256MiB"
 DRAIN_S = 120.0
+PLAIN, CONTROL, HOST, FS = "plain", "none: the control", "host", "host and fs"
+BARS = {CONTROL: None, HOST: 1.02, FS: 1.04}
+ANSWER, REST = "answer", "rest"
 
 Settings = dict[str, Any]  # Any: settings of tiers
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield the median ratio of times and the upper end of its 95 % interval: control, host, and fs write-through."""
+    """Yield the median ratio of times and the ends of its 95 % interval: control, host, and fs write-through."""
     model = make_model()
     num_pairs = NUM_QUICK_PAIRS if options.is_quick else NUM_PAIRS
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
-        tier = {"type": "fs", "root_dir": str(Path(folder, "blocks")), "capacity_bytes": FS_ROOM}
-        host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
-        cases: tuple[tuple[str, Settings | None, float | None], ...] = (
-            ("none: the control", None, None),
-            ("host", host, 1.02),
-            ("host and fs", host | {"secondary_tiers": [tier]}, 1.04),
-        )
-        for name, settings, bar in cases:
-            ratios = run_pairs(model, settings, num_pairs)
-            yield from lines_of(name, ratios, bar)
+    numbers = count()
+    with options.new_folder() as folder, ExitStack() as ends:
+        contestants: dict[str, Contestant] = {
+            name: partial(answer_next, ends.enter_context(open_engine(model, settings)), numbers)
+            for name, settings in settings_of(folder).items()
+        }
+        num_rounds = whole_turns(num_pairs, len(contestants))
+        seconds = run_rounds(contestants, num_rounds, num_warmups=NUM_WARMUPS)
+    for name, bar in BARS.items():
+        pairs = zip(seconds[ANSWER][name], seconds[ANSWER][PLAIN], strict=True)
+        yield from lines_of(name, [with_s / without_s for with_s, without_s in pairs], bar)
+    for name in (HOST, FS):
+        rest_ms = 1e3 * statistics.median(seconds[REST][name])
+        options.note(f"{name}: {rest_ms:.1f} ms were waited for between an answer and the next turn (median)")
 
 
-def run_pairs(model: LlamaForCausalLM, settings: Settings | None, num_pairs: int) -> list[float]:
-    """Return the ratio of the time with ``settings`` to the time without, pair by pair."""
-    ratios = []
-    with open_engine(model, None) as plain, open_engine(model, settings) as tiered:
-        for number in range(NUM_WARM_PAIRS + num_pairs):
-            turns = ((plain, 2 * number), (tiered, 2 * number + 1))
-            seconds = {}
-            for engine, seed in turns if number % 2 else turns[::-1]:
-                prompt = make_prompt(seed, PROMPT_TOKENS)
-                seconds[engine] = timed(lambda engine=engine, prompt=prompt: answer(engine, prompt))  # type: ignore[misc]
-                engine.drain(DRAIN_S)
-            if number >= NUM_WARM_PAIRS:
-                ratios.append(seconds[tiered] / seconds[plain])
-    return ratios
+def settings_of(folder: Path) -> Mapping[str, Settings | None]:
+    """Return what each engine is given, None for no kvtier. Pure."""
+    tier = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": FS_ROOM}
+    host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
+    return {PLAIN: None, CONTROL: None, HOST: host, FS: host | {"secondary_tiers": [tier]}}
+
+
+def answer_next(engine: KVTierEngine, numbers: Iterator[int]) -> Mapping[str, float]:
+    """Return the seconds that an answer to a new prompt takes, and those until the rest of its work is done."""
+    prompt = make_prompt(next(numbers), PROMPT_TOKENS)
+    return {
+        ANSWER: timed(lambda: answer(engine, prompt)),
+        REST: timed(lambda: engine.drain(DRAIN_S)),
+    }
 
 
 def open_engine(model: LlamaForCausalLM, settings: Settings | None) -> KVTierEngine:

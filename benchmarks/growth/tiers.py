@@ -1,9 +1,10 @@
 """Time per block of a search that finds nothing, and of a store that cascades, as tiers are added.
 
 The tiers keep rows in a dictionary and answer at once, so what grows is the share of the manager: a search asks each,
-a store is handed to each.
+a store is handed to each. That is a share for each tier, so the growth is told of the time per block and tier.
 """
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from itertools import count
 
 import numpy as np
 
+from benchmarks.growth.factor import growth_of
 from benchmarks.harness.measurement import OURS, Better, Measurement
 from benchmarks.harness.rounds import run_rounds
 from benchmarks.harness.suite import Options
@@ -40,15 +42,20 @@ class Rows:
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield microseconds per block by operation and number of tiers."""
+    """Yield microseconds per block by operation and number of tiers, then the growths."""
+    costs_us: dict[str, dict[int, float]] = {}
     for num_tiers in QUICK_TIER_COUNTS if options.is_quick else TIER_COUNTS:
         generations = count()
         run = partial(times_once, num_tiers, generations)
         for operation, values in run_rounds(
             {OURS: run}, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
         ).items():
+            share_us = statistics.median(values[OURS]) / num_tiers
+            costs_us.setdefault(operation, {})[num_tiers] = share_us
             labels: dict[str, str | int] = {"operation": operation, "tiers": num_tiers}
             yield Measurement(labels, "us a block", Better.LOWER, values)
+    for operation, of_count in costs_us.items():
+        yield growth_of(f"{operation}, a block and tier", "tiers", of_count)
 
 
 def times_once(num_tiers: int, generations: Iterator[int]) -> Mapping[str, float]:

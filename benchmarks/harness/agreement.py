@@ -1,7 +1,9 @@
 """Whether two runs say the same: how far apart their medians of ratios are, line by line.
 
 It measures nothing and reads what a run has kept as JSON. Values of two runs are not compared, since the machine's
-mood is in them; a ratio to the floor or to a peer of the same run is what must come again.
+mood is in them; a ratio of the same run is what must come again: to the floor, to a peer, or a value that is a ratio
+by itself. Beside each stand the least number of rounds and the wider spread of the two runs, so that a median of
+little weight is seen as one; neither excuses it.
 """
 
 import json
@@ -11,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.measurement import OURS, RATIO_UNITS, Spread, spread_of
 from benchmarks.harness.table import MIN_WIDTH, format_label
 
 ALLOWED = 0.15
@@ -26,17 +29,33 @@ class RatioName:
     Attributes:
         suite: its name.
         labels: the line's, column by column.
-        other: with whom ours is compared.
+        other: with whom ours is compared, None for a value that is a ratio by itself.
         occurrence: 0 for the first such line of the suite.
     """
 
     suite: str
     labels: tuple[tuple[str, str | int], ...]
-    other: str
+    other: str | None
     occurrence: int
 
     def __str__(self) -> str:
-        return f"{self.suite}: {' '.join(format_label(label) for _, label in self.labels)}, of {self.other}"
+        line = f"{self.suite}: {' '.join(format_label(label) for _, label in self.labels)}"
+        return line if self.other is None else f"{line}, of {self.other}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One ratio of one run.
+
+    Attributes:
+        median: over the rounds, above zero.
+        spread: what lies between the quartiles, as a share of the median; 0 with one round.
+        num_rounds: how many there were.
+    """
+
+    median: float
+    spread: float
+    num_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +64,19 @@ class Agreement:
 
     Attributes:
         name: which.
-        first: its median in the first run, above zero.
-        second: in the second run, above zero.
+        first: in the first run.
+        second: in the second run.
     """
 
     name: RatioName
-    first: float
-    second: float
+    first: Ratio
+    second: Ratio
 
     @property
     def apart(self) -> float:
-        """By how much of the smaller one the larger exceeds it, 0 or more."""
-        return max(self.first, self.second) / min(self.first, self.second) - 1.0
+        """By how much of the smaller median the larger exceeds it, 0 or more."""
+        medians = (self.first.median, self.second.median)
+        return max(medians) / min(medians) - 1.0
 
     @property
     def is_within(self) -> bool:
@@ -94,7 +114,7 @@ def compare_folders(first: Path, second: Path) -> Comparison:
     return compare_runs(read_ratios(first), read_ratios(second))
 
 
-def compare_runs(first: Mapping[RatioName, float], second: Mapping[RatioName, float]) -> Comparison:
+def compare_runs(first: Mapping[RatioName, Ratio], second: Mapping[RatioName, Ratio]) -> Comparison:
     """Pair the ratios of two runs. Pure."""
     return Comparison(
         tuple(Agreement(name, ratio, second[name]) for name, ratio in first.items() if name in second),
@@ -103,7 +123,7 @@ def compare_runs(first: Mapping[RatioName, float], second: Mapping[RatioName, fl
     )
 
 
-def read_ratios(folder: Path) -> dict[RatioName, float]:
+def read_ratios(folder: Path) -> dict[RatioName, Ratio]:
     """Return the ratios of what each suite of a run has kept, suites by the names of their files.
 
     Raises:
@@ -113,7 +133,7 @@ def read_ratios(folder: Path) -> dict[RatioName, float]:
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     if not paths:
         raise ValueError(f"{folder}: no JSON of a benchmark is in it: keep some with --out")
-    ratios: dict[RatioName, float] = {}
+    ratios: dict[RatioName, Ratio] = {}
     for path in paths:
         try:
             ratios |= ratios_of(path.stem, json.loads(path.read_text()))
@@ -122,22 +142,19 @@ def read_ratios(folder: Path) -> dict[RatioName, float]:
     return ratios
 
 
-def ratios_of(suite: str, document: Document) -> dict[RatioName, float]:
-    """Return the medians of all ratios of a document. Pure.
+def ratios_of(suite: str, document: Document) -> dict[RatioName, Ratio]:
+    """Return all ratios of a document. Pure.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: no benchmark has written it.
     """
-    ratios: dict[RatioName, float] = {}
+    ratios: dict[RatioName, Ratio] = {}
     seen: Counter[RatioName] = Counter()
     for measurement in document["measurements"]:
         labels = tuple(measurement["labels"].items())
-        for other, spread in measurement["ratios"].items():
+        for other, ratio in _ratios_of_line(measurement):
             first = RatioName(suite, labels, other, 0)
-            median = float(spread["median"])
-            if median <= 0:
-                raise ValueError(f"a ratio of {median}: more than nothing was expected")
-            ratios[replace(first, occurrence=seen[first])] = median
+            ratios[replace(first, occurrence=seen[first])] = ratio
             seen[first] += 1
     return ratios
 
@@ -146,13 +163,34 @@ def lines_of(comparison: Comparison) -> Iterator[str]:
     """Yield a line for each ratio, and one that says how many agree. Pure."""
     width = max((len(str(agreement.name)) for agreement in comparison.agreements), default=0)
     if comparison.agreements:
-        heads = (f"{head:>{MIN_WIDTH}}" for head in ("first", "second", "apart"))
+        heads = (f"{head:>{MIN_WIDTH}}" for head in ("first", "second", "apart", "spread", "rounds"))
         yield "  ".join([f"{'ours to the other':{width}}", *heads])
     for one in comparison.agreements:
-        cells = (f"{one.first:.2f}", f"{one.second:.2f}", f"{one.apart:.0%}")
+        cells = (
+            f"{one.first.median:.2f}",
+            f"{one.second.median:.2f}",
+            f"{one.apart:.0%}",
+            f"{max(one.first.spread, one.second.spread):.0%}",
+            f"{min(one.first.num_rounds, one.second.num_rounds)}",
+        )
         line = "  ".join([f"{one.name!s:{width}}", *(f"{cell:>{MIN_WIDTH}}" for cell in cells)])
         yield line if one.is_within else line + "  too far"
     for run, names in (("first", comparison.only_first), ("second", comparison.only_second)):
         for name in names:
             yield f"only in the {run} run: {name}"
     yield f"{comparison.num_within} of {len(comparison.agreements)} ratios are within {ALLOWED:.0%} of each other"
+
+
+def _ratios_of_line(measurement: Document) -> Iterator[tuple[str | None, Ratio]]:
+    ours = [float(value) for value in measurement["values"][OURS]]
+    for other, kept in measurement["ratios"].items():
+        spread = Spread(float(kept["median"]), float(kept["low"]), float(kept["high"]))
+        yield other, _ratio_of(spread, len(ours))
+    if measurement["unit"] in RATIO_UNITS and not measurement["ratios"]:
+        yield None, _ratio_of(spread_of(ours), len(ours))
+
+
+def _ratio_of(spread: Spread, num_rounds: int) -> Ratio:
+    if spread.median <= 0:
+        raise ValueError(f"a ratio of {spread.median}: more than nothing was expected")
+    return Ratio(spread.median, (spread.high - spread.low) / spread.median, num_rounds)

@@ -13,6 +13,9 @@ OURS = "ours"
 FLOOR = "floor"
 """What the hardware or the language allows at best, measured in the same run."""
 
+RATIO_UNITS = ("ratio", "times")
+"""Units of values that are ratios within one run by themselves."""
+
 
 class Better(Enum):
     """Which values are the better ones."""

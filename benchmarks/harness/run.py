@@ -11,6 +11,7 @@ from benchmarks.harness.measurement import OURS, Measurement
 from benchmarks.harness.picture import write_picture
 from benchmarks.harness.suite import Options, Suite
 from benchmarks.harness.table import Table
+from kvtier.cli.demo.signals import ended_like_interrupted
 
 
 def run_suites(
@@ -24,15 +25,21 @@ def run_suites(
         folder: where files are written, None for the system's temporary folder.
         out_folder: takes NAME.json and NAME.svg of each; made when it is missing.
 
+    Effects: SIGTERM and SIGHUP end a run like Ctrl-C, so that files and servers of a suite do not stay behind.
+
+    Thread: the main one.
+
     Raises:
+        KeyboardInterrupt: the run was ended by a signal.
         As ``run_suite``.
     """
-    for suite in suites:
-        json_path = picture_path = None
-        if out_folder is not None:
-            out_folder.mkdir(parents=True, exist_ok=True)
-            json_path, picture_path = out_folder / f"{suite.name}.json", out_folder / f"{suite.name}.svg"
-        run_suite(suite, is_quick=is_quick, folder=folder, json_path=json_path, picture_path=picture_path)
+    with ended_like_interrupted():
+        for suite in suites:
+            json_path = picture_path = None
+            if out_folder is not None:
+                out_folder.mkdir(parents=True, exist_ok=True)
+                json_path, picture_path = out_folder / f"{suite.name}.json", out_folder / f"{suite.name}.svg"
+            run_suite(suite, is_quick=is_quick, folder=folder, json_path=json_path, picture_path=picture_path)
 
 
 def run_suite(

@@ -1,7 +1,9 @@
 """What a benchmark is to those who run it: a name, what it measures, and lines as they come."""
 
 import importlib
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,12 @@ class Options:
     is_quick: bool
     folder: Path | None
     note: Callable[[str], None]
+
+    @contextmanager
+    def new_folder(self) -> Iterator[Path]:
+        """Make a folder for files, which is there as long as the block."""
+        with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=self.folder) as name:
+            yield Path(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,28 +69,50 @@ def rates_of(
     num_bytes: int,
     put: Callable[[], object],
     get: Callable[[], object],
-    between: Callable[[], object] | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Mapping[str, float]:
-    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s; what is done between them is not timed."""
+    """Return how fast ``put`` and then ``get`` move ``num_bytes``, MiB/s."""
     mib = num_bytes / 2**20
     put_rate = mib / timed(put, clock)
-    if between is not None:
-        between()
     return {"put": put_rate, "get": mib / timed(get, clock)}
 
 
-def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Write files back and let the kernel forget their pages, so that the next read is the device's.
+def cold_rate_of(
+    num_bytes: int,
+    paths: Iterable[Path],
+    get: Callable[[], object],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Mapping[str, float]:
+    """Return how fast ``get`` moves ``num_bytes``, MiB/s, after the page cache has forgotten ``paths``, untimed.
 
-    A file system in memory keeps them. Names and inodes stay known everywhere, and so does what a virtual disk's host
-    has in a cache of its own.
+    They have been written back before.
+    """
+    drop_page_cache(paths)
+    return {"get": num_bytes / 2**20 / timed(get, clock)}
+
+
+def write_back(paths: Iterable[Path]) -> None:
+    """Wait until the device has every byte of the files: a page that is dirty is not forgotten."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def drop_page_cache(paths: Iterable[Path]) -> None:
+    """Let the kernel forget the pages of files that were written back, so that the next read is the device's.
+
+    They are not written back here: an fsync flushes the device's cache even for a file that is clean, which takes
+    milliseconds a file. A file system in memory keeps its pages. Names and inodes stay known everywhere, and so does
+    what a virtual disk's host has in a cache of its own.
     """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # a page that is dirty is not forgotten
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

@@ -1,7 +1,6 @@
 """vLLM's fs tier, driven by the same jobs as ours, where vLLM can be imported."""
 
 import importlib
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.block_files import empty_files
 from benchmarks.harness.tier_jobs import job_numbers, rates_of
 from kvtier.base import OffloadKey
 
@@ -62,20 +62,18 @@ class VLLMFSTier:
         self._num_bytes = rows.nbytes
 
     def run(self, keys: Sequence[OffloadKey], num_jobs: int) -> Mapping[str, float]:
-        """Store and load every block once, and return the rates, MiB/s; keeps the folders."""
+        """Store and load every block once, and return the rates, MiB/s; keeps folders and empty files."""
         rates = rates_of(
             self._num_bytes,
             lambda: self._move(keys, num_jobs, is_promotion=False),
             lambda: self._move(keys, num_jobs, is_promotion=True),
         )
-        for path in self._folder.rglob("*.bin"):
-            path.unlink()
+        empty_files(self._folder.rglob("*.bin"))
         return rates
 
     def close(self) -> None:
-        """End its threads and remove what is left."""
+        """End its threads; what it has made stays."""
         self._tier.shutdown()
-        shutil.rmtree(self._folder)
 
     def _move(self, keys: Sequence[OffloadKey], num_jobs: int, *, is_promotion: bool) -> None:
         """Submit all jobs at once and wait for them; all must go well."""

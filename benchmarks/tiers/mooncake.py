@@ -42,8 +42,10 @@ from kvtier.tiering.mooncake.settings import DEFAULT_NUM_THREADS
 from kvtier.tiering.mooncake.space import Space
 from kvtier.tiering.mooncake.tier import MAX_PART_BLOCKS, MAX_PART_BYTES
 
-TOTAL_BYTES = 128 * 2**20
-SEGMENT_BYTES = 3 * TOTAL_BYTES
+MAX_BLOCKS, MAX_BYTES = 512, 128 * 2**20
+"""Of a round; the first keeps small blocks from taking most of the run."""
+
+SEGMENT_BYTES = 3 * MAX_BYTES
 """What each contestant brings: a round three times over, so that nothing has to be evicted."""
 
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
@@ -186,7 +188,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
 
 def run_size(block_bytes: int, place: Place, num_rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
     """Let tier and floors take turns on the same rows, each with its own store."""
-    rows = make_rows(TOTAL_BYTES // block_bytes, block_bytes)
+    rows = make_rows(min(MAX_BLOCKS, MAX_BYTES // block_bytes), block_bytes)
     with ExitStack() as ends:
         with native_noise_hidden():
             tier = Tier(place["masters"][0], rows)

@@ -40,7 +40,9 @@ GROUPED_THREADS = 4
 """Threads with which jobs are cut into parts long enough for groups."""
 
 BLOCKS_PER_GROUP = 8
-CASE_BYTES = 32 * 2**20
+MAX_BLOCKS, MAX_BYTES = 128, 32 * 2**20
+"""Of a round. The server takes a hundred objects a second or so: many more small blocks would take most of the run."""
+
 BLOCK_SIZES_BYTES = (64 * 2**10, 512 * 2**10, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
@@ -64,7 +66,7 @@ class Case:
     @property
     def num_blocks(self) -> int:
         """Blocks in a round."""
-        return CASE_BYTES // self.block_bytes
+        return min(MAX_BLOCKS, MAX_BYTES // self.block_bytes)
 
 
 class Floor:

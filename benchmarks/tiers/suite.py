@@ -6,7 +6,6 @@ that is not installed, or does not start, is a line under the table; whatever fa
 
 import importlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -51,9 +50,9 @@ def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
         options.note(f"{tier} was not measured: {error}")
         return
     with ExitStack() as ends:
-        name = ends.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder))
+        folder = ends.enter_context(options.new_folder())
         try:
-            place = ends.enter_context(module.open_server(Path(name)))
+            place = ends.enter_context(module.open_server(folder))
         except TierError as error:
             options.note(f"{tier} was not measured: {error}")
             return

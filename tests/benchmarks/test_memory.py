@@ -39,3 +39,4 @@ def test_those_take_part_that_are_there(has_lmcache: bool, monkeypatch: pytest.M
     contestants = {OURS, FLOOR} | ({lmcache_local.CPU_NAME} if has_lmcache else set())
     assert [one.labels["operation"] for one in measured] == ["put", "get"]
     assert all(set(one.values) == contestants for one in measured)
+    assert all(len(one.values[OURS]) == len(contestants) for one in measured), "each begins once"

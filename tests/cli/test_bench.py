@@ -1,11 +1,15 @@
 """``kvtier bench`` lists the benchmarks of the source tree, runs those it is given, and refuses what there is not."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.benchmarks.fake_suite import FAST, install_suite, yielding
 
 from benchmarks import suites
+from benchmarks.harness.measurement import Measurement
+from benchmarks.harness.suite import Options
 from kvtier.cli import bench, main
 
 
@@ -73,10 +77,33 @@ def test_two_kept_runs_are_compared_and_nothing_runs(
     assert main.main(["bench", "--compare", first, second]) == 0
 
     head, *lines, summary = capsys.readouterr().out.splitlines()
-    assert head.split()[-3:] == ["first", "second", "apart"]
-    assert [line.split()[-3:] for line in lines[:2]] == [["1.00", "1.00", "0%"], ["4.00", "4.00", "0%"]]
+    assert head.split()[-5:] == ["first", "second", "apart", "spread", "rounds"]
+    assert [line.split()[-5:-2] for line in lines[:2]] == [["1.00", "1.00", "0%"], ["4.00", "4.00", "0%"]]
     assert lines[2:] == [f"only in the first run: one: put 16, of {other}" for other in ("floor", "peer")]
     assert summary == "2 of 2 ratios are within 15% of each other"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_run_that_is_ended_from_outside_leaves_no_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    seen: list[Path] = []
+
+    def measure(options: Options) -> Iterator[Measurement]:
+        with options.new_folder() as folder:
+            (folder / "block").write_bytes(b"bytes")
+            seen.append(folder)
+            yield FAST
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(suites, "SUITES", (install_suite(monkeypatch, measure, "one"),))
+    before = signal.getsignal(signal.SIGTERM)
+
+    assert main.main(["bench", "one", "--dir", str(tmp_path)]) == 130
+
+    assert [folder.parent for folder in seen] == [tmp_path]
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.usefixtures("fakes")

@@ -11,6 +11,7 @@ from tests.benchmarks.fake_suite import FAST, SLOW, install_suite, yielding
 from benchmarks.harness.agreement import (
     Agreement,
     Comparison,
+    Ratio,
     RatioName,
     compare_folders,
     compare_runs,
@@ -21,15 +22,29 @@ from benchmarks.harness.measurement import FLOOR, OURS, Measurement
 from benchmarks.harness.run import run_suite
 
 
-def named(suite: str = "fs", operation: str = "put", other: str = FLOOR, occurrence: int = 0) -> RatioName:
+def named(
+    suite: str = "fs", operation: str = "put", other: str | None = FLOOR, occurrence: int = 0
+) -> RatioName:
     """Return the name of a ratio."""
     return RatioName(suite, (("operation", operation), ("blocks", 16384)), other, occurrence)
 
 
 def line(operation: str = "put", **medians: float) -> dict[str, object]:
     """Return a measurement as JSON has it, as far as it is read."""
-    ratios = {other: {"median": median, "low": 0.0, "high": 9.0} for other, median in medians.items()}
-    return {"labels": {"operation": operation, "blocks": 16384}, "unit": "MiB/s", "ratios": ratios}
+    ratios = {
+        other: {"median": median, "low": median, "high": 2 * median} for other, median in medians.items()
+    }
+    return {
+        "labels": {"operation": operation, "blocks": 16384},
+        "unit": "MiB/s",
+        "values": {OURS: [1.0, 2.0, 3.0]},
+        "ratios": ratios,
+    }
+
+
+def ratio(median: float) -> Ratio:
+    """Return a ratio with the spread and the rounds of ``line``."""
+    return Ratio(median, spread=1.0, num_rounds=3)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +64,7 @@ def line(operation: str = "put", **medians: float) -> dict[str, object]:
 def test_two_ratios_agree_when_the_larger_exceeds_the_smaller_by_little(
     first: float, second: float, apart: float, is_within: bool
 ) -> None:
-    agreement = Agreement(named(), first, second)
+    agreement = Agreement(named(), Ratio(first, 0.0, 1), Ratio(second, 0.0, 1))
 
     assert agreement.apart == pytest.approx(apart)
     assert agreement.is_within is is_within
@@ -59,26 +74,49 @@ def test_ratios_of_a_document_are_named_after_line_and_contestant() -> None:
     document = {"measurements": [line("put", floor=0.9, peer=2.0), line("get"), line("get", floor=0.7)]}
 
     assert ratios_of("fs", document) == {
-        named(): 0.9,
-        named(other="peer"): 2.0,
-        named(operation="get"): 0.7,
+        named(): ratio(0.9),
+        named(other="peer"): ratio(2.0),
+        named(operation="get"): ratio(0.7),
     }
 
 
 def test_a_line_that_comes_twice_is_two_ratios() -> None:
     document = {"measurements": [line(floor=0.9), line(floor=0.3)]}
 
-    assert ratios_of("fs", document) == {named(): 0.9, named(occurrence=1): 0.3}
+    assert ratios_of("fs", document) == {named(): ratio(0.9), named(occurrence=1): ratio(0.3)}
+
+
+@pytest.mark.parametrize("unit", ["ratio", "times"])
+def test_a_value_that_is_a_ratio_by_itself_is_one(unit: str) -> None:
+    alone = line() | {"unit": unit, "values": {OURS: [1.0, 2.0, 6.0, 3.0, 2.0]}}
+    compared = line(floor=0.9) | {"unit": unit}
+
+    assert ratios_of("fs", {"measurements": [alone, compared, line()]}) == {
+        named(other=None): Ratio(2.0, spread=0.5, num_rounds=5),
+        named(): ratio(0.9),
+    }
+
+
+def test_few_rounds_and_a_wide_spread_are_seen() -> None:
+    agreement = Agreement(named(), Ratio(0.9, 0.02, 12), Ratio(0.95, 0.4, 2))
+
+    head, found, _ = lines_of(Comparison((agreement,), (), ()))
+
+    assert head.split()[-2:] == ["spread", "rounds"]
+    assert found.split()[-2:] == ["40%", "2"], "the worse of both runs"
 
 
 def test_ratios_are_paired_by_name_and_the_rest_is_told() -> None:
-    first = {named(): 1.0, named("slab"): 1.0, named(other="peer"): 3.0}
-    second = {named("slab"): 2.0, named(): 1.1, named(operation="get"): 1.0}
+    first = {named(): ratio(1.0), named("slab"): ratio(1.0), named(other="peer"): ratio(3.0)}
+    second = {named("slab"): ratio(2.0), named(): ratio(1.1), named(operation="get"): ratio(1.0)}
 
     comparison = compare_runs(first, second)
 
     assert comparison == Comparison(
-        (Agreement(named(), 1.0, 1.1), Agreement(named("slab"), 1.0, 2.0)),
+        (
+            Agreement(named(), ratio(1.0), ratio(1.1)),
+            Agreement(named("slab"), ratio(1.0), ratio(2.0)),
+        ),
         (named(other="peer"),),
         (named(operation="get"),),
     )
@@ -95,7 +133,9 @@ def test_what_two_runs_have_kept_is_compared_ratio_by_ratio(
 
     comparison = compare_folders(tmp_path / "a", tmp_path / "b")
 
-    found = [(one.name.other, one.first, one.second, one.is_within) for one in comparison.agreements]
+    found = [
+        (one.name.other, one.first.median, one.second.median, one.is_within) for one in comparison.agreements
+    ]
     assert found == [(FLOOR, 1.0, 0.5, False), ("peer", 4.0, 2.0, False), (FLOOR, 1.0, 1.0, True)]
     assert comparison.num_within == 1
 
@@ -114,6 +154,15 @@ def test_a_run_without_anything_kept_is_refused(tmp_path: Path) -> None:
         compare_folders(tmp_path / "none", tmp_path)
 
 
+LABELS, SPREAD = {"a": "b"}, {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def as_text(labels: object, spread: object, values: object) -> str:
+    """Return a document of one line."""
+    found = {"labels": labels, "unit": "s", "values": {OURS: values}, "ratios": {FLOOR: spread}}
+    return json.dumps({"measurements": [found]})
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -124,11 +173,13 @@ def test_a_run_without_anything_kept_is_refused(tmp_path: Path) -> None:
         "3",
         '{"measurements": 3}',
         '{"measurements": [3]}',
-        '{"measurements": [{"labels": [], "ratios": {}}]}',
-        '{"measurements": [{"labels": {}, "ratios": {"floor": {}}}]}',
-        '{"measurements": [{"labels": {"a": []}, "ratios": {"floor": {"median": 1.0}}}]}',
-        '{"measurements": [{"labels": {}, "ratios": {"floor": {"median": 0.0}}}]}',
-        '{"measurements": [{"labels": {}, "ratios": {"floor": {"median": "fast"}}}]}',
+        as_text([], SPREAD, [1.0]),
+        as_text({"a": []}, SPREAD, [1.0]),
+        as_text(LABELS, {}, [1.0]),
+        as_text(LABELS, SPREAD | {"median": 0.0}, [1.0]),
+        as_text(LABELS, SPREAD | {"median": "fast"}, [1.0]),
+        as_text(LABELS, SPREAD, ["fast"]),
+        as_text(LABELS, SPREAD, 1.0),
     ],
 )
 def test_a_file_that_no_benchmark_has_written_is_refused_by_name(tmp_path: Path, text: str) -> None:
@@ -141,18 +192,19 @@ def test_a_file_that_no_benchmark_has_written_is_refused_by_name(tmp_path: Path,
 
 def test_lines_say_how_far_apart_each_is_and_how_many_agree() -> None:
     comparison = Comparison(
-        (Agreement(named(), 0.9, 0.95), Agreement(named("transfer", "get"), 0.5, 1.0)),
+        (
+            Agreement(named(), ratio(0.9), ratio(0.95)),
+            Agreement(named("transfer", "get"), ratio(0.5), ratio(1.0)),
+        ),
         (named(other="peer"),),
         (named("slab"),),
     )
 
     head, near, far, *missing, summary = lines_of(comparison)
 
-    assert head.split()[-3:] == ["first", "second", "apart"]
-    assert near.split() == ["fs:", "put", "16,384,", "of", "floor", "0.90", "0.95", "6%"]
-    assert far.split() == [
-        *("transfer:", "get", "16,384,", "of", "floor", "0.50", "1.00", "100%", "too", "far")
-    ]
+    assert head.split()[-5:] == ["first", "second", "apart", "spread", "rounds"]
+    assert near.split() == ["fs:", "put", "16,384,", "of", "floor", "0.90", "0.95", "6%", "100%", "3"]
+    assert far.split()[-6:] == ["1.00", "100%", "100%", "3", "too", "far"]
     assert len(head) == len(near)
     assert missing == [
         "only in the first run: fs: put 16,384, of peer",
@@ -171,4 +223,4 @@ def test_a_document_is_read_as_it_was_written(tmp_path: Path) -> None:
 
     (agreement,) = compare_folders(tmp_path, tmp_path).agreements
 
-    assert agreement == Agreement(named(), 0.9, 0.9)
+    assert agreement == Agreement(named(), ratio(0.9), ratio(0.9))

@@ -1,12 +1,12 @@
-"""Rates leave out what happens between puts and gets; the page cache forgets; everybody begins equally often."""
+"""Rates are of puts and gets alone; the page cache forgets; everybody begins equally often."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.tier_jobs import drop_page_cache, rates_of, whole_turns
+from benchmarks.harness.tier_jobs import cold_rate_of, drop_page_cache, rates_of, whole_turns, write_back
 
 PAGE_BYTES = 4096
 
@@ -42,15 +42,37 @@ def is_cached(path: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("has_between", [True, False])
-def test_what_is_done_between_put_and_get_takes_no_time(has_between: bool) -> None:
+def test_rates_are_of_the_time_that_each_way_takes() -> None:
     clock = ManualClock()
-    between = clock.working(50.0) if has_between else None
 
-    rates = rates_of(8 * 2**20, clock.working(2.0), clock.working(0.5), between, clock=clock)
+    rates = rates_of(8 * 2**20, clock.working(2.0), clock.working(0.5), clock=clock)
 
     assert rates == {"put": 4.0, "get": 16.0}
-    assert clock.now_s == (152.5 if has_between else 102.5)
+
+
+def test_forgetting_takes_no_time_and_comes_before_the_read(tmp_path: Path) -> None:
+    clock = ManualClock()
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE_BYTES))
+    were_cached: list[bool] = []
+
+    def paths() -> Iterator[Path]:
+        clock.working(50.0)()
+        yield path
+
+    def get() -> None:
+        were_cached.append(is_cached(path))
+        clock.working(0.5)()
+
+    try:
+        is_cached(path)
+    except OSError as error:
+        pytest.skip(f"this file system does not say what is cached: {error}")
+    write_back([path])
+    assert is_cached(path)
+
+    assert cold_rate_of(8 * 2**20, paths(), get, clock=clock) == {"get": 16.0}
+    assert were_cached == [False]
 
 
 def test_files_are_forgotten_by_the_page_cache_and_keep_their_bytes(tmp_path: Path) -> None:
@@ -63,6 +85,7 @@ def test_files_are_forgotten_by_the_page_cache_and_keep_their_bytes(tmp_path: Pa
         pytest.skip(f"this file system does not say what is cached: {error}")
     assert all(were_cached), "just written"
 
+    write_back(paths)
     drop_page_cache(paths[:2])
 
     assert [is_cached(path) for path in paths] == [False, False, True]

@@ -1,0 +1,87 @@
+"""What is measured of a tier on a local disk: sizes, jobs, threads, kinds of I/O. Pure."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
+"""Of a round; the second keeps large blocks from taking most of the run."""
+
+MANY_JOBS, ONE_JOB = 8, 1
+SMALL_FACTOR, BUFFERED_FACTOR = 3, 2
+"""How many times as many rounds small blocks have, and others through a warm page cache. Their rounds take milliseconds
+or tens of them, which vary more than what takes longer."""
+
+BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
+QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
+BAR_BLOCK_BYTES = 2**20
+THREAD_COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCase:
+    """What is measured.
+
+    Attributes:
+        block_bytes: length of a row.
+        num_jobs: jobs submitted at once.
+        is_direct: whether the page cache is bypassed.
+        num_threads: of the tier and the floors.
+        is_cold: whether the page cache has forgotten the blocks before they are read; then only that is told.
+        has_usual_threads: whether the tier has as many threads as it takes by itself.
+    """
+
+    block_bytes: int
+    num_jobs: int
+    is_direct: bool
+    num_threads: int
+    is_cold: bool = False
+    has_usual_threads: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of rows."""
+        return min(MAX_BLOCKS, MAX_BYTES // self.block_bytes)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether a peer that cannot be told about threads and the page cache does the same work."""
+        return self.has_usual_threads and not self.is_cold
+
+    def rounds_of(self, num_rounds: int) -> int:
+        """Return how many rounds this case has where large blocks that a device moves have ``num_rounds``."""
+        if self.num_blocks * self.block_bytes < MAX_BYTES:
+            return SMALL_FACTOR * num_rounds
+        return num_rounds if self.is_direct or self.is_cold else BUFFERED_FACTOR * num_rounds
+
+    def labels(self, operation: str) -> dict[str, str | int]:
+        """Return what a line says of itself."""
+        return {
+            "operation": operation,
+            "block": f"{self.block_bytes // 1024} KiB",
+            "jobs": f"{self.num_jobs} of {self.num_blocks // self.num_jobs}",
+            "threads": self.num_threads,
+            "I/O": "direct" if self.is_direct else "buffered, cold" if self.is_cold else "buffered",
+        }
+
+
+def plan_disk_cases(
+    sizes_bytes: Sequence[int], usual_threads: Callable[[int, bool], int]
+) -> Iterator[DiskCase]:
+    """Yield what to measure: the usual cases, then cold reads, then other numbers of threads. Pure.
+
+    Args:
+        sizes_bytes: of blocks.
+        usual_threads: how many threads the tier takes by itself, from a block's size and whether I/O is direct.
+    """
+    for block_bytes in sizes_bytes:
+        for is_direct in (True, False):
+            for num_jobs in (MANY_JOBS, ONE_JOB):
+                yield DiskCase(block_bytes, num_jobs, is_direct, usual_threads(block_bytes, is_direct))
+    for block_bytes in sizes_bytes:
+        num_threads = usual_threads(block_bytes, False)  # noqa: FBT003  # not direct
+        yield DiskCase(block_bytes, MANY_JOBS, is_direct=False, num_threads=num_threads, is_cold=True)
+    for num_threads in THREAD_COUNTS:
+        if num_threads != usual_threads(BAR_BLOCK_BYTES, True):  # noqa: FBT003  # direct
+            yield DiskCase(
+                BAR_BLOCK_BYTES, MANY_JOBS, is_direct=True, num_threads=num_threads, has_usual_threads=False
+            )
