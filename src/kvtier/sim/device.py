@@ -1,7 +1,8 @@
 """The device cache of a simulated engine: numbered blocks, shared by prefix, the least recently used given away first.
 
 It is the engine's own cache and no rule of kvtier's: it follows what vLLM does. A block that nobody uses keeps its
-content until its number is needed; a request's blocks are given back tail first, so that of one prefix the tail leaves first.
+content until its number is needed; a request's blocks are given back tail first, so that of one prefix the tail
+leaves first.
 """
 
 from collections import OrderedDict

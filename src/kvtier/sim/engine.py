@@ -5,7 +5,8 @@ answer of ``OffloadingConnectorScheduler`` and of the managers behind it. The en
 vLLM's and simpler where a trace says no more:
 
 - Requests come at their times and wait in that order. A request starts when fewer than ``max_running`` run and the
-  device has blocks for its prompt and its answer; nobody is pre-empted. One whose blocks are in flight is passed by others.
+  device has blocks for its prompt and its answer; nobody is pre-empted. One whose blocks are in flight is passed by
+  others.
 - Prompts are computed one after another at ``prefill_tokens_per_s``, ``max_step_tokens`` a step. The first token is
   there when the prompt is; then each request generates at ``decode_tokens_per_s``, undisturbed by the others.
 - A step is made whenever something has happened: a request came, a prompt's part was computed, a transfer ended. While
