@@ -70,7 +70,7 @@ def test_an_unknown_policy_and_none_at_all_are_refused() -> None:
 
 
 def test_the_engine_s_blocks_are_the_trace_s() -> None:
-    engine = make_engine(TRACE, device="1MiB", token_size="256", max_running=3, prefill=10.0, decode=2.0)
+    engine = make_engine(TRACE, device="1MiB", kv_size="256", max_running=3, prefill=10.0, decode=2.0)
 
     assert (engine.block_tokens, engine.block_bytes, engine.num_device_blocks) == (512, 131_072, 8)
 

@@ -65,7 +65,7 @@ def simulate(
     engine = make_engine(
         trace,
         device=device,
-        token_size=kv_bytes,
+        kv_size=kv_bytes,
         max_running=max_running,
         prefill=prefill,
         decode=decode,

@@ -72,14 +72,14 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
 
 
 def make_engine(
-    trace: Trace, *, device: str, token_size: str, max_running: int, prefill: float, decode: float
+    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float, decode: float
 ) -> EngineModel:
     """Return the engine, its blocks as long as the trace's.
 
     Raises:
         ConfigError: a value that cannot work.
     """
-    block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", token_size)
+    block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
     return EngineModel(
         trace.block_tokens,
         block_bytes,
