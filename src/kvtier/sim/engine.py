@@ -60,8 +60,10 @@ class SimulatedEngine:
         on_finished: Callable[[SimulatedRequest], object],
     ) -> None:
         self.timeline = Timeline()
-        self.spec = SimulatedSpec(model, host, self.timeline) if host else None
-        self.worker = SimulatedWorker(self.timeline, host.speed, model.block_bytes) if host else None
+        self.spec = SimulatedSpec(model, host, self.timeline, self._wake) if host else None
+        self.worker = (
+            SimulatedWorker(self.timeline, host.speed, model.block_bytes, self._wake) if host else None
+        )
         self.num_rejected = 0
         self._model = model
         self._connector = OffloadingConnectorScheduler(self.spec) if self.spec else None
@@ -85,7 +87,6 @@ class SimulatedEngine:
                 self._has_news = True
             if self._has_news or self._has_undecided:
                 self._step()
-                self._has_news |= self._have_transfers_ended()
             times = [arrivals[0].arrival_s] if arrivals else []
             if timeline.next_s is not None:
                 times.append(timeline.next_s)
@@ -96,7 +97,6 @@ class SimulatedEngine:
             if not times:
                 return
             timeline.advance_to(min(times))
-            self._has_news |= self._have_transfers_ended()
 
     def stats(self) -> dict[str, float]:
         """Return what the connector and the managers have counted; nothing without offloading."""
@@ -114,10 +114,9 @@ class SimulatedEngine:
         if output is not NOTHING:
             self.worker.after_flush(partial(self._compute, output))
 
-    def _have_transfers_ended(self) -> bool:
-        if self.worker is None or self.spec is None:
-            return False
-        return self.worker.has_report or any(tier.has_results for tier in self.spec.tiers)
+    def _wake(self) -> None:
+        """Note that something has happened which the next step is for."""
+        self._has_news = True
 
     def _take_reports(self) -> None:
         if self._connector is None or self.worker is None:
@@ -216,7 +215,7 @@ class SimulatedEngine:
         self.timeline.at(now_s + answer_s, partial(self._finish, request))
 
     def _finish(self, request: SimulatedRequest) -> None:
-        self._has_news = True
+        self._has_news |= bool(self._waiting)
         self._num_running -= 1
         if self._connector is not None:
             self._connector.request_finished(request)

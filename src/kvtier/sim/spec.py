@@ -3,7 +3,7 @@
 It moves nothing. The primary's rows are one byte each: managers and budgets only compare shares of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingSpec
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
@@ -39,12 +39,15 @@ class SimulatedSpec(OffloadingSpec):
         engine: the engine.
         host: the primary tier and what is behind it.
         timeline: the clock of the managers and tiers.
+        wake: called when a tier has a job to report.
 
     Attributes:
         tiers: the secondary tiers, in the order in which they are asked.
     """
 
-    def __init__(self, engine: EngineModel, host: HostModel, timeline: Timeline) -> None:
+    def __init__(
+        self, engine: EngineModel, host: HostModel, timeline: Timeline, wake: Callable[[], object]
+    ) -> None:
         group = KVGroup(engine.block_tokens, ("all",), engine.block_bytes)
         super().__init__(
             OffloadingConfig(
@@ -60,7 +63,7 @@ class SimulatedSpec(OffloadingSpec):
         )
         view = primary.get_kv_memoryview()
         self.tiers: list[SimulatedTier] = [
-            make_tier(self.config, view, model, timeline, engine.block_bytes) for model in host.tiers
+            make_tier(self.config, view, model, timeline, engine.block_bytes, wake) for model in host.tiers
         ]
         self._manager = TieringOffloadingManager(
             primary,

@@ -6,7 +6,7 @@ of the primary tier, used as this tier's directory; when its jobs end is up to a
 that it holds already, does not evict what it is reading, and ends jobs that nobody has begun after their time-out.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -48,12 +48,12 @@ class SimulatedTier(SecondaryTierManager):
         model: what is simulated.
         timeline: when its jobs end.
         block_bytes: bytes of a block.
+        wake: called when a job has ended: the next poll will report it.
 
     Attributes:
         link: the way to it.
         num_written_blocks: blocks written to it.
         num_read_blocks: blocks read from it.
-        has_results: whether the next poll will report a job.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class SimulatedTier(SecondaryTierManager):
         model: TierModel,
         timeline: Timeline,
         block_bytes: int,
+        wake: Callable[[], object],
     ) -> None:
         super().__init__(config, primary_kv_view)
         self.settings = model.settings
@@ -70,6 +71,7 @@ class SimulatedTier(SecondaryTierManager):
         self.num_written_blocks = 0
         self.num_read_blocks = 0
         self._block_bytes = block_bytes
+        self._wake = wake
         self._directory = CPUOffloadingManager(model.num_blocks, model.cache_policy)
         self._results: list[JobResult] = []
 
@@ -77,11 +79,6 @@ class SimulatedTier(SecondaryTierManager):
     def get_tier_type() -> str:
         """Return "simulated"; ``make_tier`` gives each tier a name of its own."""
         return "simulated"
-
-    @property
-    def has_results(self) -> bool:
-        """Whether a job has ended that was not reported yet."""
-        return bool(self._results)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether the block is held whole."""
@@ -151,6 +148,7 @@ class SimulatedTier(SecondaryTierManager):
         is_whole = arrived.issuperset(job.keys)
         keys = None if is_whole else arrived
         self._results.append(JobResult(job.job_id, is_whole, keys, is_fault=is_fault and not is_whole))
+        self._wake()
 
 
 def make_tier(
@@ -159,6 +157,7 @@ def make_tier(
     model: TierModel,
     timeline: Timeline,
     block_bytes: int,
+    wake: Callable[[], object],
 ) -> SimulatedTier:
     """Return a tier whose type is ``model.name``, so that managers and results tell tiers of a chain apart."""
 
@@ -170,4 +169,4 @@ def make_tier(
             """Return the name of the model."""
             return model.name
 
-    return NamedTier(config, primary_kv_view, model, timeline, block_bytes)
+    return NamedTier(config, primary_kv_view, model, timeline, block_bytes, wake)

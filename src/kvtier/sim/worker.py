@@ -20,16 +20,20 @@ class SimulatedWorker:
         timeline: where ends are planned.
         speed: of the link to the device; loads and stores have one each, for such links go both ways at once.
         block_bytes: bytes of a block.
+        wake: called when a job has ended: the next report has it.
 
     Attributes:
         to_device: the link of loads.
         to_host: the link of stores.
     """
 
-    def __init__(self, timeline: Timeline, speed: LinkSpeed, block_bytes: int) -> None:
+    def __init__(
+        self, timeline: Timeline, speed: LinkSpeed, block_bytes: int, wake: Callable[[], object]
+    ) -> None:
         self.to_device = Link(timeline, speed)
         self.to_host = Link(timeline, speed)
         self._block_bytes = block_bytes
+        self._wake = wake
         self._computed_later: dict[TransferJobId, TransferJob] = {}
         self._storing: set[TransferJobId] = set()
         self._flushing: set[TransferJobId] = set()
@@ -87,6 +91,7 @@ class SimulatedWorker:
     def _end_load(self, job_id: TransferJobId, job: TransferJob, *, is_good: bool) -> None:
         self._ended_loads[job.req_id] = is_good
         self._report.mark_completed(job_id, success=is_good)
+        self._wake()
 
     def _begin(self, job_ids: dict[TransferJobId, None]) -> None:
         for job_id in job_ids:
@@ -104,6 +109,7 @@ class SimulatedWorker:
         del num_parts
         self._storing.discard(job_id)
         self._report.mark_completed(job_id)
+        self._wake()
         if self._flushing:
             self._flushing.discard(job_id)
             if not self._flushing:
