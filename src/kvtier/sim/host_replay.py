@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
@@ -145,7 +145,7 @@ def serve(manager: CPUOffloadingManager, keys: list[OffloadKey], req_id: str, or
     manager.prepare_load(held, context)
     manager.touch(keys[::-1] if order is TouchOrder.HEAD_FIRST else keys, context)
     if missing:
-        stored = _prepare_stores(manager, missing, context)
+        stored = prepare_stores(manager, missing, context)
         if order is TouchOrder.TAIL_FIRST:
             manager.touch(keys, context)
         manager.complete_store(stored, context)
@@ -154,10 +154,10 @@ def serve(manager: CPUOffloadingManager, keys: list[OffloadKey], req_id: str, or
     return answers.index(False) if missing else len(keys)
 
 
-def _prepare_stores(
-    manager: CPUOffloadingManager, missing: list[OffloadKey], context: ReqContext
+def prepare_stores(
+    manager: OffloadingManager, missing: list[OffloadKey], context: ReqContext
 ) -> list[OffloadKey]:
-    """Reserve slots for ``missing`` as far as they fit and return the keys to write."""
+    """Reserve slots for ``missing``, head to tail, as far as they fit, and return the keys to write."""
     output = manager.prepare_store(missing, context)
     if output is not None:
         return output.keys_to_store
