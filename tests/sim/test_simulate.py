@@ -165,6 +165,43 @@ def test_a_request_whose_blocks_are_on_their_way_is_passed() -> None:
     assert sources_of(done)["3"] == {"disk": 20}
 
 
+def test_a_passed_request_keeps_its_place_before_those_that_came_later() -> None:
+    engine = dataclasses.replace(ENGINE, max_running=1)
+    trace = trace_of(
+        request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3), request(20, 7), request(20, 8)
+    )
+    tier = TierModel("disk", 100, LinkSpeed(150.0, 1e9))
+
+    done = serve(trace, engine, HostModel(3, speed=FAST, tiers=(tier,)))
+
+    assert [one.request_id for one in done] == ["0", "1", "3", "2", "4"]
+
+
+def test_a_loaded_prefix_is_shared_before_the_rest_of_the_prompt_is_computed() -> None:
+    engine = dataclasses.replace(ENGINE, num_device_blocks=14)
+    trace = trace_of(
+        request(0, 1, 2, 3),
+        request(10, *range(20, 33)),
+        request(25, *range(40, 44)),
+        request(26, 1, 2, 3),
+        request(27, 1, 2, 3),
+    )
+
+    done = serve(trace, engine, HostModel(100, speed=FAST))
+
+    assert sources_of(done)["3"] == {"CPU": 20}
+    assert sources_of(done)["4"] == {DEVICE: 20}
+
+
+def test_a_prompt_is_computed_when_the_stores_that_read_its_blocks_have_ended() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6))
+
+    done = serve(trace, ENGINE, HostModel(100, speed=LinkSpeed(1e9, 10.0)))
+
+    assert done[1].admitted_s == 10
+    assert done[1].first_token_s == (3.0 + 300 / 10.0) + 3.0
+
+
 def test_a_request_that_never_fits_is_rejected_and_the_others_are_served() -> None:
     found = simulate(trace_of(request(0, 1, 2, 3, 4), request(0, 5)), ENGINE, HostModel(10))
 
@@ -315,3 +352,8 @@ def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, tr
     assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]
     assert simulated.spec is not None
     simulated.spec.get_manager().check()
+    for tier in simulated.spec.tiers:
+        books = tier._directory.stats()
+        assert (
+            books["primary.evictable_blocks"] == books["primary.held_blocks"] == tier.stats()["held_blocks"]
+        )

@@ -145,9 +145,12 @@ class SimulatedTier(SecondaryTierManager):
         self._report(job, frozenset(held[:num_moved]), is_fault=num_moved < len(held))
 
     def _report(self, job: JobMetadata, arrived: frozenset[OffloadKey], *, is_fault: bool) -> None:
-        is_whole = arrived.issuperset(job.keys)
-        keys = None if is_whole else arrived
-        self._results.append(JobResult(job.job_id, is_whole, keys, is_fault=is_fault and not is_whole))
+        if arrived.issuperset(job.keys):
+            self._results.append(JobResult(job.job_id, success=True))
+        else:
+            self._results.append(
+                JobResult(job.job_id, success=False, successful_keys=arrived, is_fault=is_fault)
+            )
         self._wake()
 
 
