@@ -237,6 +237,16 @@ def test_periods_follow_each_other_without_gaps() -> None:
     assert [(one.begin_s, one.num_requests) for one in found.periods] == [(0, 1), (10, 0), (20, 0), (30, 1)]
 
 
+def test_a_trace_that_begins_late_has_no_periods_before_it() -> None:
+    host = HostModel(9, tiers=(TierModel("disk", 100, LinkSpeed(1e9, 100.0)),))
+
+    early, late = (simulate(trace_of(request(at_s, 1, 2, 3)), ENGINE, host) for at_s in (0, 2**30))
+
+    assert [one.begin_s for one in late.periods] == [2**30 // 60 * 60]
+    assert late.duration_s == pytest.approx(early.duration_s, abs=1e-4) == pytest.approx(6.0, abs=1e-4)
+    assert late.tiers[1].busy_ratio == pytest.approx(0.5, abs=1e-4)
+
+
 def test_equal_input_gives_an_equal_result() -> None:
     trace = trace_of(*(request(number / 3, *range(number % 4), 50 + number % 7) for number in range(40)))
     host = HostModel(

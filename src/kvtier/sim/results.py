@@ -89,7 +89,7 @@ class Simulation:
         total: all requests that were served, as one period.
         periods: the same, split by arrival into stretches of equal length.
         num_rejected: requests that need more device blocks than there are; they are in no period.
-        duration_s: until the last transfer had ended.
+        duration_s: from the first arrival until the last transfer had ended.
         tiers: host memory, then the secondary tiers in the order in which they are asked.
         counters: what the production connector and managers have counted, by their names.
     """
@@ -145,11 +145,11 @@ def summarise(requests: Sequence[SimulatedRequest], begin_s: float = 0.0) -> Per
 
 
 def split_into_periods(requests: Iterable[SimulatedRequest], period_s: float) -> tuple[Period, ...]:
-    """Return ``requests`` by arrival; periods in which none came are there, empty, up to the last arrival. Pure."""
+    """Return ``requests`` by arrival; between the first arrival and the last there are periods without any. Pure."""
     by_period: dict[int, list[SimulatedRequest]] = {}
     for request in requests:
         by_period.setdefault(int(request.arrival_s // period_s), []).append(request)
     return tuple(
         summarise(by_period.get(number, ()), number * period_s)
-        for number in range(max(by_period, default=-1) + 1)
+        for number in range(min(by_period, default=0), max(by_period, default=-1) + 1)
     )

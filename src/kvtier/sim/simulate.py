@@ -52,23 +52,23 @@ def simulate(
     requests = [make_request(number, one, trace.block_tokens) for number, one in enumerate(trace.requests)]
     simulated = SimulatedEngine(engine, host, note)
     simulated.run(requests)
+    duration_s = simulated.timeline() - (requests[0].arrival_s if requests else 0.0)
     num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
     return Simulation(
         total=summarise(served),
         periods=split_into_periods(served, period_s),
         num_rejected=simulated.num_rejected,
-        duration_s=simulated.timeline(),
-        tiers=_traffic_of(simulated, engine, host, num_unique) if host else (),
+        duration_s=duration_s,
+        tiers=_traffic_of(simulated, engine, host, num_unique, duration_s) if host else (),
         counters=simulated.stats(),
     )
 
 
 def _traffic_of(
-    simulated: SimulatedEngine, engine: EngineModel, host: HostModel, num_unique: int
+    simulated: SimulatedEngine, engine: EngineModel, host: HostModel, num_unique: int, duration_s: float
 ) -> tuple[TierTraffic, ...]:
     """Return what host memory and each tier behind it have done."""
     assert simulated.worker is not None and simulated.spec is not None, "there is a host"  # noqa: PT018
-    duration_s = simulated.timeline() or 1.0
     counters = simulated.stats()
     to_device, to_host = simulated.worker.to_device.traffic, simulated.worker.to_host.traffic
 
@@ -83,7 +83,7 @@ def _traffic_of(
             num_read_blocks=num_read,
             read_bytes=num_read * engine.block_bytes,
             writes_per_unique_block=num_written / num_unique if num_unique else 0.0,
-            busy_ratio=busy_s / duration_s,
+            busy_ratio=busy_s / duration_s if duration_s else 0.0,
             max_queued_blocks=max_queued,
         )
 

@@ -58,8 +58,8 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """Seconds from the start of the trace to its last arrival; 0 for an empty one."""
-        return self.requests[-1].arrival_s if self.requests else 0.0
+        """Seconds from the first arrival to the last; 0 for an empty trace."""
+        return self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
 
 
 def make_trace(requests: Iterable[TraceRequest], block_tokens: int) -> Trace:

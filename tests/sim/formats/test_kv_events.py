@@ -41,6 +41,10 @@ def test_a_store_behind_an_old_prefix_is_a_request_with_that_prefix(tmp_path: Pa
     assert found == [(0.0, (0, 1)), (60.0, (0, 1, 2)), (60.0, (0, 3))]
 
 
+def test_a_clock_that_was_set_back_gives_no_time_before_the_log(tmp_path: Path) -> None:
+    assert chains(tmp_path, (100.0, [stored([70])]), (90.0, [stored([71])])) == [(0.0, (0,)), (0.0, (1,))]
+
+
 def test_blocks_that_are_computed_again_are_a_request_again(tmp_path: Path) -> None:
     removed = {"type": "BlockRemoved", "block_hashes": [70], "medium": "GPU"}
 

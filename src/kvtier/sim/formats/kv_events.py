@@ -58,12 +58,13 @@ class KVEventsFormat(TraceFormat):
         joiner = _Joiner(cls.block_tokens_of(path))
         first_s: float | None = None
         for line in read_lines(path):
-            now_s = line.seconds("ts")
-            first_s = now_s if first_s is None else first_s
-            yield from joiner.close_before(now_s - first_s - JOIN_GAP_S)
+            time_s = line.seconds("ts")
+            first_s = time_s if first_s is None else first_s
+            now_s = max(0.0, time_s - first_s)
+            yield from joiner.close_before(now_s - JOIN_GAP_S)
             for event in _events_of(line):
                 if event.get("type") == STORED and _is_device_store(event):
-                    joiner.store(line, event, now_s - first_s)
+                    joiner.store(line, event, now_s)
         yield from joiner.close_before(float("inf"))
 
     @classmethod
