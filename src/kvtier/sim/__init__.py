@@ -1,0 +1,1 @@
+"""Replays request traces through the production managers and policies on simulated time."""
