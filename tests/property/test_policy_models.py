@@ -1,0 +1,112 @@
+"""Each eviction policy under random use, and four of them evicting what a naive one of the same name evicts."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from hypothesis import settings
+from tests.property.naive_policies import NaiveFIFO, NaiveMQ, NaivePolicy, NaiveS3FIFO, NaiveSieve
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+from kvtier.cpu.policies.base import EvictionPreview
+from kvtier.testing.policy_machine import PolicyMachine
+
+
+class Twins(CachePolicy, EvictionPreview):
+    """Two policies that are told the same and must evict the same; the first of them answers."""
+
+    def __init__(self, policy: CachePolicy, naive: NaivePolicy) -> None:
+        super().__init__(policy.cache_capacity)
+        self.policy, self.naive = policy, naive
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        return self.policy.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        return self.policy.getter()
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        self.insert_many([key], [block])
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        keys, blocks = list(keys), list(blocks)
+        self.policy.insert_many(keys, blocks)
+        self.naive.insert_many(keys, blocks)
+
+    def remove(self, key: OffloadKey) -> None:
+        self.policy.remove(key)
+        self.naive.remove(key)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        self.policy.touch(keys)
+        self.naive.touch(keys)
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        victims = self.policy.evict(n, protected)
+        assert victims == self.naive.evict(n, protected)
+        return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        assert isinstance(self.policy, EvictionPreview)
+        return self.policy.next_victims(n)
+
+    def clear(self) -> None:
+        self.policy.clear()
+        self.naive.clear()
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        self.policy.check(held)
+        for key, block in held.items():
+            assert self.naive.get(key) is block
+
+
+class LRUMachine(PolicyMachine):
+    """LRU."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return create_cache_policy("lru", cache_capacity)
+
+
+class ARCMachine(PolicyMachine):
+    """ARC."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return create_cache_policy("arc", cache_capacity)
+
+
+class FIFOMachine(PolicyMachine):
+    """FIFO beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("fifo", cache_capacity), NaiveFIFO(cache_capacity))
+
+
+class SieveMachine(PolicyMachine):
+    """SIEVE beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("sieve", cache_capacity), NaiveSieve(cache_capacity))
+
+
+class S3FIFOMachine(PolicyMachine):
+    """S3-FIFO beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("s3fifo", cache_capacity), NaiveS3FIFO(cache_capacity))
+
+
+class MQMachine(PolicyMachine):
+    """MQ beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("mq", cache_capacity), NaiveMQ(cache_capacity))
+
+
+TestLRUMachine = LRUMachine.TestCase
+TestARCMachine = ARCMachine.TestCase
+TestFIFOMachine = FIFOMachine.TestCase
+TestSieveMachine = SieveMachine.TestCase
+TestS3FIFOMachine = S3FIFOMachine.TestCase
+TestMQMachine = MQMachine.TestCase
+MODEL_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
+TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
