@@ -107,6 +107,6 @@ TestFIFOMachine = FIFOMachine.TestCase
 TestSieveMachine = SieveMachine.TestCase
 TestS3FIFOMachine = S3FIFOMachine.TestCase
 TestMQMachine = MQMachine.TestCase
-MODEL_SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None)
+MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
 TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS

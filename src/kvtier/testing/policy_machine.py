@@ -19,6 +19,7 @@ from kvtier.testing.policy_suite import key_of
 
 KEYS = [key_of(number) for number in range(16)]
 key_lists = st.lists(st.sampled_from(KEYS), max_size=6)
+rarely = st.sampled_from([False, False, False, True])
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -37,9 +38,9 @@ class PolicyMachine(RuleBasedStateMachine):
         self.held: dict[OffloadKey, BlockStatus] = {}
         self.num_blocks = 0
 
-    @rule(keys=key_lists, is_touched=st.booleans())
-    def store(self, keys: list[OffloadKey], is_touched: bool) -> None:
-        """Begin to write what is missing of a request, when there is room, and put the request in order."""
+    @rule(keys=key_lists, is_touched=st.booleans(), stays_in_flight=rarely)
+    def store(self, keys: list[OffloadKey], is_touched: bool, stays_in_flight: bool) -> None:
+        """Write what is missing of a request, when there is room, and put the request in order."""
         missing = [key for key in dict.fromkeys(keys) if key not in self.held]
         num_to_evict = len(self.held) + len(missing) - self.capacity
         if not self.has_evicted(max(0, num_to_evict), keys):
@@ -50,8 +51,10 @@ class PolicyMachine(RuleBasedStateMachine):
         self.held.update(zip(missing, blocks, strict=True))
         if is_touched:
             self.policy.touch(keys)
+        if not stays_in_flight:
+            self.finish_writes(missing, success=True)
 
-    @rule(keys=key_lists, success=st.sampled_from([True, True, True, False]))
+    @rule(keys=key_lists, success=st.sampled_from([True, False]))
     def finish_writes(self, keys: list[OffloadKey], success: bool) -> None:
         """End writes in flight."""
         for key in dict.fromkeys(keys):
@@ -74,23 +77,30 @@ class PolicyMachine(RuleBasedStateMachine):
         """Use blocks, held or not, some of them named twice."""
         self.policy.touch(keys)
 
-    @rule(key=st.sampled_from(KEYS), num_pins=st.integers(0, 2))
+    @rule(key=st.sampled_from(KEYS), num_pins=st.integers(1, 2))
     def pin(self, key: OffloadKey, num_pins: int) -> None:
-        """Pin or unpin a ready block."""
+        """Pin a ready block."""
         block = self.held.get(key)
         if block is not None and block.is_ready:
             block.ref_cnt = num_pins
 
-    @rule(n=st.integers(0, 5), protected=key_lists)
+    @rule()
+    def unpin(self) -> None:
+        """Unpin every block."""
+        for block in self.held.values():
+            block.ref_cnt = min(block.ref_cnt, 0)
+
+    @rule(n=st.integers(0, 3), protected=st.lists(st.sampled_from(KEYS), max_size=3))
     def evict(self, n: int, protected: list[OffloadKey]) -> None:
         """Evict, or be refused."""
         self.has_evicted(n, protected)
 
-    @rule()
-    def clear(self) -> None:
-        """Forget everything."""
-        self.policy.clear()
-        self.held.clear()
+    @rule(is_meant=rarely)
+    def clear(self, is_meant: bool) -> None:
+        """Forget everything, seldom: a policy shows what it is when it is full and has been for a while."""
+        if is_meant:
+            self.policy.clear()
+            self.held.clear()
 
     @invariant()
     def the_policy_holds_what_is_held(self) -> None:
