@@ -77,6 +77,12 @@ class PolicyMachine(RuleBasedStateMachine):
         """Use blocks, held or not, some of them named twice."""
         self.policy.touch(keys)
 
+    @rule(key=st.sampled_from(KEYS), times=st.integers(1, 4))
+    def use_again(self, key: OffloadKey, times: int) -> None:
+        """Use one block again and again."""
+        for _ in range(times):
+            self.policy.touch([key])
+
     @rule(key=st.sampled_from(KEYS), num_pins=st.integers(1, 2))
     def pin(self, key: OffloadKey, num_pins: int) -> None:
         """Pin a ready block."""
