@@ -153,6 +153,10 @@ class NaiveS3FIFO(NaivePolicy):
 
     num_queues = 2
 
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.small_capacity = max(1, cache_capacity // 10)
+
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
         self.queues[key in self.ghosts].append(Entry(key, block))
         self.ghosts.pop(key, None)
@@ -163,7 +167,7 @@ class NaiveS3FIFO(NaivePolicy):
     def evict_one(self, protected: Collection[OffloadKey]) -> Entry:
         small, main = self.queues
         while True:
-            is_small_first = len(small) >= max(1, self.cache_capacity // 10)
+            is_small_first = len(small) >= self.small_capacity
             for queue in (small, main) if is_small_first else (main, small):
                 found = self.idle_after_passing(queue, protected)
                 if found:
@@ -187,7 +191,7 @@ class NaiveS3FIFO(NaivePolicy):
             entry.uses = max(0, entry.uses - 1)
 
     def trim_ghosts(self) -> None:
-        while len(self.ghosts) > self.cache_capacity - max(1, self.cache_capacity // 10):
+        while len(self.ghosts) > self.cache_capacity - self.small_capacity:
             del self.ghosts[next(iter(self.ghosts))]
 
 
