@@ -1,7 +1,9 @@
 """Each eviction policy under random use, and four of them evicting what a naive one of the same name evicts."""
 
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+import pytest
 from hypothesis import settings
 from tests.property.naive_policies import NaiveFIFO, NaiveMQ, NaivePolicy, NaiveS3FIFO, NaiveSieve
 
@@ -9,7 +11,7 @@ from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
-from kvtier.testing.policy_machine import PolicyMachine
+from kvtier.testing.policy_machine import KEYS, PolicyMachine
 
 
 class Twins(CachePolicy, EvictionPreview):
@@ -113,3 +115,36 @@ TestMQMachine = MQMachine.TestCase
 MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
 TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
+
+
+@pytest.mark.parametrize(
+    "machine", [LRUMachine, ARCMachine, FIFOMachine, SieveMachine, S3FIFOMachine, MQMachine]
+)
+def test_a_long_walk(machine: type[PolicyMachine]) -> None:
+    """Thousands of steps without a new beginning go where Hypothesis's short examples seldom come."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        model = machine()
+        model.start(2 + 4 * seed)
+        for _ in range(2_000):
+            walk_one_step(model, rng)
+            model.the_policy_holds_what_is_held()
+
+
+def walk_one_step(model: PolicyMachine, rng: random.Random) -> None:
+    keys = rng.choices(KEYS, k=rng.randint(1, 4))
+    choice = rng.random()
+    if choice < 0.35:
+        model.store(keys, is_touched=rng.random() < 0.5, stays_in_flight=rng.random() < 0.1)
+    elif choice < 0.75:
+        model.use_again(keys[0], rng.randint(1, 2))
+    elif choice < 0.8:
+        model.touch(keys)
+    elif choice < 0.88:
+        model.pin(keys[0], 1)
+    elif choice < 0.95:
+        model.evict(rng.randint(1, 2), keys[:1])
+    elif choice < 0.98:
+        model.unpin()
+    else:
+        model.finish_writes(KEYS, success=rng.random() < 0.5)
