@@ -18,7 +18,7 @@ from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 
 BATCH = 64
 CAPACITIES = (16_384, 131_072, 1_048_576)
-POLICIES = ("lru", "arc")
+POLICIES = ("lru", "arc", "fifo", "s3fifo", "sieve", "mq")
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 4, 2
 
 Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]

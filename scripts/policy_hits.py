@@ -1,8 +1,8 @@
 """Count what each eviction policy finds on a recorded trace of requests: the table of docs/policies.md.
 
-It simulates no time and no tier below: requests are served one after the other by the primary tier's manager, in the order
-of an engine's calls. A trace has one JSON object a line, whose ``hash_ids`` name the blocks of one prompt from its head, equal
-ids for equal blocks behind equal prefixes; the file may be compressed with gzip.
+It simulates no time and no tier below: requests are served one after the other by the primary tier's manager, in
+the order of an engine's calls. A trace has one JSON object a line, whose ``hash_ids`` name the blocks of one prompt
+from its head, equal ids for equal blocks behind equal prefixes; the file may be compressed with gzip.
 
     python -m scripts.policy_hits conversation.jsonl.gz --percent 1 5 20 --policy lru arc
 """
@@ -53,9 +53,9 @@ def print_row(name: str, hits: Iterable[int], num_accesses: int) -> None:
 
 def read_requests(path: Path) -> list[list[OffloadKey]]:
     """Return the keys of each request of a trace, in order."""
-    opened = gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
-    with opened as lines:
-        return [[trace_key(number) for number in json.loads(line)["hash_ids"]] for line in lines]
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
+    return [[trace_key(number) for number in json.loads(line)["hash_ids"]] for line in lines]
 
 
 def trace_key(number: int) -> OffloadKey:

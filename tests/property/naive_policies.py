@@ -1,7 +1,7 @@
 """FIFO, SIEVE, S3-FIFO and MQ as lists that are searched: slow, short, and written from the papers, not from kvtier's.
 
-What cannot leave is treated as kvtier's policies promise: a busy block is sent to the end of its queue, at most once in one
-eviction, or, under SIEVE, loses its mark and keeps its place.
+What cannot leave is treated as kvtier's policies promise: a busy block is sent to the end of its queue, at most
+once in one eviction, or, under SIEVE, loses its mark and keeps its place.
 """
 
 import copy

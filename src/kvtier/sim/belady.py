@@ -1,9 +1,9 @@
 """Belady's bound: the most hits that any order of eviction can reach on a stream of accesses known in advance.
 
-It is no policy: it looks into the future. When room is needed the held block leaves whose next access is farthest away;
-no other choice, made with whatever knowledge, loses fewer hits. On the keys of chained blocks the bound needs no word about
-prefixes: in each request a block is accessed after those before it, so its next access is later than theirs, and of one prefix
-the tail leaves first.
+It is no policy: it looks into the future. When room is needed the held block leaves whose next access is farthest
+away; no other choice, made with whatever knowledge, loses fewer hits. On the keys of chained blocks the bound needs
+no word about prefixes: in each request a block is accessed after those before it, so its next access is later than
+theirs, and of one prefix the tail leaves first.
 
 Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal, 1966.
 """
@@ -29,8 +29,8 @@ def count_belady_hits(accesses: Sequence[Hashable], cache_capacity: int) -> int:
         raise ValueError(f"cache_capacity is {cache_capacity}, expected at least one block")
     next_accesses = list_next_accesses(accesses)
     next_of: dict[Hashable, int] = {}
-    # Farthest first, as negated positions. A block that was used since it was entered leaves an entry of the past behind,
-    # which can never be met: the entries of the future are farther and of held blocks alone.
+    # Farthest first, as negated positions. A block that was used since it was entered leaves an entry of the past
+    # behind, which can never be met: the entries of the future are farther and of held blocks alone.
     farthest: list[tuple[int, int]] = []
     num_hits = 0
     for position, key in enumerate(accesses):

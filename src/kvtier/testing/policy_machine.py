@@ -1,7 +1,8 @@
 """Random use of an eviction policy against a plain dictionary, as a Hypothesis state machine to inherit.
 
-It knows no algorithm: it plays a manager that stores, fails, pins, protects and evicts, and checks after each step that the policy
-holds what the dictionary holds, gives up no busy block, and previews what it does. A new policy's test is::
+It knows no algorithm: it plays a manager that stores, fails, pins, protects and evicts, and checks after each step
+that the policy holds what the dictionary holds, gives up no busy block, and previews what it does. A new policy's
+test is::
 
     class MyMachine(PolicyMachine):
         def make_policy(self, cache_capacity: int) -> CachePolicy:

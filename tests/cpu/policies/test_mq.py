@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 
 from kvtier.cpu.policies.base import BlockStatus
-from kvtier.cpu.policies.mq import GHOSTS, MAX_USES, NUM_QUEUES, MQCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.policies.mq import GHOSTS, MAX_USES, NUM_QUEUES, MQCachePolicy
 from kvtier.errors import InvariantError
 from kvtier.testing.policy_suite import PolicySuite, evicted_keys, insert_ready, key_of, make_trace, replay
 

@@ -1,7 +1,7 @@
 """FIFO, LRU, SIEVE, ARC and Belady's bound hit as often as another implementation of them on flat streams of blocks.
 
-The other is the public package libcachesim. S3-FIFO and MQ are not compared: the papers leave room (what a queue does while it fills,
-when the clock of MQ ticks), and the two take it differently.
+The other is the public package libcachesim. S3-FIFO and MQ are not compared: the papers leave room (what a queue
+does while it fills, when the clock of MQ ticks), and the two take it differently.
 """
 
 import random
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts.policy_hits import read_requests
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.sim.belady import count_belady_hits, list_next_accesses
 from kvtier.testing.policy_suite import key_of, make_trace, replay
+from scripts.policy_hits import read_requests
 
 libcachesim = pytest.importorskip("libcachesim")
 

@@ -4,14 +4,14 @@ t1 holds blocks used once since they came, t2 those used again. When one leaves,
 ghost in b1 or b2. A use of a ghost means that its list was too short: the target size of t1 grows for one of
 b1 and shrinks for one of b2, and eviction takes from t1 while it is longer than its target.
 
-Offloading differs from the paper's page cache in three ways. A miss shows in two places, first as a touch
-of a key that is not held, later as an insert of it: whichever comes first moves the target, once for each
-time the key left. Blocks in flight or pinned cannot leave, so when the list that the target points at has
-none to give, the other list gives. Room is made for many blocks at once, so the target does not move
-within one eviction and the paper's tie-break on the incoming key (|t1| = target and a hit in b2) is dropped.
-Ghosts are forgotten when t1 takes a block, by the paper's limits: t1 and b1 have as many keys as the capacity, all four
-lists twice as many. One ghost more: of a t1 that is the whole cache, the paper remembers nothing that left, and then cannot
-see that it is too short; here it remembers the last. On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
+Offloading differs from the paper's page cache in four ways. A miss shows in two places, first as a touch of a key
+that is not held, later as an insert of it: whichever comes first moves the target, once for each time the key left.
+Blocks in flight or pinned cannot leave, so when the list that the target points at has none to give, the other list
+gives. Room is made for many blocks at once, so the target does not move within one eviction and the paper's
+tie-break on the incoming key (|t1| = target and a hit in b2) is dropped. Ghosts are forgotten when t1 takes a
+block, by the paper's limits: t1 and b1 have as many keys as the capacity, all four lists twice as many. One ghost
+more: of a t1 that is the whole cache, the paper remembers nothing that left, and then cannot see that it is too
+short; here it remembers the last. On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
 
 Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03.
 """
@@ -112,7 +112,9 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         if num_keys != len(held) + num_ghosts:
             raise InvariantError("a key is in two of t1, t2, b1 and b2")
         if num_keys > 2 * self.cache_capacity:
-            raise InvariantError(f"{num_ghosts} ghosts and {len(held)} blocks for a capacity of {self.cache_capacity}")
+            raise InvariantError(
+                f"{num_ghosts} ghosts and {len(held)} blocks for a capacity of {self.cache_capacity}"
+            )
         if not 0 <= self.target_t1_size <= self.cache_capacity:
             raise InvariantError(f"target_t1_size={self.target_t1_size} is not within the capacity")
 
@@ -157,10 +159,11 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
 
     def _forget_for_a_new_block(self) -> None:
         """Before t1 takes a block: keep t1 and b1 within the capacity, and all four lists within twice as much."""
+        num_recent = len(self.t1) + len(self.b1)
         is_t1_everything = len(self.t1) + 1 >= self.cache_capacity
-        if len(self.t1) + len(self.b1) >= self.cache_capacity and len(self.b1) > is_t1_everything:
+        if num_recent >= self.cache_capacity and len(self.b1) > is_t1_everything:
             self.b1.pop_oldest()
-        elif len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) >= 2 * self.cache_capacity:
+        elif num_recent + len(self.t2) + len(self.b2) >= 2 * self.cache_capacity:
             (self.b2 or self.b1).pop_oldest()
 
 

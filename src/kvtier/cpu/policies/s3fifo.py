@@ -26,8 +26,8 @@ from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
 
 SMALL_SHARE = 10
-"""``small`` is one part in so many of the capacity, the paper's tenth. A larger ``small`` lets blocks that are used once
-take room from those used often; a smaller one throws out what would have been used again a little later."""
+"""``small`` is one part in so many of the capacity, the paper's tenth. A larger ``small`` lets blocks that are used
+once take room from those used often; a smaller one throws out what would have been used again a little later."""
 
 MAX_USES = 3
 """Uses that are counted, two bits in the paper. More keep a block that was popular once for as many rounds."""
@@ -37,8 +37,9 @@ PROMOTING_USES = 2
 ``main``, with 3 next to none gets there but as a ghost."""
 
 PATIENCE_BLOCKS = 64
-"""Busy blocks of ``small`` that one eviction passes before it prefers ``main``. A large store in flight can be all of
-``small``: without an end to patience each eviction would walk through it; with 0 one busy block sends evictions to ``main``."""
+"""Busy blocks of ``small`` that one eviction passes before it prefers ``main``. A large store in flight can be all
+of ``small``: without an end to patience each eviction would walk through it; with 0 one busy block sends evictions
+to ``main``."""
 
 
 class Fate(Enum):
@@ -50,7 +51,7 @@ class Fate(Enum):
 
 
 class S3FIFOCachePolicy(CachePolicy, EvictionPreview):
-    """S3-FIFO; a held block costs an entry of a dictionary, of an ordered one and, once used, of a dictionary of counts.
+    """S3-FIFO; a held block costs an entry of a dictionary, of an ordered one and, once used, one of the counts.
 
     Attributes:
         blocks: every held block, in no order. INVARIANT: the same object for the policy's life, because

@@ -4,11 +4,11 @@ A use marks a block and moves nothing. The hand goes from the oldest block to th
 marked block loses its mark and keeps its place, an unmarked one leaves. So what is stored new is tried quickly
 while the hand is near the new end, and blocks in use stay where they are. It keeps no history of what left.
 
-The queue is two ordered dictionaries: what the hand has passed, and what it has not; that is older, newest last, and
-ahead of it. Passing a block moves it from the front of one to the end of the other, and at the newest the two change roles:
-no position has to be found in the middle of anything. A block that is pinned or protected is passed like a marked
-one. An eviction visits its victims and what the hand passes: each pass is paid for by a use, or by a block that was
-busy, which is not met again until the hand has gone round.
+The queue is two ordered dictionaries, oldest first: ``passed``, which the hand has behind it in this round, and the
+newer blocks ``ahead`` of it. Passing moves a block from the front of the second to the end of the first; when the
+newest has been passed the two change roles. So no position in the middle of a queue is ever needed. A block that is
+pinned or protected is passed like a marked one. An eviction visits its victims and what the hand passes: a pass is
+paid for by a use, or by a block that was busy, which is not met again until the hand has gone round.
 
 A touch that names a block in flight marks nothing (``touched``); a block in flight becomes the newest.
 
@@ -91,8 +91,9 @@ class SieveCachePolicy(CachePolicy, EvictionPreview):
                 victims.append((key, block))
             else:
                 self.passed[key] = block
-                self.marked.discard(key)
-            self._turn_at_the_newest()
+            if not self.ahead:
+                self._turn_at_the_newest()
+        self.marked.difference_update([key for key, _ in steps])
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:

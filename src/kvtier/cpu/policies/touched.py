@@ -1,12 +1,12 @@
 """What a touch means to policies that count uses or keep the order of insertion; it changes nothing itself.
 
 Whoever stores a request chunk by chunk touches the whole request after each chunk, so that the head of the prefix
-ends up most recent. Blocks of earlier chunks are ready by then. Counted as a use, every touch would make each
-block of a long prompt, or of a long answer, look reused although one request alone has named it, and a policy that
-tells blocks used once from blocks used again would have nothing left to tell. Such a touch can be recognised: it
-names the blocks just stored, whose writes are in flight. So a touch that names a block in flight puts blocks in
-order and counts no use. The price: a request that shares blocks with one that is storing just then is not counted
-for that touch. What a policy cannot see is that two touches came from one request (its arrival and the end of its load).
+ends up most recent. Blocks of earlier chunks are ready by then. Counted as a use, every touch would make each block
+of a long prompt, or of a long answer, look reused although one request alone has named it, and a policy that tells
+blocks used once from blocks used again would have nothing left to tell. Such a touch can be recognised: it names
+the blocks just stored, whose writes are in flight. So a touch that names a block in flight puts blocks in order and
+counts no use. The price: a request that shares blocks with one that is storing just then is not counted for that
+touch. What a policy cannot see is that two touches came from one request (its arrival and the end of its load).
 """
 
 from collections.abc import Callable, Collection
