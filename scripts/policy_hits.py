@@ -10,7 +10,7 @@ from its head, equal ids for equal blocks behind equal prefixes; the file may be
 import argparse
 import gzip
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
@@ -31,7 +31,8 @@ def main() -> None:
     print("|---|", *("---:|" for _ in capacities))
     for policy in options.policy:
         hits = [
-            count_prefix_hits(CPUOffloadingManager(capacity, policy), requests) for capacity in capacities
+            count_prefix_hits(CPUOffloadingManager(capacity, policy), requests, options.chunk_blocks)
+            for capacity in capacities
         ]
         print_row(policy, hits, len(accesses))
     print_row("Belady", [count_belady_hits(accesses, capacity) for capacity in capacities], len(accesses))
@@ -43,6 +44,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("trace", type=Path, help="the file of requests")
     parser.add_argument("--percent", type=float, nargs="+", default=[1, 5, 20], help="capacities")
     parser.add_argument("--policy", nargs="+", default=CACHE_POLICIES.names(), help="names of policies")
+    parser.add_argument(
+        "--chunk-blocks", type=int, help="blocks that a prompt is computed and stored in at a time"
+    )
     return parser.parse_args()
 
 
@@ -63,11 +67,18 @@ def trace_key(number: int) -> OffloadKey:
     return make_offload_key(number.to_bytes(8, "big"), 0)
 
 
-def count_prefix_hits(manager: CPUOffloadingManager, requests: Iterable[Sequence[OffloadKey]]) -> int:
+def count_prefix_hits(
+    manager: CPUOffloadingManager, requests: Iterable[Sequence[OffloadKey]], chunk_blocks: int | None = None
+) -> int:
     """Serve ``requests`` one after the other; return how many blocks were found, each prefix up to its first miss.
 
     As the connector does it: touched on arrival, loaded and touched, stored as far as there is room, and touched again
-    while the writes are in flight.
+    while the writes are in flight, chunk after chunk.
+
+    Args:
+        manager: of the primary tier.
+        requests: the keys of each, head of the prefix first.
+        chunk_blocks: blocks of a prompt that are stored at a time; None for all.
     """
     num_hits = 0
     for keys in requests:
@@ -78,21 +89,22 @@ def count_prefix_hits(manager: CPUOffloadingManager, requests: Iterable[Sequence
             manager.prepare_load(keys[:num_held], REQUEST)
             manager.complete_load(keys[:num_held], REQUEST)
             manager.touch(keys, REQUEST)
-        store_what_fits(manager, keys)
+        step = chunk_blocks or len(keys)
+        for end in range(step, len(keys) + step, step):
+            store_what_fits(manager, keys[:end])
     return num_hits
 
 
-def store_what_fits(manager: CPUOffloadingManager, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-    """Store what is missing of ``keys``, half as many after each refusal, and return what was stored."""
+def store_what_fits(manager: CPUOffloadingManager, keys: Sequence[OffloadKey]) -> None:
+    """Store what is missing of ``keys``, half as many after each refusal."""
     num_offered = len(keys)
     while num_offered:
         output = manager.prepare_store(keys[:num_offered], REQUEST)
         if output is not None:
             manager.touch(keys[:num_offered], REQUEST)
             manager.complete_store(output.keys_to_store, REQUEST)
-            return output.keys_to_store
+            return
         num_offered //= 2
-    return ()
 
 
 if __name__ == "__main__":

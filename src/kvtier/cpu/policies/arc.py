@@ -17,7 +17,7 @@ Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement C
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
@@ -58,6 +58,13 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         self._adapt(key, ghosts)
         del ghosts[key]
         self.t2[key] = block
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks``; while there is no ghost, in one pass: none can come back and none has to be forgotten."""
+        if self.b1 or self.b2:
+            super().insert_many(keys, blocks)
+        else:
+            self.t1.update(zip(keys, blocks, strict=True))
 
     def remove(self, key: OffloadKey) -> None:
         """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
