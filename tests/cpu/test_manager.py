@@ -8,6 +8,7 @@ from kvtier.base import OffloadingEvent, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.errors import ConfigError, InvariantError, UnknownNameError
 from kvtier.testing.manager_suite import REQUEST, ManagerSuite, keys_of, prepared, slots_of, store
 from kvtier.testing.policy_suite import key_of
@@ -38,7 +39,7 @@ def test_specs_are_of_the_primary_tiers_medium() -> None:
     assert isinstance(prepared(manager, keys_of(1)).store_spec, CPULoadStoreSpec)
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names())
 def test_a_held_key_of_the_call_stays_with_every_policy(policy: str) -> None:
     manager = CPUOffloadingManager(4, cache_policy=policy)
     store(manager, keys_of(1, 2))
@@ -84,7 +85,7 @@ def test_pin_and_unpin_answer_whether_they_did() -> None:
     manager.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", CACHE_POLICIES.names())
 def test_a_reservation_spares_protected_keys_or_is_refused(policy: str) -> None:
     manager = CPUOffloadingManager(3, cache_policy=policy)
     store(manager, keys_of(1, 2, 3))

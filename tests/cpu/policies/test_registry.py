@@ -9,7 +9,7 @@ from kvtier.errors import UnknownNameError
 
 
 def test_built_in_policies_are_built_with_their_capacity() -> None:
-    assert {"lru", "arc"} <= set(CACHE_POLICIES.names())
+    assert {"fifo", "lru", "arc", "s3fifo", "sieve", "mq"} <= set(CACHE_POLICIES.names())
     assert isinstance(create_cache_policy("lru", 3), LRUCachePolicy)
     policy = create_cache_policy("arc", 3)
     assert isinstance(policy, ARCCachePolicy)

@@ -71,7 +71,9 @@ class CachePolicy(ABC):
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Record a use of ``keys``; the first ends up most recent, so that the tail of a prefix leaves first.
 
-        Keys that are not held are no error; what a policy remembers of them is its own affair.
+        Of blocks whose writes are in flight that holds under every policy. Ready ones stay where they are when the
+        order is that of storing (FIFO, SIEVE, S3-FIFO): there a use only counts. Keys that are not held are no
+        error; what a policy remembers of them is its own affair.
         """
 
     @abstractmethod
