@@ -32,6 +32,13 @@ NUM_HITS = 3
 """Of a prompt on the device and in host memory, of which the median is a round's: they take milliseconds, where
 computing takes seconds. A hit in fs needs an engine of its own and comes once."""
 
+LIGHT_KV_HEADS = 2
+"""Of a model with 4 KiB of KV a token, whose hits in host memory have a bar of their own."""
+
+LIGHT_TOKENS, QUICK_LIGHT_TOKENS = 2048, 512
+NUM_LIGHT_ROUNDS, NUM_QUICK_LIGHT_ROUNDS = 7, 3
+LIGHT_BAR = 1.15
+
 COPY_FACTOR = 1.5
 HOST_SLACK_S, FS_SLACK_S = 0.010, 0.020
 COMPUTED, DEVICE, ALLOWED = "computed", "device", "allowed"
@@ -107,10 +114,29 @@ def measure(options: Options) -> Iterator[Measurement]:
                 ratio = measurement.ratio(COMPUTED)
                 if ratio is not None and ratio.median > 1:
                     break_even.setdefault(str(measurement.labels["prompt from"]), prefix_tokens)
+        yield measure_light(options, folder)
     for origin, prefix_tokens in break_even.items():
         options.note(
             f"a hit in {origin} is faster than computing from {prefix_tokens} tokens on, of those measured"
         )
+
+
+def measure_light(options: Options, folder: Path) -> Measurement:
+    """Return the time to first token in host memory against a hit on the device, with a model of little KV."""
+    prefix_tokens = QUICK_LIGHT_TOKENS if options.is_quick else LIGHT_TOKENS
+    num_rounds = NUM_QUICK_LIGHT_ROUNDS if options.is_quick else NUM_LIGHT_ROUNDS
+    bench = FirstTokens(make_model(num_kv_heads=LIGHT_KV_HEADS), folder)
+    rounds = [bench.measure_round(prefix_tokens, number) for number in range(1 + num_rounds)][1:]
+    labels: dict[str, str | int] = {
+        "prompt from": f"host, {bench.token_bytes >> 10} KiB a token",
+        "tokens": prefix_tokens,
+    }
+    values = {
+        OURS: tuple(1e3 * one["host"] for one in rounds),
+        DEVICE: tuple(1e3 * one[DEVICE] for one in rounds),
+        COMPUTED: tuple(1e3 * one[COMPUTED] for one in rounds),
+    }
+    return Measurement(labels, "ms", Better.LOWER, values, Bar(DEVICE, LIGHT_BAR))
 
 
 def of_length(prefix_tokens: int, rounds: list[dict[str, float]]) -> Iterator[Measurement]:

@@ -8,8 +8,8 @@ MAX_TOKENS = 16_384
 BLOCK_SIZE_TOKENS = 16
 
 
-def make_model(num_layers: int = 8, hidden_size: int = 512) -> LlamaForCausalLM:
-    """Return a Llama of random weights with eight key-value heads for its sixteen; 16 KiB of KV a token."""
+def make_model(num_layers: int = 8, hidden_size: int = 512, num_kv_heads: int = 8) -> LlamaForCausalLM:
+    """Return a Llama of random weights with sixteen heads; as it stands with 16 KiB of KV a token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -17,7 +17,7 @@ def make_model(num_layers: int = 8, hidden_size: int = 512) -> LlamaForCausalLM:
         intermediate_size=3 * hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=16,
-        num_key_value_heads=8,
+        num_key_value_heads=num_kv_heads,
         max_position_embeddings=MAX_TOKENS,
     )
     return LlamaForCausalLM(config)
