@@ -86,7 +86,7 @@ class Lane(Protocol):
         """Block until each of ``job_ids`` has ended."""
 
     def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Hold compute back until each job's parts up to ``part`` are copied; False when one is known to have failed."""
+        """Hold compute back until each job's parts up to ``part`` are copied; False when one has failed."""
 
     def shutdown(self) -> None:
         """Let begun copies end and accept no more; idempotent."""
