@@ -231,7 +231,9 @@ class OffloadingConnectorWorker:
                 self._report.mark_completed(job_id, success=False)
 
     def _end_layer_loads(self, *, is_computed: bool) -> None:
+        was_able = self._layer_loads.is_able
         results, is_spoiled = self._layer_loads.end(is_computed=is_computed)
+        self._report.layerwise_workers += self._layer_loads.is_able - was_able
         self._results += results
         self._is_spoiled |= is_spoiled
 
