@@ -56,10 +56,17 @@ class LayerAdmission:
         """Add to the number of workers that can load by layer."""
         self._num_able_workers += change
 
-    def may_load(self, jobs: TransferJobs) -> bool:
-        """Return whether a request may compute while its load runs, given the jobs under way. Pure."""
+    def answer(
+        self, state: RequestState, jobs: TransferJobs, num_tokens: int, *, can_wait_by_layer: bool
+    ) -> tuple[int, bool]:
+        """Say that so many tokens can be loaded, and True when the request must wait until they are.
+
+        Effects:
+            ``state.is_layerwise``.
+        """
         is_able = self._is_possible and self._num_able_workers == self._num_workers
-        return is_able and jobs.num_loads == 0
+        state.is_layerwise = num_tokens > 0 and can_wait_by_layer and is_able and jobs.num_loads == 0
+        return num_tokens, num_tokens > 0 and not state.is_layerwise
 
     def begin(self, job_id: TransferJobId, request: Request, first_token: int) -> None:
         """Take note of a load by layer that brings the tokens from ``first_token`` on."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from kvtier.base import (
+    OffloadingManager,
     OffloadingSpec,
     OffloadKey,
     PrepareStoreOutput,
@@ -104,17 +105,14 @@ class OffloadingConnectorScheduler:
             request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
             ask again in the next step. At least one token is left to compute.
         """
-        if self.layerwise.shares_blocks(request, num_computed_tokens):
-            return WAIT
         state = self._requests.get(request.request_id)
+        is_early = self.layerwise.shares_blocks(request, num_computed_tokens)
+        if is_early or _still_waits(state, num_computed_tokens, self.manager, self._jobs):
+            return WAIT
         if state is None:
             state = self._requests[request.request_id] = make_request_state(
                 request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
             )
-        elif num_computed_tokens == state.num_local_tokens and (
-            self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
-        ):
-            return WAIT
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
             return WAIT if self._handshake.is_awaited else NOTHING
@@ -131,8 +129,7 @@ class OffloadingConnectorScheduler:
             state.is_touched = True
             self._touch(state, request.num_tokens)
         num_tokens = end_token - num_computed_tokens
-        state.is_layerwise = num_tokens > 0 and can_wait_by_layer and self.layerwise.may_load(self._jobs)
-        return num_tokens, num_tokens > 0 and not state.is_layerwise
+        return self.layerwise.answer(state, self._jobs, num_tokens, can_wait_by_layer=can_wait_by_layer)
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
@@ -362,3 +359,14 @@ class OffloadingConnectorScheduler:
         keys = state.keys_by_position(self._layouts, end_token)
         if keys:
             self.manager.touch(keys, state.context)
+
+
+def _still_waits(
+    state: RequestState | None, num_computed_tokens: int, manager: OffloadingManager, jobs: TransferJobs
+) -> bool:
+    """Return whether nothing has changed for a request that was told to wait; most questions end here. Pure."""
+    return (
+        state is not None
+        and num_computed_tokens == state.num_local_tokens
+        and (manager.is_waiting(state.context) or state.blocking_job in jobs)
+    )

@@ -152,6 +152,24 @@ class OffloadingConnectorWorker:
         """
         return self._layer_loads.wait_for_layer(layer_name)
 
+    def end_layer_loads(self, *, is_computed: bool = True) -> bool:
+        """Wait until the loads by layer of this step have ended; later calls in the step find nothing to wait for.
+
+        Args:
+            is_computed: whether the step has computed, so that it must have waited for each layer.
+
+        Returns:
+            False when what the step has computed is not to be trusted; prepare_store_kv then stores nothing of it.
+
+        Thread: blocks.
+        """
+        was_able = self._layer_loads.is_able
+        results, is_spoiled = self._layer_loads.end(is_computed=is_computed)
+        self._report.layerwise_workers += self._layer_loads.is_able - was_able
+        self._results += results
+        self._is_spoiled |= is_spoiled
+        return not self._is_spoiled
+
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Take the stores of this step, to be begun in the next one; call it when the step has computed.
 
@@ -159,8 +177,7 @@ class OffloadingConnectorWorker:
 
         Thread: blocks until loads by layer have ended.
         """
-        self._end_layer_loads(is_computed=True)
-        if not self._is_spoiled:
+        if self.end_layer_loads():
             self._deferred_stores.update(metadata.store_jobs)
             return
         for job_id in metadata.store_jobs:
@@ -179,7 +196,7 @@ class OffloadingConnectorWorker:
         Thread: pauses once in a step without tokens; blocks until loads by layer have ended.
         """
         del finished_req_ids
-        self._end_layer_loads(is_computed=False)
+        self.end_layer_loads(is_computed=False)
         if self._is_idle:
             self._pause(IDLE_PAUSE_S)
         self._is_idle = False
@@ -229,13 +246,6 @@ class OffloadingConnectorWorker:
                 self._stores.add(job_id)
             else:
                 self._report.mark_completed(job_id, success=False)
-
-    def _end_layer_loads(self, *, is_computed: bool) -> None:
-        was_able = self._layer_loads.is_able
-        results, is_spoiled = self._layer_loads.end(is_computed=is_computed)
-        self._report.layerwise_workers += self._layer_loads.is_able - was_able
-        self._results += results
-        self._is_spoiled |= is_spoiled
 
     def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
         """Report a load; return its request when the engine waits for it."""
