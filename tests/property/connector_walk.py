@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.property.connector_device import SlowHandler
 from tests.property.connector_driver import (
@@ -27,9 +28,9 @@ HINTS: list[dict[str, object] | None] = [
 SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 
 
-def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
+def draw_options(rng: random.Random, *, is_roomy: bool, is_layerwise: bool = False) -> EngineOptions:
     """Return an engine to walk with, whose primary tier never evicts if it is roomy."""
-    return EngineOptions(
+    options = EngineOptions(
         layout=rng.choice(sorted(LAYOUTS)),
         factor=rng.randint(1, 2),
         num_slots=NUM_ROOMY_SLOTS if is_roomy else rng.choice([3, 8, 16, 32]),
@@ -43,6 +44,7 @@ def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
         has_region=rng.random() < 0.3,
         calls_preemption_hook=rng.random() < 0.7,
     )
+    return replace(options, layout="full", num_steps_ahead=0, is_layerwise=True) if is_layerwise else options
 
 
 class Walk:
@@ -50,14 +52,18 @@ class Walk:
 
     Args:
         seed: where chance comes from.
+        is_layerwise: whether requests may be computed while they are loaded.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_layerwise: bool = False) -> None:
         self.rng = random.Random(seed)
         # Half of the walks are such that whatever is computed must be found again.
         self.is_ideal = self.rng.random() < 0.5
         self.is_calm = self.is_ideal or self.rng.random() < 0.3
-        self.driver = ConnectorDriver(draw_options(self.rng, is_roomy=self.is_ideal))
+        options = draw_options(self.rng, is_roomy=self.is_ideal, is_layerwise=is_layerwise)
+        self.driver = ConnectorDriver(options)
+        for worker in self.driver.engine.workers:
+            worker.loads.is_telling_late = seed % 2 == 0
         self._num_arrived = 0
 
     def go(self, num_operations: int) -> None:
