@@ -73,6 +73,8 @@ class Walk:
         sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]
         sometimes += [self._reset_and_return]
         harm = [self._fail, self._fail, self._forget]
+        if self.driver.options.is_layerwise:
+            harm += [self._fail_while_computing, self._fail_while_computing]
         for _ in range(num_operations):
             drawn = self.rng.random()
             kinds = often if drawn < 0.7 else sometimes if drawn < 0.95 or self.is_calm else harm
@@ -143,6 +145,18 @@ class Walk:
         for _ in range(self.rng.randint(1, 3)):
             self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
             self.driver.step(16)
+
+    def _fail_while_computing(self) -> None:
+        """The load of a request that computes with it fails, and perhaps its client goes away meanwhile."""
+        self.driver.settle_steps()
+        self.driver.forget_on_device()
+        self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
+        self._fail()
+        self.driver.schedule(16, [])
+        if self.rng.random() < 0.5:
+            self.driver.abort(-1)
+        self.driver.settle_steps()
+        self.driver.come_again(0, num_cut=0, num_new=4)
 
     def _run_out(self) -> None:
         self.driver.run_out()

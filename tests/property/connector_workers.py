@@ -96,6 +96,14 @@ def execute_step(
         report = worker.half.build_connector_worker_meta()
         if report is not None:
             step.report = step.report.aggregate(report)
+    if step.failed_layer_loads:
+        assert step.report.failed_jobs >= step.metadata.store_jobs.keys(), (
+            "what a failed load spoiled is stored"
+        )
+        for worker in workers:
+            for job_id in step.metadata.store_jobs:
+                # A worker that does not know of the failure copies what nobody will be given.
+                worker.stores.expected.pop(job_id, None)
 
 
 def _compute_with_load(

@@ -4,7 +4,7 @@ from collections import Counter
 
 from tests.property.connector_walk import Walk
 
-NUM_WALKS = 120
+NUM_WALKS = 400
 WALK_OPERATIONS = 60
 
 EVENTS = {
@@ -13,7 +13,6 @@ EVENTS = {
     "load by layer failed",
     "load by layer failed, its request aborted",
     "load good",
-    "load failed on one worker",
     "load lost",
     "told to wait for a load by layer",
     "found again",
