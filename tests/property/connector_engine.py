@@ -262,16 +262,17 @@ class SimEngine:
         num_computed = request.num_computed or num_local + num_external
         missing = request.num_tokens - num_computed
         assert missing > 0, "a token must be left to compute"
-        num_new = 0 if num_external and not is_layerwise else min(chunk, missing)
+        is_to_wait = num_external > 0 and not is_layerwise
+        num_new = 0 if is_to_wait else min(chunk, missing)
         if self.cache.holds_new_state(local) or not self.cache.fits(request, local, num_computed):
             return False
-        num_reserved = self._num_reserved_blocks() if num_external and not is_layerwise else 0
+        num_reserved = self._num_reserved_blocks() if is_to_wait else 0
         if self.cache.grow(request, num_computed, num_computed + num_new, local, num_reserved) is None:
             self.seen["no room for a load"] += num_external > 0
             return False
         self.scheduler.update_state_after_alloc(request, FakeBlocks(tables_of(request)), num_external)
         self._note_begun(request, num_computed)
-        if num_external and not is_layerwise:
+        if is_to_wait:
             self._note_load_begun(request, num_local, num_external)
             return True
         if is_layerwise:

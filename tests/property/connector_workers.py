@@ -5,7 +5,7 @@ before it, of the group, of the weights and of the worker. A state-space group h
 the block's last computed token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from tests.connector.fakes import FakeSpec
@@ -68,15 +68,7 @@ def execute_step(
             worker.half.handle_preemptions(step.metadata)
         worker.half.start_kv_transfers(step.metadata)
     layer_loads = {job.req_id: job for job in step.metadata.load_jobs.values() if job.is_layerwise}
-    for worker in workers:
-        for layer in LAYERS:
-            worker.half.wait_for_layer(layer)
-    step.sampled = [
-        _compute_with_load(work, layer_loads[work.request.request_id], step.weights, workers, groups)
-        if work.request.request_id in layer_loads
-        else _compute(work, step.weights, workers, groups)
-        for work in step.works
-    ]
+    step.sampled = _compute_all(step, layer_loads, workers, groups)
     for worker in workers:
         assert (worker.device[NULL_BLOCK] == GARBAGE).all(), "somebody has written to the null block"
         # An engine's step without tokens has nothing to store and skips this.
@@ -104,6 +96,24 @@ def execute_step(
             for job_id in step.metadata.store_jobs:
                 # A worker that does not know of the failure copies what nobody will be given.
                 worker.stores.expected.pop(job_id, None)
+
+
+def _compute_all(
+    step: Step,
+    layer_loads: Mapping[str, TransferJob],
+    workers: Sequence[SimWorker],
+    groups: Sequence[SimGroup],
+) -> list[list[int]]:
+    """Compute what a step is to compute, when each layer is said to be there."""
+    for worker in workers:
+        for layer in LAYERS:
+            worker.half.wait_for_layer(layer)
+    return [
+        _compute_with_load(work, layer_loads[work.request.request_id], step.weights, workers, groups)
+        if work.request.request_id in layer_loads
+        else _compute(work, step.weights, workers, groups)
+        for work in step.works
+    ]
 
 
 def _compute_with_load(
