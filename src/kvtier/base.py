@@ -10,7 +10,7 @@ Source: the contracts follow vLLM's KV offloading subsystem as of May 2026 (pull
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol
 
 import numpy as np
@@ -256,6 +256,33 @@ class OffloadingHandler(ABC):
         """End the handler after the copies it has begun; idempotent."""
 
 
+class LayerwiseHandler(ABC):
+    """An optional ability of a handler: it copies one ref after the other, and tells when the bytes of each are there.
+
+    Whoever computes with the destination while it is being filled waits for each layer before it reads it. Caches of
+    one group only. Called from the thread that calls the handler.
+    """
+
+    @abstractmethod
+    def num_refs(self) -> int:
+        """Return how many refs are copied one after the other; 0 when this cannot be done with these caches."""
+
+    @abstractmethod
+    def transfer_by_ref(self, job_id: TransferJobId, spec: "TransferSpec") -> bool:
+        """Start a transfer that copies the refs in their order; otherwise as ``transfer_async``, also when it ends."""
+
+    @abstractmethod
+    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
+        """Hold back what is computed from now on until the refs up to ``ref_idx`` have their bytes.
+
+        Returns:
+            False when one of ``job_ids`` has failed, so that bytes may be missing; on a device that works on its own
+            a failure may show only when the job is reported. Jobs that are unknown or reported are ignored.
+
+        Thread: blocks where computing is done by the calling thread, orders the device's work where it is not.
+        """
+
+
 class TransferSpec(NamedTuple):
     """A transfer: where from and where to."""
 
@@ -322,10 +349,13 @@ class CanonicalKVCaches:
     Attributes:
         tensors: the tensors, in the order of their bytes in a row.
         group_data_refs: for each KV group what to copy, in the order of the bytes in a row.
+        ref_of_layer: for each layer of a cache with one group the ref that holds its bytes; empty when nobody asks,
+            and then nothing is loaded layer by layer.
     """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
+    ref_of_layer: Mapping[str, int] = field(default_factory=dict)
 
 
 class HandlerEntry(NamedTuple):

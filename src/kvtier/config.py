@@ -107,6 +107,7 @@ class Settings:
         max_tracker_size: access counts kept by the reuse filter.
         block_size: tokens in an offloaded block; None means one device block.
         offload_prompt_only: only blocks whose tokens are all of the prompt are stored.
+        layerwise_load: a request may compute its first layers while later ones are loaded.
         spec_name: registered name of the offloading spec.
         spec_module_path: module of a spec that is not registered; its own settings are then not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
@@ -123,6 +124,7 @@ class Settings:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     block_size: int | None = None
     offload_prompt_only: bool = False
+    layerwise_load: bool = False
     spec_name: str | None = None
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
@@ -157,6 +159,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         max_tracker_size=read.whole("max_tracker_size", DEFAULT_MAX_TRACKER_SIZE, minimum=1),
         block_size=read.whole("block_size", 0, minimum=0) or None,
         offload_prompt_only=read.flag("offload_prompt_only", default=False),
+        layerwise_load=read.flag("layerwise_load", default=False),
         spec_name=read.text("spec_name", "") or None,
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),

@@ -217,3 +217,7 @@ class RestartError(KVTierError, RuntimeError):
     def __init__(self, status: int, message: str) -> None:
         self.status = status
         super().__init__(f"the restarted process ended with status {status}: {message or 'it said nothing'}")
+
+
+class LayerLoadError(KVTierError):
+    """A load failed that a step was computing with: what it computed is worthless, and is computed anew."""

@@ -123,3 +123,83 @@ def test_shutdown_waits_for_launched_copies_and_accepts_no_more(lane: QueueLane)
 
     assert ids(lane) == [(0, True), (1, True), (2, True)]
     assert not lane.submit(TransferJobId(9), 1, lambda: None)
+
+
+class LaterTicket(FakeTicket):
+    """A ticket that compute may be ordered after before it has ended."""
+
+    def publish(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device lost")
+        self.is_published = True
+
+
+class LaterQueue(FakeQueue):
+    """Gives such tickets, and refuses the launch that a test names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused: int | None = None
+
+    def launch(self, copy: Callable[[], None]) -> FakeTicket:
+        if len(self.tickets) == self.refused:
+            raise RuntimeError("CUDA error: out of resources")
+        copy()
+        self.tickets.append(LaterTicket())
+        return self.tickets[-1]
+
+
+def by_layer(queue: LaterQueue, *job_ids: TransferJobId) -> QueueLane:
+    """Return a lane with jobs of three parts."""
+    lane = QueueLane(CPU_TO_GPU, queue)
+    for job_id in job_ids:
+        lane.submit(job_id, 30, *[lambda: None] * 3)
+    return lane
+
+
+def test_compute_is_ordered_after_one_part_and_nobody_blocks() -> None:
+    queue = LaterQueue()
+    lane = by_layer(queue, TransferJobId(0), TransferJobId(1))
+
+    assert lane.wait_for_part({TransferJobId(1), TransferJobId(9)}, 1)
+
+    assert [ticket.is_published for ticket in queue.tickets] == [False] * 4 + [True, False]
+    assert not any(ticket.has_ended for ticket in queue.tickets)
+    assert ids(lane) == []
+
+
+def test_a_copy_in_parts_ends_with_its_last_and_took_as_long_as_all() -> None:
+    queue = LaterQueue()
+    lane = by_layer(queue, TransferJobId(0))
+    queue.tickets[0].has_ended = queue.tickets[1].has_ended = True
+    before = ids(lane)
+    queue.tickets[2].has_ended = True
+
+    (result,) = lane.take_finished()
+
+    assert before == []
+    assert (result.success, result.transfer_size, result.transfer_time) == (True, 30, 1.5)
+
+
+def test_a_copy_one_of_whose_parts_cannot_be_launched_is_declined_when_the_others_have_ended() -> None:
+    queue = LaterQueue()
+    queue.refused = 2
+    lane = QueueLane(CPU_TO_GPU, queue)
+
+    is_begun = lane.submit(TransferJobId(0), 30, *[lambda: None] * 3)
+
+    assert not is_begun
+    assert [ticket.has_ended for ticket in queue.tickets] == [False, True]
+    assert ids(lane) == []
+
+
+def test_a_device_that_fails_at_a_part_fails_its_jobs() -> None:
+    queue = LaterQueue()
+    lane = by_layer(queue, TransferJobId(0), TransferJobId(1))
+    queue.tickets[1].is_broken = True
+
+    assert not lane.wait_for_part({TransferJobId(0)}, 1)
+
+    assert not lane.wait_for_part({TransferJobId(1)}, 0)
+    assert ids(lane) == [(0, False), (1, False)]
+    assert lane.wait_for_part({TransferJobId(0)}, 0)

@@ -100,6 +100,7 @@ class EngineOptions:
         copies_newest_first: handlers begin with what was submitted last.
         has_region: nothing moves before the workers have reported the region that they have mapped.
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
+        is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
     """
 
     layout: str
@@ -114,6 +115,7 @@ class EngineOptions:
     copies_newest_first: bool = False
     has_region: bool = False
     calls_preemption_hook: bool = True
+    is_layerwise: bool = False
 
 
 class ConnectorDriver:
@@ -130,7 +132,10 @@ class ConnectorDriver:
         can_join = len({group.block_size_tokens for group in groups}) == 1
         can_join &= all(group.kind is not GroupKind.STATE for group in groups)
         factor = options.factor if can_join else 1
-        extra: dict[str, object] = {"offload_prompt_only": options.is_prompt_only}
+        extra: dict[str, object] = {
+            "offload_prompt_only": options.is_prompt_only,
+            "layerwise_load": options.is_layerwise,
+        }
         if factor > 1:
             extra["block_size"] = groups[0].block_size_tokens * factor
         config = OffloadingConfig(
@@ -152,6 +157,7 @@ class ConnectorDriver:
             names_resumed_as_new=options.names_resumed_as_new,
             has_region=options.has_region,
             calls_preemption_hook=options.calls_preemption_hook,
+            can_wait_by_layer=options.is_layerwise,
         )
         for worker in self.engine.workers:
             worker.loads.is_newest_first = worker.stores.is_newest_first = options.copies_newest_first
@@ -234,11 +240,15 @@ class ConnectorDriver:
 
     def preempt(self, index: int) -> None:
         """The engine takes a running request's blocks."""
+        if self.options.is_layerwise:
+            self.settle_steps()
         if self.engine.running:
             self.engine.preempt(self.engine.running[index % len(self.engine.running)])
 
     def reset(self, kind: ResetKind) -> None:
         """The weights change, or only the connector is told to forget."""
+        if self.options.is_layerwise:
+            self.settle_steps()
         if kind is ResetKind.CONNECTOR:
             self.engine.reset_connector()
         elif kind is ResetKind.AS_VLLM:

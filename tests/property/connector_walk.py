@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.property.connector_device import SlowHandler
 from tests.property.connector_driver import (
@@ -27,9 +28,9 @@ HINTS: list[dict[str, object] | None] = [
 SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 
 
-def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
+def draw_options(rng: random.Random, *, is_roomy: bool, is_layerwise: bool = False) -> EngineOptions:
     """Return an engine to walk with, whose primary tier never evicts if it is roomy."""
-    return EngineOptions(
+    options = EngineOptions(
         layout=rng.choice(sorted(LAYOUTS)),
         factor=rng.randint(1, 2),
         num_slots=NUM_ROOMY_SLOTS if is_roomy else rng.choice([3, 8, 16, 32]),
@@ -43,6 +44,7 @@ def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
         has_region=rng.random() < 0.3,
         calls_preemption_hook=rng.random() < 0.7,
     )
+    return replace(options, layout="full", num_steps_ahead=0, is_layerwise=True) if is_layerwise else options
 
 
 class Walk:
@@ -50,14 +52,18 @@ class Walk:
 
     Args:
         seed: where chance comes from.
+        is_layerwise: whether requests may be computed while they are loaded.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_layerwise: bool = False) -> None:
         self.rng = random.Random(seed)
         # Half of the walks are such that whatever is computed must be found again.
         self.is_ideal = self.rng.random() < 0.5
         self.is_calm = self.is_ideal or self.rng.random() < 0.3
-        self.driver = ConnectorDriver(draw_options(self.rng, is_roomy=self.is_ideal))
+        options = draw_options(self.rng, is_roomy=self.is_ideal, is_layerwise=is_layerwise)
+        self.driver = ConnectorDriver(options)
+        for worker in self.driver.engine.workers:
+            worker.loads.is_telling_late = seed % 2 == 0
         self._num_arrived = 0
 
     def go(self, num_operations: int) -> None:
@@ -67,6 +73,8 @@ class Walk:
         sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]
         sometimes += [self._reset_and_return]
         harm = [self._fail, self._fail, self._forget]
+        if self.driver.options.is_layerwise:
+            harm += [self._fail_while_computing, self._fail_while_computing]
         for _ in range(num_operations):
             drawn = self.rng.random()
             kinds = often if drawn < 0.7 else sometimes if drawn < 0.95 or self.is_calm else harm
@@ -137,6 +145,18 @@ class Walk:
         for _ in range(self.rng.randint(1, 3)):
             self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
             self.driver.step(16)
+
+    def _fail_while_computing(self) -> None:
+        """The load of a request that computes with it fails, and perhaps its client goes away meanwhile."""
+        self.driver.settle_steps()
+        self.driver.forget_on_device()
+        self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
+        self._fail()
+        self.driver.schedule(16, [])
+        if self.rng.random() < 0.5:
+            self.driver.abort(-1)
+        self.driver.settle_steps()
+        self.driver.come_again(0, num_cut=0, num_new=4)
 
     def _run_out(self) -> None:
         self.driver.run_out()

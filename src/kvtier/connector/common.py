@@ -25,10 +25,12 @@ class TransferJob:
     Attributes:
         req_id: the request.
         transfer_spec: where from and where to.
+        is_layerwise: whether the step that begins this load computes with it, layer by layer.
     """
 
     req_id: str
     transfer_spec: TransferSpec
+    is_layerwise: bool = False
 
 
 class LostLoadStoreSpec(LoadStoreSpec):
@@ -70,11 +72,13 @@ class OffloadingWorkerMetadata:
         completed_jobs: how many workers have ended each job, well or badly.
         failed_jobs: the jobs that failed on at least one of them.
         region_identities: device and inode of the region of each worker that reports for the first time.
+        layerwise_workers: by how much the number of workers has changed that can load layer by layer.
     """
 
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
     failed_jobs: frozenset[TransferJobId] = frozenset()
     region_identities: tuple[tuple[int, int], ...] = ()
+    layerwise_workers: int = 0
 
     def mark_completed(self, job_id: TransferJobId, success: bool = True) -> None:
         """Count that one worker has ended ``job_id``."""
@@ -91,11 +95,12 @@ class OffloadingWorkerMetadata:
             completed_jobs,
             self.failed_jobs | other.failed_jobs,
             self.region_identities + other.region_identities,
+            self.layerwise_workers + other.layerwise_workers,
         )
 
     def is_empty(self) -> bool:
         """Return True when there is nothing to report."""
-        return not self.completed_jobs and not self.region_identities
+        return not self.completed_jobs and not self.region_identities and not self.layerwise_workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ One step of the engine, in order:
 4. scheduler half, once, with the sum over all workers: ``update_connector_output``; before or after it,
    ``request_finished`` for each request that ended.
 
+An engine that may compute a request while it is loaded says so in ``get_num_new_matched_tokens``. In a step that begins
+such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does the
+first two points of the next step after the last one of this.
+
 Step 2 of the next step may come before step 4 of this one. A step without tokens is a step too: a request
 that was answered None, or whose load is under way, needs steps to go on, and so does a store until it has ended.
 

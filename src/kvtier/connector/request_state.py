@@ -81,6 +81,7 @@ class RequestState:
         num_freed_tokens: tokens computed when the engine last freed what had left a window.
         next_store_tokens: below so many storable tokens no further block is full.
         hit_sources: where the tokens of its last load came from.
+        is_layerwise: whether it was last told that it may compute while its load runs.
     """
 
     request: Request
@@ -101,6 +102,7 @@ class RequestState:
     num_freed_tokens: int = 0
     next_store_tokens: int = 0
     hit_sources: Mapping[str, int] = field(default_factory=dict)
+    is_layerwise: bool = False
 
     def may_fill_block(self, num_scheduled_tokens: int) -> bool:
         """Return whether so many more tokens could make another block full; a thousand ask in every step."""
@@ -147,12 +149,16 @@ class RequestState:
         self.block_ids = [[] for _ in self.block_ids]
         self.has_blocks = False
 
+    def offer_again(self) -> None:
+        """Offer every block once more: what was stored of those offered may have been given up."""
+        self.next_store_blocks = [0] * len(self.next_store_blocks)
+        self.next_store_tokens = 0
+
     def note_reset(self) -> None:
         """Begin anew with the primary tier empty; blocks computed before may hold what a reset forbids."""
         self.is_stale = self.has_blocks
         self.is_touched = False
-        self.next_store_blocks = [0] * len(self.next_store_blocks)
-        self.next_store_tokens = 0
+        self.offer_again()
 
 
 def make_request_state(

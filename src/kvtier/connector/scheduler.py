@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from kvtier.base import (
+    OffloadingManager,
     OffloadingSpec,
     OffloadKey,
     PrepareStoreOutput,
@@ -33,6 +34,7 @@ from kvtier.connector.fences import BlockFences
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import RegionHandshake
 from kvtier.connector.hit_sources import count_hit_sources
+from kvtier.connector.layer_admission import LayerAdmission
 from kvtier.connector.load_planner import iterate_load_keys, plan_load
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
@@ -63,11 +65,13 @@ class OffloadingConnectorScheduler:
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         counters: what was decided so far.
+        layerwise: what is loaded while its request computes.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
         self.manager = spec.get_manager()
         self.counters = SchedulerCounters()
+        self.layerwise = LayerAdmission(spec)
         self._layouts = make_group_layouts(spec)
         self._handshake = RegionHandshake(spec)
         self._requests: dict[str, RequestState] = {}
@@ -79,7 +83,12 @@ class OffloadingConnectorScheduler:
         self._is_prompt_only = spec.config.settings.offload_prompt_only
 
     def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int, key_salt: bytes = b""
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        key_salt: bytes = b"",
+        *,
+        can_wait_by_layer: bool = False,
     ) -> tuple[int | None, bool]:
         """Say how many tokens of a waiting request can be loaded.
 
@@ -88,20 +97,22 @@ class OffloadingConnectorScheduler:
             num_computed_tokens: leading tokens that device memory holds.
             key_salt: what decides the bytes of the request's blocks beyond what its content hashes cover, for
                 example the weights of an adapter; at most 64 bytes. Another salt finds other blocks.
+            can_wait_by_layer: whether the engine may schedule the request at once, waits for each layer in the step
+                that then begins its load, and plans no further step before that one's report.
 
         Returns:
-            How many tokens beyond those can be loaded, and True when that is more than none: the load runs
-            beside the engine's steps. None: ask again in the next step. At least one token is left to compute.
+            How many tokens beyond those can be loaded, and True when the load runs beside the engine's steps and the
+            request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
+            ask again in the next step. At least one token is left to compute.
         """
         state = self._requests.get(request.request_id)
+        is_early = self.layerwise.shares_blocks(request, num_computed_tokens)
+        if is_early or _still_waits(state, num_computed_tokens, self.manager, self._jobs):
+            return WAIT
         if state is None:
             state = self._requests[request.request_id] = make_request_state(
                 request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
             )
-        elif num_computed_tokens == state.num_local_tokens and (
-            self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
-        ):
-            return WAIT
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
             return WAIT if self._handshake.is_awaited else NOTHING
@@ -117,7 +128,8 @@ class OffloadingConnectorScheduler:
         if not state.is_touched:
             state.is_touched = True
             self._touch(state, request.num_tokens)
-        return _offer(end_token - num_computed_tokens)
+        num_tokens = end_token - num_computed_tokens
+        return self.layerwise.answer(state, self._jobs, num_tokens, can_wait_by_layer=can_wait_by_layer)
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
@@ -154,7 +166,10 @@ class OffloadingConnectorScheduler:
             self.counters.lost_load_jobs += 1
             transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
             job_id = self._jobs.open(JobKind.LOAD, state, [])
-        self._load_jobs[job_id] = TransferJob(request.request_id, transfer)
+        self._load_jobs[job_id] = TransferJob(request.request_id, transfer, state.is_layerwise)
+        if state.is_layerwise:
+            self.layerwise.begin(job_id, request, first_token)
+            self.counters.layerwise_load_jobs += 1
         self._flush(plan.device_spec.block_ids.tolist())
 
     def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
@@ -203,6 +218,7 @@ class OffloadingConnectorScheduler:
         if report is None:
             return
         self._handshake.record(report.region_identities)
+        self.layerwise.count_workers(report.layerwise_workers)
         for job in self._jobs.count(report):
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
@@ -247,7 +263,7 @@ class OffloadingConnectorScheduler:
         loads = self._jobs.void_all()
         for job_id, job in self._load_jobs.items():
             lost = TransferSpec(LostLoadStoreSpec(), job.transfer_spec.destination)
-            self._load_jobs[job_id] = TransferJob(job.req_id, lost)
+            self._load_jobs[job_id] = TransferJob(job.req_id, lost, job.is_layerwise)
         # Workers report every load once, so a load that is on its way is failed by them and not dropped here.
         self._jobs_to_fail |= loads - self._load_jobs.keys()
         for state in self._requests.values():
@@ -321,6 +337,7 @@ class OffloadingConnectorScheduler:
         return jobs
 
     def _end_load(self, job: OpenJob) -> None:
+        self.layerwise.end(job)
         if job.keys:
             self.manager.complete_load(job.keys, job.state.context)
         if job.has_failed:
@@ -344,6 +361,12 @@ class OffloadingConnectorScheduler:
             self.manager.touch(keys, state.context)
 
 
-def _offer(num_tokens: int) -> tuple[int, bool]:
-    """Return the answer that so many tokens can be loaded, beside the engine's steps when there are any."""
-    return num_tokens, num_tokens > 0
+def _still_waits(
+    state: RequestState | None, num_computed_tokens: int, manager: OffloadingManager, jobs: TransferJobs
+) -> bool:
+    """Return whether nothing has changed for a request that was told to wait; most questions end here. Pure."""
+    return (
+        state is not None
+        and num_computed_tokens == state.num_local_tokens
+        and (manager.is_waiting(state.context) or state.blocking_job in jobs)
+    )

@@ -66,6 +66,11 @@ class TransferJobs:
         self.loading: dict[OffloadKey, TransferJobId] = {}
         self.void_keys: set[OffloadKey] = set()
 
+    @property
+    def num_loads(self) -> int:
+        """How many of them are loads."""
+        return len(self._open) - self.num_stores
+
     def open(self, kind: JobKind, state: RequestState, keys: list[OffloadKey]) -> TransferJobId:
         """Add a job and return its number."""
         job_id = TransferJobId(self._num_jobs)

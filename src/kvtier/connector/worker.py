@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
+    GPULoadStoreSpec,
     OffloadingSpec,
     TransferJobId,
     TransferResult,
+    TransferType,
 )
 from kvtier.connector.common import (
     LostLoadStoreSpec,
@@ -23,6 +25,7 @@ from kvtier.connector.common import (
     TransferJob,
 )
 from kvtier.connector.handshake import region_identity_of
+from kvtier.connector.layer_loads import LayerLoads
 from kvtier.connector.metrics import OffloadingConnectorStats
 from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
@@ -52,6 +55,7 @@ class OffloadingConnectorWorker:
         self.worker = OffloadingWorker()
         self._spec = spec
         self._pause = pause
+        self._is_layerwise_wanted = spec.config.settings.layerwise_load
         self._is_idle = False
         self._deferred_stores: dict[TransferJobId, TransferJob] = {}
         self._stores: set[TransferJobId] = set()
@@ -59,13 +63,22 @@ class OffloadingConnectorWorker:
         self._declined_loads: list[TransferJobId] = []
         self._void_loads: set[TransferJobId] = set()
         self._failed_loads: dict[str, list[int]] = {}
+        self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
+        self._results: list[TransferResult] = []
+        self._is_spoiled = False
         self._report = OffloadingWorkerMetadata()
         self._stats = OffloadingConnectorStats()
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
         """Build the handlers for the engine's KV cache; once, before the first step."""
+        num_refs = 0
         for entry in self._spec.get_handlers(kv_caches):
             self.worker.register_handler(*entry)
+            if self._is_layerwise_wanted and entry.destination.medium() == GPULoadStoreSpec.medium():
+                media = TransferType(entry.source.medium(), entry.destination.medium())
+                num_refs = max(num_refs, self.worker.num_refs(media))
+        self._layer_loads = LayerLoads(self.worker, kv_caches, num_refs)
+        self._report.layerwise_workers += self._layer_loads.is_able
         identity = region_identity_of(self._spec)
         if identity is not None:
             self._report.region_identities = (identity,)
@@ -97,6 +110,8 @@ class OffloadingConnectorWorker:
         self._declined_loads = list(self._loads)
         self._spec.detach_kv_caches()
         self.worker = OffloadingWorker()
+        self._report.layerwise_workers -= self._layer_loads.is_able
+        self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin the stores of the step before, then finish those whose device blocks will be written.
@@ -115,16 +130,58 @@ class OffloadingConnectorWorker:
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin the loads of this step; handle_preemptions is done first if the engine left it out."""
         self.handle_preemptions(metadata)
+        self._is_spoiled = False
         for job_id, job in metadata.load_jobs.items():
             self._loads[job_id] = job
             # A declined load is reported in get_finished like any other: the engine looks nowhere else.
             is_lost = isinstance(job.transfer_spec.source, LostLoadStoreSpec)
-            if is_lost or not self.worker.transfer_async(job_id, job.transfer_spec):
+            begin = self._layer_loads.begin if job.is_layerwise else self.worker.transfer_async
+            if (is_lost and not job.is_layerwise) or not begin(job_id, job.transfer_spec):
                 self._declined_loads.append(job_id)
 
+    def wait_for_layer(self, layer_name: str) -> bool:
+        """Hold back what is computed from now on until the layer has its bytes; costs nothing where none is loaded.
+
+        Call it before anything reads the layer in a step that computes with its loads.
+
+        Returns:
+            False when a load has failed: what is computed from here on is wrong. The request's device blocks will be
+            among those of take_failed_loads, and nothing that this step computed is stored.
+
+        Thread: blocks for tensors in host memory; on a device it orders the device's work.
+        """
+        return self._layer_loads.wait_for_layer(layer_name)
+
+    def end_layer_loads(self, *, is_computed: bool = True) -> bool:
+        """Wait until the loads by layer of this step have ended; later calls in the step find nothing to wait for.
+
+        Args:
+            is_computed: whether the step has computed, so that it must have waited for each layer.
+
+        Returns:
+            False when what the step has computed is not to be trusted; prepare_store_kv then stores nothing of it.
+
+        Thread: blocks.
+        """
+        was_able = self._layer_loads.is_able
+        results, is_spoiled = self._layer_loads.end(is_computed=is_computed)
+        self._report.layerwise_workers += self._layer_loads.is_able - was_able
+        self._results += results
+        self._is_spoiled |= is_spoiled
+        return not self._is_spoiled
+
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Take the stores of this step, to be begun in the next one."""
-        self._deferred_stores.update(metadata.store_jobs)
+        """Take the stores of this step, to be begun in the next one; call it when the step has computed.
+
+        If the step has computed with a load that failed, its stores fail here: the bytes would be wrong.
+
+        Thread: blocks until loads by layer have ended.
+        """
+        if self.end_layer_loads():
+            self._deferred_stores.update(metadata.store_jobs)
+            return
+        for job_id in metadata.store_jobs:
+            self._report.mark_completed(job_id, success=False)
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose stores, and those whose load, ended since the last call.
@@ -133,11 +190,13 @@ class OffloadingConnectorWorker:
             finished_req_ids: requests that ended; a load for one of them is reported all the same.
 
         Returns:
-            No stores, because they hold no device blocks; each load once, whether it ended well or badly.
+            No stores, because they hold no device blocks; each load once, whether it ended well or badly, but for
+            those by layer: their requests are not waiting.
 
-        Thread: pauses once in a step without tokens.
+        Thread: pauses once in a step without tokens; blocks until loads by layer have ended.
         """
         del finished_req_ids
+        self.end_layer_loads(is_computed=False)
         if self._is_idle:
             self._pause(IDLE_PAUSE_S)
         self._is_idle = False
@@ -145,12 +204,13 @@ class OffloadingConnectorWorker:
         self._failed_loads = {}
         ended: set[str] = set()
         for job_id in self._declined_loads:
-            ended.add(self._end_load(job_id, success=False))
+            ended |= self._end_load(job_id, success=False)
         self._declined_loads = []
-        for result in self.worker.get_finished():
+        results, self._results = [*self._results, *self.worker.get_finished()], []
+        for result in results:
             if result.job_id in self._loads:
                 self._record(result)
-                ended.add(self._end_load(result.job_id, result.success))
+                ended |= self._end_load(result.job_id, result.success)
             elif result.job_id in self._stores:
                 self._record(result)
                 self._stores.remove(result.job_id)
@@ -187,16 +247,19 @@ class OffloadingConnectorWorker:
             else:
                 self._report.mark_completed(job_id, success=False)
 
-    def _end_load(self, job_id: TransferJobId, success: bool) -> str:
+    def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
+        """Report a load; return its request when the engine waits for it."""
         job = self._loads.pop(job_id)
-        is_good = success and job_id not in self._void_loads
+        is_layerwise = job_id in self._layer_loads
+        self._layer_loads.close(job_id)
+        is_good = success and job_id not in self._void_loads and not (is_layerwise and self._is_spoiled)
         self._void_loads.discard(job_id)
         self._report.mark_completed(job_id, is_good)
         if not is_good:
             destination = job.transfer_spec.destination
             blocks = destination.block_ids.tolist() if isinstance(destination, BlockIDsLoadStoreSpec) else []
             self._failed_loads[job.req_id] = blocks
-        return job.req_id
+        return set() if is_layerwise else {job.req_id}
 
     def _record(self, result: TransferResult) -> None:
         size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type

@@ -1,7 +1,7 @@
 """One thread that carries out copies in the order of submission and reports each exactly once.
 
-It does not know what a copy is: a job brings its own function, which returns when the bytes are there and raises
-when they may not be.
+It does not know what a copy is: a job brings functions, one for each part of it, which return when the bytes are
+there and raise when they may not be. Whoever needs a part only can wait for it.
 """
 
 import logging
@@ -16,20 +16,21 @@ from kvtier.base import TransferJobId, TransferResult, TransferType
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Job:
     job_id: TransferJobId
     num_bytes: int
-    copy: Callable[[], None]
+    parts: tuple[Callable[[], None], ...]
+    num_copied: int = 0
 
 
 class CopyThread:
     """The copies of one direction.
 
-    Mutable are the queue, the open jobs, the results and whether jobs are accepted. All of it is guarded by
-    one condition, which is never held while bytes are copied.
+    Mutable are the queue, the open jobs and how far they are, the results and whether jobs are accepted. All of it is
+    guarded by one condition, which is never held while bytes are copied.
 
-    Thread: ``submit``, ``take_finished``, ``wait`` and ``shutdown`` may be called by any thread.
+    Thread: every public method may be called by any thread.
 
     Args:
         transfer_type: the media, for the results and the thread's name.
@@ -50,8 +51,8 @@ class CopyThread:
         )
         self._thread.start()
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
-        """Queue a copy.
+    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
+        """Queue a copy whose parts are made one after the other.
 
         Returns:
             False when the thread has ended or the id belongs to a job that is not reported yet.
@@ -59,7 +60,7 @@ class CopyThread:
         with self._changed:
             if not self._is_accepting or job_id in self._open:
                 return False
-            job = _Job(job_id, num_bytes, copy)
+            job = _Job(job_id, num_bytes, parts)
             self._open[job_id] = job
             self._queue.append(job)
             self._changed.notify_all()
@@ -75,6 +76,18 @@ class CopyThread:
         """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
         with self._changed:
             self._changed.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
+
+    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
+        """Block until each of ``job_ids`` has copied its parts up to ``part`` or has ended; unknown ids are ignored.
+
+        Returns:
+            False when one that is not reported yet has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(job.num_copied > part for job in self._open.values() if job.job_id in job_ids)
+            )
+            return all(result.success for result in self._finished if result.job_id in job_ids)
 
     def shutdown(self) -> None:
         """Let the begun copy end, fail the queued ones and end the thread; idempotent."""
@@ -101,12 +114,19 @@ class CopyThread:
     def _carry_out(self, job: _Job) -> None:
         start_s = self._clock()
         try:
-            job.copy()
+            for part in job.parts:
+                part()
+                self._note_copied(job)
         except Exception:  # thread top
             logger.exception("job %d: copying %s to %s failed", job.job_id, *self._transfer_type)
             self._report(job, success=False)
         else:
             self._report(job, success=True, transfer_time=self._clock() - start_s)
+
+    def _note_copied(self, job: _Job) -> None:
+        with self._changed:
+            job.num_copied += 1
+            self._changed.notify_all()
 
     def _report(self, job: _Job, *, success: bool, transfer_time: float | None = None) -> None:
         transfer_size = job.num_bytes if success else None

@@ -25,6 +25,7 @@ from kvtier.base import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
+    LayerwiseHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -56,6 +57,10 @@ logger = logging.getLogger(__name__)
 GPU_TO_CPU = TransferType(GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
 CPU_TO_GPU = TransferType(CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
+Copy = Callable[[Sequence[GroupMoves]], None]
+CopyRefs = Callable[[Sequence[GroupMoves], slice], None]
+"""Moves the bytes of some refs of each group only."""
+
 
 class Copier(Protocol):
     """Moves the bytes of one transfer; a CUDA copier has only launched them when it returns."""
@@ -63,8 +68,8 @@ class Copier(Protocol):
     def store(self, moves: Sequence[GroupMoves]) -> None:
         """Copy device -> rows."""
 
-    def load(self, moves: Sequence[GroupMoves]) -> None:
-        """Copy rows -> device."""
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+        """Copy rows -> device; ``places`` chooses refs of each group, None takes all."""
 
     def release(self) -> None:
         """Let go of tensors and rows; idempotent. There must be no copy any more."""
@@ -73,14 +78,17 @@ class Copier(Protocol):
 class Lane(Protocol):
     """Carries out the copies of one direction in the order of submission."""
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
-        """Accept a copy; False when none is accepted any more."""
+    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
+        """Accept a copy, to be made part after part; False when none is accepted any more."""
 
     def take_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; does not block."""
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has ended."""
+
+    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
+        """Hold compute back until each job's parts up to ``part`` are copied; False when one has failed."""
 
     def shutdown(self) -> None:
         """Let begun copies end and accept no more; idempotent."""
@@ -196,11 +204,13 @@ class CpuGpuOffloadingHandlers:
             self._copiers = (copier, copier)
         storing, loading = self._directions
         storing.attach(self._copiers[0].store)
-        loading.attach(self._copiers[1].load)
+        loading.attach(self._copiers[1].load, self._copiers[1].load)
 
 
-class RowHandler(OffloadingHandler):
+class RowHandler(OffloadingHandler, LayerwiseHandler):
     """One direction between device blocks and rows: plans a transfer at once, leaves its copy to a lane.
+
+    Ref by ref it copies where it was given a way to, and where the cache has one group.
 
     Args:
         transfer_type: GPU_TO_CPU or CPU_TO_GPU.
@@ -220,16 +230,17 @@ class RowHandler(OffloadingHandler):
         self._layout = layout
         self._num_slots = num_slots
         self._lane = lane
-        self._copy: Callable[[Sequence[GroupMoves]], None] | None = None
+        self._copy: Copy | None = None
+        self._copy_refs: CopyRefs | None = None
         self._unreported: set[TransferJobId] = set()
 
-    def attach(self, copy: Callable[[Sequence[GroupMoves]], None]) -> None:
-        """Let ``copy`` move the bytes of each transfer that comes from now on."""
-        self._copy = copy
+    def attach(self, copy: Copy, copy_refs: CopyRefs | None = None) -> None:
+        """Let ``copy`` move the bytes of each transfer that comes from now on, and ``copy_refs`` those of some refs."""
+        self._copy, self._copy_refs = copy, copy_refs
 
     def detach(self) -> None:
         """Decline transfers until ``attach``; blocks until those that have begun have ended."""
-        self._copy = None
+        self._copy = self._copy_refs = None
         self._lane.wait(self._unreported)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
@@ -239,15 +250,30 @@ class RowHandler(OffloadingHandler):
                 "job %d, %s to %s, is declined: no KV cache is registered", job_id, *self._transfer_type
             )
             return False
-        try:
-            moves = plan_moves(self._layout, *self._ends(spec), self._num_slots)
-        except KVCacheLayoutError as error:
-            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message says it all
+        moves = self._plan(job_id, spec)
+        return moves is not None and self._submit(job_id, moves, [partial(self._copy, moves)])
+
+    def num_refs(self) -> int:
+        """Return the refs of the cache's only group; 0 with several groups, or where a ref alone cannot be copied."""
+        if self._copy_refs is None or len(self._layout.groups) != 1:
+            return 0
+        return len(self._layout.groups[0].places)
+
+    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        """Start a transfer that copies ref after ref; False as ``transfer_async``, and where ``num_refs`` is 0."""
+        num_refs = self.num_refs()
+        if self._copy_refs is None or num_refs == 0:
+            logger.error("job %d is declined: it cannot be copied layer by layer", job_id)
             return False
-        is_begun = self._lane.submit(job_id, count_bytes(self._layout, moves), partial(self._copy, moves))
-        if is_begun:
-            self._unreported.add(job_id)
-        return is_begun
+        moves = self._plan(job_id, spec)
+        if moves is None:
+            return False
+        parts = [partial(self._copy_refs, moves, slice(idx, idx + 1)) for idx in range(num_refs)]
+        return self._submit(job_id, moves, parts)
+
+    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
+        """Hold compute back until the refs up to ``ref_idx`` are there; False when a job is known to have failed."""
+        return self._lane.wait_for_part(job_ids, ref_idx)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, in the order of submission."""
@@ -262,6 +288,21 @@ class RowHandler(OffloadingHandler):
     def shutdown(self) -> None:
         """Let begun copies end, fail queued ones and decline what comes later; idempotent."""
         self._lane.shutdown()
+
+    def _plan(self, job_id: TransferJobId, spec: TransferSpec) -> list[GroupMoves] | None:
+        try:
+            return plan_moves(self._layout, *self._ends(spec), self._num_slots)
+        except KVCacheLayoutError as error:
+            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message says it all
+            return None
+
+    def _submit(
+        self, job_id: TransferJobId, moves: Sequence[GroupMoves], parts: Sequence[Callable[[], None]]
+    ) -> bool:
+        is_begun = self._lane.submit(job_id, count_bytes(self._layout, moves), *parts)
+        if is_begun:
+            self._unreported.add(job_id)
+        return is_begun
 
     def _ends(self, spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
         is_store = self._transfer_type == GPU_TO_CPU

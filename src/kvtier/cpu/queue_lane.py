@@ -1,7 +1,7 @@
 """Keeps the books of copies that a device carries out on its own: launch now, ask later.
 
-It launches nothing itself and knows no device; a queue does, and gives a ticket for each copy. Because a queue is
-served in order, a copy is looked at only when the ones before it have ended.
+It launches nothing itself and knows no device; a queue does, and gives a ticket for each part of a copy. Because a
+queue is served in order, a copy is looked at only when the ones before it have ended, and has ended with its last part.
 """
 
 import logging
@@ -25,7 +25,7 @@ class Ticket(Protocol):
         """Block until the copy has ended."""
 
     def publish(self) -> None:
-        """Make what the copy wrote visible to compute launched from now on."""
+        """Order compute launched from now on after the copy, which may still be under way; does not block."""
 
     def elapsed_s(self) -> float:
         """Return the seconds that the copy took; it must have ended."""
@@ -42,7 +42,12 @@ class DeviceQueue(Protocol):
 class _Launched:
     job_id: TransferJobId
     num_bytes: int
-    ticket: Ticket
+    tickets: tuple[Ticket, ...]
+
+    @property
+    def last(self) -> Ticket:
+        """The ticket with which the copy ends."""
+        return self.tickets[-1]
 
 
 class QueueLane:
@@ -62,20 +67,22 @@ class QueueLane:
         self._finished: list[TransferResult] = []
         self._is_accepting = True
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
-        """Launch a copy.
+    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
+        """Launch a copy, part after part.
 
         Returns:
             False when the lane has ended, the id is in use, or the launch failed.
         """
         if not self._is_accepting or any(job.job_id == job_id for job in self._open):
             return False
+        tickets: list[Ticket] = []
         try:
-            ticket = self._queue.launch(copy)
+            tickets.extend(self._queue.launch(part) for part in parts)
         except Exception:  # thread top: the device's runtime raises what it likes; the engine goes on
             logger.exception("job %d: launching %s to %s failed", job_id, *self._transfer_type)
+            self._give_up(tickets)
             return False
-        self._open.append(_Launched(job_id, num_bytes, ticket))
+        self._open.append(_Launched(job_id, num_bytes, tuple(tickets)))
         return True
 
     def take_finished(self) -> list[TransferResult]:
@@ -87,7 +94,7 @@ class QueueLane:
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
         last = max((at for at, job in enumerate(self._open) if job.job_id in job_ids), default=-1)
-        waited_for = {id(job.ticket) for job in list(self._open)[: last + 1]}
+        waited_for = {id(job.last) for job in list(self._open)[: last + 1]}
 
         def is_waited_for(ticket: Ticket) -> bool:
             if id(ticket) not in waited_for:
@@ -97,6 +104,22 @@ class QueueLane:
 
         self._settle(is_waited_for)
 
+    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
+        """Order compute launched from now on after the parts up to ``part`` of each job; does not block.
+
+        Returns:
+            False when one that is not reported yet is known to have failed; a part that fails later shows when the
+            job is reported. Unknown ids are ignored.
+        """
+        try:
+            for job in self._open:
+                if job.job_id in job_ids:
+                    job.tickets[min(part, len(job.tickets) - 1)].publish()
+        except Exception:  # thread top: a device that failed takes each of its jobs with it
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
+        return all(result.success for result in self._finished if result.job_id in job_ids)
+
     def shutdown(self) -> None:
         """Block until every launched copy has ended, and accept no more; idempotent."""
         self._is_accepting = False
@@ -105,16 +128,29 @@ class QueueLane:
     def _settle(self, has_ended: Callable[[Ticket], bool]) -> None:
         """Move jobs from open to finished, oldest first, until one has not ended."""
         try:
-            while self._open and has_ended(self._open[0].ticket):
-                self._open[0].ticket.publish()
-                self._report(success=True, transfer_time=self._open[0].ticket.elapsed_s())
+            while self._open and has_ended(self._open[0].last):
+                self._open[0].last.publish()
+                elapsed_s = sum(ticket.elapsed_s() for ticket in self._open[0].tickets)
+                self._report(success=True, transfer_time=elapsed_s)
         except Exception:  # thread top: a device that failed takes each of its jobs with it
-            logger.exception(
-                "%s to %s: the device failed; its %d jobs fail", *self._transfer_type, len(self._open)
-            )
-            self._is_accepting = False
-            while self._open:
-                self._report(success=False)
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        """End every open job as failed and accept no more."""
+        logger.error("%s to %s: %d jobs fail with the device", *self._transfer_type, len(self._open))
+        self._is_accepting = False
+        while self._open:
+            self._report(success=False)
+
+    def _give_up(self, tickets: list[Ticket]) -> None:
+        """Let the parts end that were launched before one could not be: a declined copy writes nothing any more."""
+        try:
+            for ticket in tickets[-1:]:
+                ticket.block()
+        except Exception:  # thread top: a device that failed writes nothing any more
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
 
     def _report(self, *, success: bool, transfer_time: float | None = None) -> None:
         job = self._open.popleft()

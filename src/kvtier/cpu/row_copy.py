@@ -75,13 +75,18 @@ class RowCopier:
 
     def store(self, moves: Sequence[GroupMoves]) -> None:
         """Copy device -> rows and zero the tails. Returns when the bytes are there."""
-        pieces = self._plan_pieces(moves, is_store=True)
+        pieces = self._plan_pieces(moves, slice(None), is_store=True)
         pieces += [tail for move in moves if (tail := self._plan_tail(move)) is not None]
         self._run(pieces)
 
-    def load(self, moves: Sequence[GroupMoves]) -> None:
-        """Copy rows -> device. Returns when the bytes are there."""
-        self._run(self._plan_pieces(moves, is_store=False))
+    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+        """Copy rows -> device. Returns when the bytes are there.
+
+        Args:
+            moves: what to copy.
+            places: which refs of each group; None means all of them.
+        """
+        self._run(self._plan_pieces(moves, places or slice(None), is_store=False))
 
     def release(self) -> None:
         """End the helpers and let go of tensors and rows; idempotent. There must be no copy any more."""
@@ -89,13 +94,13 @@ class RowCopier:
         self._refs = []
         self._rows = self._rows[:0].copy()
 
-    def _plan_pieces(self, moves: Sequence[GroupMoves], *, is_store: bool) -> list[Piece]:
-        return [piece for move in moves for piece in self._plan_group(move, is_store=is_store)]
+    def _plan_pieces(self, moves: Sequence[GroupMoves], places: slice, *, is_store: bool) -> list[Piece]:
+        return [piece for move in moves for piece in self._plan_group(move, places, is_store=is_store)]
 
-    def _plan_group(self, move: GroupMoves, *, is_store: bool) -> Iterator[Piece]:
+    def _plan_group(self, move: GroupMoves, places: slice, *, is_store: bool) -> Iterator[Piece]:
         factor = self._layout.block_size_factor
         runs = plan_runs(move, factor)
-        for size_bytes, refs in groupby(self._refs[move.group_idx], lambda ref: ref.page_size_bytes):
+        for size_bytes, refs in groupby(self._refs[move.group_idx][places], lambda ref: ref.page_size_bytes):
             if len(move.device_blocks) * size_bytes >= len(runs) * GATHER_BELOW_BYTES:
                 batches = list(_batch_rectangles(runs, factor, max(1, PIECE_BYTES // size_bytes)))
                 yield from (partial(ref.copy, batch, is_store=is_store) for ref in refs for batch in batches)

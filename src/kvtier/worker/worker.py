@@ -9,6 +9,7 @@ Source: vLLM's ``kv_offload/worker``, pull request 37874.
 import logging
 
 from kvtier.base import (
+    LayerwiseHandler,
     LoadStoreSpec,
     OffloadingHandler,
     TransferJobId,
@@ -19,6 +20,7 @@ from kvtier.base import (
 from kvtier.errors import DuplicateNameError
 
 __all__ = [
+    "LayerwiseHandler",
     "OffloadingHandler",
     "OffloadingWorker",
     "TransferJobId",
@@ -55,16 +57,47 @@ class OffloadingWorker:
         Returns:
             False when no handler took it, and then the job is never reported by get_finished.
         """
-        source, destination = spec
-        transfer_type = TransferType(source.medium(), destination.medium())
-        handler = self._handlers.get(transfer_type)
+        handler = self._find(job_id, spec)
         if handler is None:
-            logger.error("job %d: no handler copies %s to %s", job_id, *transfer_type)
             return False
         try:
-            return handler.transfer_async(job_id, TransferSpec(source, destination))
+            return handler.transfer_async(job_id, TransferSpec(*spec))
         except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
-            logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *transfer_type)
+            logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *_media(spec))
+            return False
+
+    def num_refs(self, transfer_type: TransferType) -> int:
+        """Return how many refs transfers between these media copy one after the other; 0 when they do not."""
+        handler = self._handlers.get(transfer_type)
+        return handler.num_refs() if isinstance(handler, LayerwiseHandler) else 0
+
+    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        """Start a transfer that copies ref after ref; False as ``transfer_async``."""
+        handler = self._find(job_id, spec)
+        if not isinstance(handler, LayerwiseHandler):
+            return False
+        try:
+            return handler.transfer_by_ref(job_id, TransferSpec(*spec))
+        except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
+            logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *_media(spec))
+            return False
+
+    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
+        """Hold compute back until the refs up to ``ref_idx`` have their bytes.
+
+        Returns:
+            False when a job is known to have failed; the others may then not have been waited for.
+
+        Thread: blocks as the handlers do.
+        """
+        try:
+            return all(
+                handler.wait_for_ref(job_ids, ref_idx)
+                for handler in self._handlers.values()
+                if isinstance(handler, LayerwiseHandler)
+            )
+        except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
+            logger.exception("a handler failed to wait for ref %d of jobs %s", ref_idx, sorted(job_ids))
             return False
 
     def get_finished(self) -> list[TransferResult]:
@@ -80,3 +113,14 @@ class OffloadingWorker:
         """End every handler; idempotent."""
         for handler in self._handlers.values():
             handler.shutdown()
+
+    def _find(self, job_id: TransferJobId, spec: TransferSpec) -> OffloadingHandler | None:
+        handler = self._handlers.get(_media(spec))
+        if handler is None:
+            logger.error("job %d: no handler copies %s to %s", job_id, *_media(spec))
+        return handler
+
+
+def _media(spec: TransferSpec) -> TransferType:
+    source, destination = spec
+    return TransferType(source.medium(), destination.medium())

@@ -231,6 +231,23 @@ class EngineHost:
             self._core.step_fn()
         raise AssertionError("the aborted request is never let go")
 
+    def abort_while_computing(self, prompt: Sequence[int]) -> None:
+        """Add a request and abort it while its first step is carried out, then step until the engine rests."""
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": list(prompt)}, SamplingParams(max_tokens=4))
+        self._core.aborts_queue.put_nowait(list(self._core.scheduler.requests))
+        self._core.step_fn()
+        engine.abort_request(["aborted"])
+        self.settle()
+
+    def lose_layer_hook(self) -> None:
+        """Let vLLM compute without waiting for layers, as a recorded graph of the whole model would."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().wait_for_layer_load = lambda layer_name: None
+
     def num_known_requests(self) -> int:
         """Return how many requests the scheduler still knows."""
         return len(self._core.scheduler.requests)

@@ -17,6 +17,7 @@ from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.engines.transformers.step import StepPlan, StepReport
+from kvtier.errors import LayerLoadError
 
 POLL_INTERVAL_S = 0.0002
 """Pause between two steps that wait for a tier or a load. Longer delays the first token by as much; shorter
@@ -72,22 +73,54 @@ class ConnectorLink:
         """The books of the tiers."""
         return self._scheduler.manager
 
-    def match(self, request: Request) -> int:
-        """Return how many tokens after the computed ones the tiers hold; waits for those who are not sure."""
+    def match(self, request: Request, *, can_wait_by_layer: bool) -> tuple[int, bool]:
+        """Return how many tokens after the computed ones the tiers hold; waits for those who are not sure.
+
+        Args:
+            request: not computed yet.
+            can_wait_by_layer: whether its next step would compute while they are loaded, layer by layer.
+
+        Returns:
+            The tokens, and whether that step must do so; otherwise they are waited for.
+        """
         while True:
             with DeferredInterrupt():
-                answer, _ = self._scheduler.get_num_new_matched_tokens(request, request.num_computed_tokens)
+                answer, is_beside = self._scheduler.get_num_new_matched_tokens(
+                    request, request.num_computed_tokens, can_wait_by_layer=can_wait_by_layer
+                )
             if answer is not None:
-                return answer
+                return answer, answer > 0 and not is_beside
             self.step(StepPlan())
             self._pause(POLL_INTERVAL_S)
 
-    def note_allocated(self, request: Request, num_external_tokens: int) -> None:
+    def note_allocated(self, request: Request, num_external_tokens: int, *, is_layerwise: bool) -> None:
         """Tell the connector the request's blocks, and to load that many tokens into them."""
         with DeferredInterrupt():
             self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
-            if num_external_tokens:
+            if num_external_tokens and not is_layerwise:
                 self._loading.add(request.request_id)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Wait, within a step's computation, until the blocks have the bytes of a layer.
+
+        Raises:
+            LayerLoadError: the load has failed.
+        """
+        if not self._worker.wait_for_layer(layer_name):
+            raise LayerLoadError(f"layer {layer_name!r} did not get its bytes")
+
+    def end_layer_loads(self) -> None:
+        """Wait, at the end of a step's computation, until its load has ended.
+
+        Raises:
+            LayerLoadError: it has failed, so that what was computed is worthless.
+        """
+        if not self._worker.end_layer_loads():
+            raise LayerLoadError("a load failed that the step has computed with")
+
+    def take_failed_blocks(self, request: Request) -> set[int]:
+        """Return, once, the device blocks that did not get their bytes."""
+        return self._failed_block_ids.pop(request.request_id, set())
 
     def wait_for_load(self, request: Request) -> set[int]:
         """Step until the request's load has ended; return the device blocks that did not get their bytes."""
@@ -95,7 +128,7 @@ class ConnectorLink:
             self.step(StepPlan())
             if request.request_id in self._loading:
                 self._pause(POLL_INTERVAL_S)
-        return self._failed_block_ids.pop(request.request_id, set())
+        return self.take_failed_blocks(request)
 
     def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:
         """Do one step.
@@ -110,7 +143,10 @@ class ConnectorLink:
             self._worker.handle_preemptions(metadata)
             self._worker.start_kv_transfers(metadata)
             try:
-                if compute is not None:
+                if compute is None:
+                    # A request that ended before its first step: its load is waited for, and nobody reads it.
+                    self._worker.end_layer_loads(is_computed=False)
+                else:
                     with deferred.lifted():
                         compute()
                     is_computed = True

@@ -68,7 +68,9 @@ class KVTierEngine:
         if config.extra_config is not None:
             worker = make_offloading_config(adapter, config, config.extra_config)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
-            self._link = ConnectorLink(*specs, self._pages.canonical, clock, pause)
+            is_by_layer = worker.settings.layerwise_load
+            caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
+            self._link = ConnectorLink(*specs, caches, clock, pause)
             num_blocks = worker.block_size_factor
         try:
             self._scheduler = RequestScheduler(

@@ -6,6 +6,7 @@ It reads the model's weights once unless their revision is given; see ``fingerpr
 import os
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
@@ -13,7 +14,7 @@ from kvtier.engines.transformers.block_hash import HASH_ALGORITHM
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.fingerprint import digest_model_config, fingerprint_weights
 from kvtier.engines.transformers.model_adapter import ModelAdapter
-from kvtier.engines.transformers.paged_cache import KV_LAYOUT
+from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
 
 ENGINE_KIND = "transformers"
 """Names this engine in namespaces: another one lays out its bytes otherwise."""
@@ -46,7 +47,7 @@ def make_offloading_config(
         dtype=str(adapter.model.dtype),
         config_digest=digest_model_config(adapter.model),
     )
-    return OffloadingConfig(
+    described = OffloadingConfig(
         engine_id=make_engine_id(),
         model=identity,
         groups=(group,),
@@ -59,3 +60,6 @@ def make_offloading_config(
         engine_kind=ENGINE_KIND,
         extra_config=extra_config,
     )
+    if described.settings.layerwise_load and described.block_size_factor > 1:
+        return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
+    return described

@@ -5,16 +5,20 @@ its tokens, tokens first. One page is one run of bytes, so a transfer to host me
 block; within it a layer's keys are one run too, so gathering a prefix for the model is a plain copy as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.engines.transformers.model_adapter import KVShape
-from kvtier.engines.transformers.sequence_cache import SequenceCache
+from kvtier.engines.transformers.sequence_cache import SequenceCache, SequenceLayer
 
 KV_LAYOUT = "page:layer,key|value,token,head,dim"
 """The order of the bytes in a page, as the namespace names it."""
+
+KV_LAYOUT_BY_LAYER = "layer:page:key|value,token,head,dim"
+"""The same for rows of several pages that are copied layer by layer. With one page a row both orders are the same."""
 
 
 class PagedKVCache:
@@ -36,6 +40,11 @@ class PagedKVCache:
         # Zeroed by hand: torch.zeros leaves the pages to be mapped at first touch, and then the first load or
         # store of every block would pay for it.
         self._pages = torch.empty((num_blocks, page_elements), dtype=shape.dtype, device=shape.device).zero_()
+        self._layer_names = [layer.name for layer in shape.layers]
+        self._layer_bytes = [
+            block_size_tokens * (layer.key_elements + layer.value_elements) * shape.dtype.itemsize
+            for layer in shape.layers
+        ]
         self._key_pages: list[torch.Tensor] = []
         self._value_pages: list[torch.Tensor] = []
         offset = 0
@@ -53,9 +62,32 @@ class PagedKVCache:
         tensor = CanonicalKVCacheTensor(self._pages.view(torch.int8), self.page_size_bytes)
         return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, self.page_size_bytes)]])
 
+    @property
+    def canonical_by_layer(self) -> CanonicalKVCaches:
+        """The same bytes with a tensor for each layer, so that a transfer can bring one layer after the other."""
+        raw, start, tensors = self._pages.view(torch.int8), 0, []
+        for size_bytes in self._layer_bytes:
+            tensors.append(CanonicalKVCacheTensor(raw[:, start : start + size_bytes], size_bytes))
+            start += size_bytes
+        refs = [CanonicalKVCacheRef(index, tensor.page_size_bytes) for index, tensor in enumerate(tensors)]
+        return CanonicalKVCaches(tensors, [refs], {name: idx for idx, name in enumerate(self._layer_names)})
+
     @torch.no_grad()
-    def gather(self, block_ids: Sequence[int], sequence: SequenceCache, num_tokens: int) -> None:
+    def gather(
+        self,
+        block_ids: Sequence[int],
+        sequence: SequenceCache,
+        num_tokens: int,
+        wait_for_layer: Callable[[str], None] | None = None,
+    ) -> None:
         """Make ``sequence`` hold the first ``num_tokens`` tokens of these blocks.
+
+        Args:
+            block_ids: the blocks.
+            sequence: filled.
+            num_tokens: tokens to hold.
+            wait_for_layer: returns when the blocks have the bytes of a layer. Each layer is then filled when the
+                model comes to it, and must not be read before; whatever this raises ends the forward pass.
 
         Effects: what ``sequence`` held is gone.
         """
@@ -63,11 +95,12 @@ class PagedKVCache:
         ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self._pages.device)
         sequence.set_num_tokens(0)
         sequence.reserve(num_blocks * self.block_size_tokens)
-        for layer, keys, values in zip(
-            sequence.sequence_layers, self._key_pages, self._value_pages, strict=True
-        ):
-            torch.index_select(keys, 0, ids, out=self._as_blocks(layer.key_buffer, 0, num_blocks))
-            torch.index_select(values, 0, ids, out=self._as_blocks(layer.value_buffer, 0, num_blocks))
+        for index, layer in enumerate(sequence.sequence_layers):
+            layer.fill_later(None)
+            if wait_for_layer is None:
+                self._gather_layer(index, layer, ids)
+            else:
+                layer.fill_later(partial(self._gather_late, index, layer, ids, wait_for_layer))
         sequence.set_num_tokens(num_tokens)
 
     @torch.no_grad()
@@ -88,6 +121,17 @@ class PagedKVCache:
         ):
             keys.index_copy_(0, ids, self._as_blocks(layer.key_buffer, first_block, num_blocks))
             values.index_copy_(0, ids, self._as_blocks(layer.value_buffer, first_block, num_blocks))
+
+    def _gather_layer(self, index: int, layer: SequenceLayer, ids: torch.Tensor) -> None:
+        keys, values = self._key_pages[index], self._value_pages[index]
+        torch.index_select(keys, 0, ids, out=self._as_blocks(layer.key_buffer, 0, len(ids)))
+        torch.index_select(values, 0, ids, out=self._as_blocks(layer.value_buffer, 0, len(ids)))
+
+    def _gather_late(
+        self, index: int, layer: SequenceLayer, ids: torch.Tensor, wait_for_layer: Callable[[str], None]
+    ) -> None:
+        wait_for_layer(self._layer_names[index])
+        self._gather_layer(index, layer, ids)
 
     def _as_blocks(self, buffer: torch.Tensor, first_block: int, num_blocks: int) -> torch.Tensor:
         first = first_block * self.block_size_tokens

@@ -32,6 +32,7 @@ class Request:
         num_filled_blocks: leading blocks whose bytes are in the pool.
         origins: prompt tokens that were not computed, by where they were found.
         num_failed_load_blocks: device blocks whose load failed.
+        num_arriving_blocks: blocks that its next step computes with while they are loaded.
         is_known: whether the connector has seen the request in a step.
         started_s: clock reading at its start.
         first_token_s: clock reading at its first token.
@@ -51,6 +52,7 @@ class Request:
     num_filled_blocks: int = 0
     origins: dict[str, int] = field(default_factory=dict)
     num_failed_load_blocks: int = 0
+    num_arriving_blocks: int = 0
     is_known: bool = False
     started_s: float = 0.0
     first_token_s: float = 0.0

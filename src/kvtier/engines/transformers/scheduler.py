@@ -4,6 +4,7 @@ It computes nothing itself: a step is given the function that does. A block is p
 prefix cache, and offered to kvtier, only when its bytes are in the pool.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -16,6 +17,9 @@ from kvtier.engines.transformers.request import Request
 from kvtier.engines.transformers.result import DEVICE
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.engines.transformers.step import plan_step
+from kvtier.errors import LayerLoadError
+
+logger = logging.getLogger(__name__)
 
 
 class RequestScheduler:
@@ -40,10 +44,14 @@ class RequestScheduler:
         self._link = link
         self._offloaded_block_tokens = offloaded_block_tokens
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, *, can_wait_by_layer: bool = False) -> None:
         """Give the request its blocks and load into them what the device or a tier holds of its tokens.
 
-        Effects: sets ``num_computed_tokens``, a whole number of blocks, and ``origins``.
+        Args:
+            request: new.
+            can_wait_by_layer: whether ``advance`` may be left to wait for the load, while the model computes.
+
+        Effects: sets ``num_computed_tokens``, a whole number of blocks, ``origins`` and ``num_arriving_blocks``.
 
         Raises:
             DevicePoolError: the pool is too small for the request's tokens.
@@ -53,11 +61,16 @@ class RequestScheduler:
         num_device_tokens = len(request.block_ids) * request.block_size_tokens
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
-        num_external_tokens, promoted = self._search_tiers(request)
+        num_external_tokens, is_layerwise, promoted = self._search_tiers(request, can_wait_by_layer)
         self._grow(request, request.num_tokens)
         if self._link is not None:
-            self._link.note_allocated(request, num_external_tokens)
-        num_loaded_tokens = self._load(request, num_external_tokens) if num_external_tokens else 0
+            self._link.note_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
+        num_loaded_tokens = num_external_tokens
+        if is_layerwise:
+            request.num_arriving_blocks = num_external_tokens // request.block_size_tokens
+            request.num_computed_tokens += num_external_tokens
+        elif num_external_tokens:
+            num_loaded_tokens = self._load(request, num_external_tokens)
         request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, promoted)
 
     def gather_prefix(self, request: Request, sequence: SequenceCache) -> None:
@@ -71,12 +84,18 @@ class RequestScheduler:
             request.num_computed_tokens -= 1
             latest = [origin for origin, num_tokens in request.origins.items() if num_tokens][-1]
             request.origins[latest] -= 1
-        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens)
+        wait_for_layer = None
+        if request.num_arriving_blocks:
+            assert self._link is not None, "only a link brings blocks"
+            wait_for_layer = self._link.wait_for_layer
+        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens, wait_for_layer)
 
     def advance(
         self, request: Request, sequence: SequenceCache, num_tokens: int, compute: Callable[[], None]
     ) -> None:
         """Do one step: make room, compute, put the blocks that became full into the pool.
+
+        A step that computes with a load that fails brings nothing: the request then lacks the tokens of the load too.
 
         Args:
             request: its next ``num_tokens`` tokens are computed.
@@ -92,13 +111,19 @@ class RequestScheduler:
 
         def compute_and_keep() -> None:
             compute()
+            self._confirm_arrival(request)
             self._keep_full_blocks(request, sequence, request.num_computed_tokens + num_tokens)
 
         request.is_known = True
         if self._link is None:
             compute_and_keep()
         else:
-            self._link.step(plan, compute_and_keep)
+            try:
+                self._link.step(plan, compute_and_keep)
+            except LayerLoadError as error:
+                logger.warning("request %s: what it lacks is computed: %s", request.request_id, error)
+                self._fall_back(request, sequence)
+                return
         request.num_computed_tokens += num_tokens
 
     def finish(self, request: Request) -> None:
@@ -111,14 +136,40 @@ class RequestScheduler:
                 self._pool.free(request.block_ids)
                 request.block_ids = []
 
-    def _search_tiers(self, request: Request) -> tuple[int, Counter[str]]:
-        """Return how many tokens the tiers hold after the device's, and what each promoted for that."""
+    def _search_tiers(self, request: Request, can_wait_by_layer: bool) -> tuple[int, bool, Counter[str]]:
+        """Return how many tokens the tiers hold after the device's, how they come, and what each promoted for that."""
         if self._link is None:
-            return 0, Counter()
+            return 0, False, Counter()
         before = count_promoted_blocks(self._link.manager.stats())
-        num_tokens = self._link.match(request)
+        num_tokens, is_layerwise = self._link.match(request, can_wait_by_layer=can_wait_by_layer)
         promoted = count_promoted_blocks(self._link.manager.stats()) - before
-        return num_tokens, Counter({tier: n * self._offloaded_block_tokens for tier, n in promoted.items()})
+        promoted_tokens = {tier: n * self._offloaded_block_tokens for tier, n in promoted.items()}
+        return num_tokens, is_layerwise, Counter(promoted_tokens)
+
+    def _confirm_arrival(self, request: Request) -> None:
+        """Take what arrived while the step computed for loaded; raises LayerLoadError when it did not."""
+        if not request.num_arriving_blocks:
+            return
+        assert self._link is not None, "only a link brings blocks"
+        self._link.end_layer_loads()
+        self._fill_blocks(request, request.num_arriving_blocks)
+        request.num_arriving_blocks = 0
+
+    def _fall_back(self, request: Request, sequence: SequenceCache) -> None:
+        """Let the request go on from what the device held before its load failed."""
+        assert self._link is not None, "only a link brings blocks"
+        request.num_failed_load_blocks = len(self._link.take_failed_blocks(request))
+        request.num_arriving_blocks = 0
+        request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
+        request.origins = {DEVICE: request.num_computed_tokens}
+        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens)
+
+    def _fill_blocks(self, request: Request, num_blocks: int) -> None:
+        """Publish blocks whose bytes have come, those after the filled ones."""
+        first = request.num_filled_blocks
+        for index in range(first, first + num_blocks):
+            self._pool.publish(request.block_ids[index], request.block_hashes[index])
+        request.num_filled_blocks += num_blocks
 
     def _load(self, request: Request, num_external_tokens: int) -> int:
         """Wait for the load and return how many tokens it brought before the first failed block."""
@@ -129,9 +180,7 @@ class RequestScheduler:
         loaded = request.block_ids[first:last]
         request.num_failed_load_blocks = len(failed.intersection(loaded))
         num_good = next((i for i, block_id in enumerate(loaded) if block_id in failed), len(loaded))
-        for index in range(first, first + num_good):
-            self._pool.publish(request.block_ids[index], request.block_hashes[index])
-        request.num_filled_blocks += num_good
+        self._fill_blocks(request, num_good)
         request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
         return num_good * request.block_size_tokens
 

@@ -6,6 +6,8 @@ transposed, heads first, without a copy. The buffers have room for tokens to com
 concatenation would copy the prefix at every step.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -48,6 +50,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.value_buffer = _empty(values, dtype, device)
         self.num_tokens = 0
         self._is_rolled_back = False
+        self._fill: Callable[[], None] | None = None
         self.is_initialized = True
         self.set_num_tokens(0)
 
@@ -65,6 +68,10 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         values = self.value_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
         self.keys, self.values = keys, values
         return keys, values
+
+    def fill_later(self, fill: Callable[[], None] | None) -> None:
+        """Let ``fill`` write what the buffers are said to hold, when the model comes to this layer; None undoes it."""
+        self._fill = fill
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the buffers exist from the start."""
@@ -96,6 +103,9 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
                 "a KVTierCache cannot go on after tokens were taken back: generate without assisted decoding, "
                 "prompt lookup and the like"
             )
+        if self._fill is not None:
+            self._fill()
+            self._fill = None
         first = self.num_tokens
         last = first + key_states.shape[2]
         if last > len(self.key_buffer):

@@ -101,7 +101,7 @@ class RequestServer:
         """Yield the tokens that follow the request's prompt; it begins at the first ``next``."""
         sampler = Sampler(params)
         with self._serving(request):
-            self._scheduler.admit(request)
+            self._scheduler.admit(request, can_wait_by_layer=True)
             self._scheduler.gather_prefix(request, self._working)
             token_id = self._compute_next(request, sampler)
             request.first_token_s = self._clock()

@@ -25,6 +25,11 @@ HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
 groups the engine dies of those, and with a sliding window it goes on from blocks that were never filled."""
 
 
+HAS_BLOCK_POOL_HOOK = hasattr(connector_base.KVConnectorBase_V1, "bind_gpu_block_pool")
+"""Whether a connector is handed the pool of device blocks. Without it, blocks that a failed load has spoiled while
+their request computed stay in vLLM's prefix cache."""
+
+
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
 """Tokens by vLLM's name of the tier they came from."""
 

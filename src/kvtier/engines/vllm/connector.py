@@ -23,6 +23,7 @@ from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.groups import names_of_groups
+from kvtier.engines.vllm.layerwise import find_obstacle
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
@@ -59,6 +60,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         self._stats_clock = StatsClock()
         if is_scheduler:
             recompute_failed_loads(vllm_config)
+            self._can_wait_by_layer = self._admits_layerwise(vllm_config)
             self._log_start()
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
@@ -98,8 +100,16 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False: nothing is loaded or stored layer by layer, so graphs hold no hook."""
-        return False
+        """Return whether loads are waited for layer by layer: a graph of the whole model would hold no hook."""
+        return bool(extra_config.get("layerwise_load", False))
+
+    def _admits_layerwise(self, vllm_config: VllmConfig) -> bool:
+        if not self._connector.spec.config.settings.layerwise_load:
+            return False
+        obstacle = find_obstacle(vllm_config)
+        if obstacle is not None:
+            logger.warning("layerwise_load has no effect: %s", obstacle)
+        return obstacle is None
 
     def _log_start(self) -> None:
         config = self._connector.spec.config

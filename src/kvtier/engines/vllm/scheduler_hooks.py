@@ -9,6 +9,7 @@ Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
 from collections.abc import Iterable
 
 from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -31,6 +32,8 @@ class SchedulerHooks:
 
     def __init__(self) -> None:
         self._adapter_salts = AdapterSalts()
+        self._block_pool: BlockPool | None = None
+        self._can_wait_by_layer = False
 
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler:
@@ -52,8 +55,19 @@ class SchedulerHooks:
         """Say how many tokens can be loaded beyond those on the device; None asks to be asked again."""
         key_salt = self._adapter_salts.salt_of(request) if self.is_offloadable(request) else None
         if key_salt is None:
-            return 0, False
-        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, key_salt)
+            # Blocks of its own it has none, but it may share those of a load that is not there yet.
+            is_early = self._scheduler.layerwise.shares_blocks(request, num_computed_tokens)
+            return None if is_early else 0, False
+        return self._scheduler.get_num_new_matched_tokens(
+            request,
+            num_computed_tokens,
+            key_salt,
+            can_wait_by_layer=self._can_wait_by_layer and self._block_pool is not None,
+        )
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Take the pool of device blocks, whose prefix cache must forget what a failed load has spoiled."""
+        self._block_pool = gpu_block_pool
 
     def is_offloadable(self, request: Request) -> bool:
         """Return whether blocks of this request may be loaded and stored; one that is never searched is neither.
@@ -83,8 +97,15 @@ class SchedulerHooks:
         return self._scheduler.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers reported."""
+        """Take what the workers reported.
+
+        vLLM has put the blocks of a load by layer into its prefix cache, and computes in place what failed. Were the
+        request aborted or pre-empted before that, others would find the wrong bytes there: they are forgotten first.
+        """
         self._scheduler.update_connector_output(connector_output)
+        spoiled_blocks = self._scheduler.layerwise.take_spoiled_blocks()
+        if spoiled_blocks and self._block_pool is not None:
+            self._block_pool.evict_blocks(spoiled_blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""

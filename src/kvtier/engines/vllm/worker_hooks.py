@@ -66,7 +66,8 @@ class WorkerHooks:
         self._worker.start_kv_transfers(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled when its load has ended."""
+        """Hold the layer back until it has its bytes, in a step that computes with a load; else nothing is awaited."""
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
