@@ -90,7 +90,9 @@ def test_a_request_computes_while_it_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("reason", ["setting", "engine", "workers", "window"])
-def test_where_it_cannot_be_the_load_runs_beside_the_steps(reason: str) -> None:
+def test_where_it_cannot_be_the_load_runs_beside_the_steps(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = Bench(
         num_workers=2,
         groups=(WINDOW,) if reason == "window" else None,
@@ -102,6 +104,7 @@ def test_where_it_cannot_be_the_load_runs_beside_the_steps(reason: str) -> None:
     num_tokens, is_async = bench.ask(FakeRequest("r", PROMPT), can_wait=reason != "engine")
 
     assert (num_tokens, is_async) == (16, True)
+    assert ("loads nothing by layer" in caplog.text) == (reason == "window")
 
 
 def test_every_worker_must_be_able_to() -> None:

@@ -203,12 +203,13 @@ def test_without_hooks_loads_are_whole_before_anything_is_computed() -> None:
         (0, {"a": 0, "b": 1}, True),
     ],
 )
-def test_what_cannot_be_told_by_layer_is_not_offered(
-    num_refs: int, refs: dict[str, int], *, is_wanted: bool
+def test_what_cannot_be_told_by_layer_is_not_offered_and_whoever_asked_for_it_is_told(
+    num_refs: int, refs: dict[str, int], caplog: pytest.LogCaptureFixture, *, is_wanted: bool
 ) -> None:
     bench = Bench(CanonicalKVCaches([], [], refs), num_refs, is_wanted=is_wanted)
 
     assert bench.first_report is None
+    assert ("loads nothing by layer" in caplog.text) == is_wanted
 
 
 def test_two_layers_in_one_ref_wait_for_the_same_bytes() -> None:

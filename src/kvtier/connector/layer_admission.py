@@ -8,6 +8,7 @@ Its device blocks are in the engine's prefix cache before their bytes are there.
 one step, until the load has ended: if it failed, only the one request that loads has read them.
 """
 
+import logging
 from dataclasses import dataclass
 
 from kvtier.base import OffloadingSpec, TransferJobId
@@ -15,6 +16,8 @@ from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.protocols import Request
 from kvtier.connector.request_state import RequestState
 from kvtier.connector.transfer_jobs import OpenJob, TransferJobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,12 @@ class LayerAdmission:
     def __init__(self, spec: OffloadingSpec) -> None:
         layouts = make_group_layouts(spec)
         # With several groups or a window an engine cannot go on from the block in front of a failed load.
-        self._is_possible = (
-            spec.config.settings.layerwise_load and len(layouts) == 1 and layouts[0].num_tail_tokens is None
-        )
+        has_one_full_group = len(layouts) == 1 and layouts[0].num_tail_tokens is None
+        self._is_possible = spec.config.settings.layerwise_load and has_one_full_group
+        if spec.config.settings.layerwise_load and not has_one_full_group:
+            logger.warning(
+                "layerwise_load loads nothing by layer: the model has several KV groups, or a window"
+            )
         self._device_block_tokens = layouts[0].device_block_tokens
         self._hash_block_size = spec.hash_block_size
         self._num_workers = spec.config.world_size

@@ -78,6 +78,10 @@ class OffloadingConnectorWorker:
                 media = TransferType(entry.source.medium(), entry.destination.medium())
                 num_refs = max(num_refs, self.worker.num_refs(media))
         self._layer_loads = LayerLoads(self.worker, kv_caches, num_refs)
+        if self._is_layerwise_wanted and not self._layer_loads.is_able:
+            logger.warning(
+                "layerwise_load loads nothing by layer: layers of this KV cache cannot be loaded apart"
+            )
         self._report.layerwise_workers += self._layer_loads.is_able
         identity = region_identity_of(self._spec)
         if identity is not None:

@@ -1,5 +1,6 @@
 """Blocks that have left a tier, until somebody asks for them."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from kvtier.base import OffloadKey
@@ -18,18 +19,18 @@ class EvictedKeys:
 
     def __init__(self, is_wanted: Callable[[], bool]) -> None:
         self._is_wanted = is_wanted
-        self._untold: dict[OffloadKey, None] = {}
+        self._untold: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def add(self, key: OffloadKey) -> None:
         """Note a block that has just left."""
         if self._is_wanted():
             self._untold[key] = None
             if len(self._untold) > MAX_UNTOLD_KEYS:
-                del self._untold[next(iter(self._untold))]
+                self._untold.popitem(last=False)
 
     def clear(self) -> None:
         """Forget what waits to be told."""
-        self._untold = {}
+        self._untold = OrderedDict()
 
     def take(
         self, being_stored: Collection[OffloadKey], is_held: Callable[[OffloadKey], bool]
@@ -44,5 +45,5 @@ class EvictedKeys:
         if not self._untold:
             return []
         told = [key for key in self._untold if key not in being_stored and not is_held(key)]
-        self._untold = {key: None for key in self._untold if key in being_stored}
+        self._untold = OrderedDict.fromkeys(key for key in self._untold if key in being_stored)
         return told

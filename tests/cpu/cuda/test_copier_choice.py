@@ -20,6 +20,8 @@ from kvtier.errors import ConfigError, DeviceCopyError
 
 BATCH, RUNS, STAGED, KERNEL = CudaCopier.BATCH, CudaCopier.RUNS, CudaCopier.STAGED, CudaCopier.KERNEL
 AUTO = CudaCopier.AUTO
+PROOF_BYTES = 1500
+"""More than a proof of the layout below copies, and less than what is timed."""
 
 
 class Stopwatch:
@@ -41,7 +43,8 @@ class Way:
     Attributes:
         store_s: what its stores take.
         load_s: what its loads take.
-        fault: "drop" leaves the last span out, "raise" raises; of stores only where it ends in " stores".
+        fault: "drop" leaves the last span out, "raise" raises, "large" raises once a transfer is larger than a
+            proof's; of stores only where it ends in " stores".
         objection: why it cannot be used.
     """
 
@@ -65,6 +68,8 @@ class FaultyLauncher:
             fault = ""
         if fault.startswith("raise"):
             raise RuntimeError("CUDA error: not supported")
+        if fault.startswith("large") and spans.sizes.sum() > PROOF_BYTES:
+            raise RuntimeError("CUDA error: out of memory")
         if fault.startswith("drop"):
             spans = Spans(*(column[:-1] for column in spans))
         self._runs.launch(spans, is_store=is_store)
@@ -107,6 +112,7 @@ class Start:
         ({BATCH: Way(objection="no driver"), RUNS: Way(9, 9)}, (RUNS, RUNS)),
         ({BATCH: Way(fault="raise"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
         ({BATCH: Way(fault="drop"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
+        ({BATCH: Way(fault="large"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
         ({BATCH: Way(fault="drop stores"), STAGED: Way(9, 9)}, (STAGED, BATCH)),
     ],
 )

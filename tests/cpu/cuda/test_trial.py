@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cpu.cuda.test_descriptors import layout_of
 
+from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Geometry, plan_spans
+from kvtier.cpu.cuda.pinned_region import plan_slots_per_chunk
+from kvtier.cpu.cuda.start import TRIAL_CHUNKS
 from kvtier.cpu.cuda.trial import (
     MAX_SLOTS,
     MIN_SLOTS,
@@ -47,6 +50,36 @@ def test_rows_without_gaps_stay_without_gaps() -> None:
     layout = layout_of([100])
 
     assert plan_trial(layout, [100], 100, 0).row_stride == 100
+
+
+def test_tensors_that_take_turns_in_one_allocation_cost_scratch_memory_for_their_own_bytes() -> None:
+    layout = layout_of([4096] * 60)
+
+    plan = plan_trial(layout, [60 * 4096] * 60, layout.part_bytes, 0)
+
+    assert plan.num_slots * sum(plan.page_strides) <= TRIAL_BYTES
+    assert set(plan.page_strides) == {2 * PAGE}
+
+
+def test_a_proof_reaches_over_the_end_of_a_registration() -> None:
+    plan = plan_trial(layout_of([1 << 16]), [1 << 16], 1 << 16, 0)
+    geometry = Geometry(plan.page_strides, plan.row_stride, None, 0)
+    chunk = plan_slots_per_chunk(plan.row_stride, plan.num_slots * plan.row_stride // TRIAL_CHUNKS)
+
+    counts = [
+        len(
+            plan_spans(
+                plan.layout,
+                geometry._replace(slots_per_chunk=slots),
+                [plan_proof(plan, 0)],
+                is_store=True,
+                places=EVERY_PLACE,
+            ).sizes
+        )
+        for slots in (None, chunk)
+    ]
+
+    assert counts[0] < counts[1]
 
 
 @pytest.mark.parametrize("factor", [1, 2, 3])

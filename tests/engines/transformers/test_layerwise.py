@@ -1,5 +1,6 @@
 """A model that computes while its prefix is loaded answers as without; a load that fails is computed instead."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -221,8 +222,35 @@ def test_a_pass_that_breaks_between_two_layers_leaves_the_engine_usable(
     assert result.sources == {"host": 72, "computed": 3}
     assert_same(result, plain(llama, prompt, NUM_NEW_TOKENS))
     assert engine.stats()[LAYERWISE] == 2
+    assert engine.drain(WAIT_S)
     assert engine.stats()["connector.open_jobs"] == 0
     engine._pool.check()
+
+
+def test_an_interrupt_while_the_report_of_a_load_is_taken_loses_no_report(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(llama, extra_config=HOST)
+    fill(engine, prompt)
+    assert engine._link is not None
+    handlers = engine._link._worker.worker
+    take = handlers.get_finished
+
+    def interrupt_once() -> list[TransferResult]:
+        finished = take()
+        if finished:
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return finished
+
+    monkeypatch.setattr(handlers, "get_finished", interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(prompt, NUM_NEW_TOKENS)
+
+    assert engine.drain(WAIT_S)
+    assert engine.stats()["connector.open_jobs"] == 0
+    engine.drop_device_cache()
+    assert engine.run(prompt, 1).sources == {"host": 72, "computed": 3}
 
 
 def test_a_stream_that_is_closed_after_its_first_token_leaves_the_engine_usable(

@@ -66,7 +66,7 @@ def find_batch_bindings() -> tuple[Any, str | None]:  # Any: no types where it i
     """Return cuda-python's runtime, and why it cannot be used: None where it can."""
     try:
         bindings = importlib.import_module("cuda.bindings.runtime")
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises what it likes
         return None, f"cuda-python cannot be imported ({error}): pip install cuda-bindings of your CUDA"
     if not hasattr(bindings, "cudaMemcpyBatchAsync"):
         return None, "cuda-python is older than CUDA 12.8: install a later cuda-bindings"

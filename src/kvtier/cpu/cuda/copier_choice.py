@@ -99,6 +99,8 @@ def _choose_direction(
                 "the trial", f"no way of {direction} moves the right bytes", len(usable), None
             )
         rates = _measure(proven, trial, is_store=is_store)
+        if not rates:
+            raise DeviceCopyError("the trial", f"every way of {direction} failed", len(proven), None)
     finally:
         for copier in proven.values():
             copier.release()
@@ -128,9 +130,17 @@ def _prove(
 def _measure(
     proven: Mapping[CudaCopier, DeviceCopier], trial: Trial, *, is_store: bool
 ) -> dict[CudaCopier, float]:
-    """Return the median rate of each; they take turns, so that a passing disturbance hits each alike."""
-    rounds = [
-        {name: trial.measure(copier, is_store=is_store) for name, copier in proven.items()}
-        for _ in range(1 + NUM_ROUNDS)
-    ]
-    return {name: median(rates[name] for rates in rounds[1:]) for name in proven}
+    """Return the median rate of each that does not fail.
+
+    They take turns, so that a passing disturbance hits each alike. A transfer is larger than a proof's: one that
+    found room there may find none here.
+    """
+    rates: dict[CudaCopier, list[float]] = {name: [] for name in proven}
+    for _ in range(1 + NUM_ROUNDS):
+        for name in list(rates):
+            try:
+                rates[name].append(trial.measure(proven[name], is_store=is_store))
+            except Exception as error:  # noqa: BLE001  # thread top: as in a proof
+                logger.warning("%r is passed over: %s: %s", name.value, type(error).__name__, error)
+                del rates[name]
+    return {name: median(measured[1:]) for name, measured in rates.items()}

@@ -92,7 +92,7 @@ def find_kernel(device: torch.device) -> tuple[Any, str | None]:  # Any: Triton 
     """Return the kernel, and why it cannot be used: None where it can."""
     try:
         kernel = importlib.import_module("kvtier.cpu.cuda.copy_kernel").copy_pieces
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises what it likes
         return None, f"Triton cannot be imported ({error}): install the torch build for CUDA, it brings it"
     if not _has_host_pointers(device):
         return None, "the device reaches registered host memory under other addresses than the host"

@@ -15,12 +15,13 @@ from kvtier.cpu.cuda.candidates import list_candidates
 from kvtier.cpu.cuda.copier_choice import Choice, choose
 from kvtier.cpu.cuda.pinned_region import PinnedRows, PinRuntime, pin_rows
 from kvtier.cpu.cuda.stream_queue import StreamQueue
-from kvtier.cpu.cuda.trial import Timer, Trial, TrialPlan, plan_trial
+from kvtier.cpu.cuda.trial import PROOF_SHARE, Timer, Trial, TrialPlan, plan_trial
 from kvtier.cpu.row_layout import RowLayout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
-TRIAL_CHUNKS = 4
-"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends."""
+TRIAL_CHUNKS = 4 * PROOF_SHARE
+"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends, so the half of it that is in order
+reaches over two."""
 
 
 def pin_region(region: SharedOffloadRegion) -> PinnedRows:

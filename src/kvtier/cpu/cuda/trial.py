@@ -75,8 +75,8 @@ def plan_trial(
 ) -> TrialPlan:
     """Size the scratch memory. Pure.
 
-    Rows of several workers are as far apart as one worker's part needs, at addresses that the same powers of two
-    divide; merging and words then come out as they do on the rows themselves.
+    Rows of several workers, and blocks of tensors that take turns in one allocation, are as far apart as their own
+    bytes need, at addresses that the same powers of two divide; merging and words then come out as they do there.
 
     Args:
         layout: where bytes are in a row.
@@ -87,11 +87,12 @@ def plan_trial(
     """
     scratch_offset, scratch_stride = part_offset % mmap.PAGESIZE, row_stride
     if row_stride > layout.part_bytes:
-        end = scratch_offset + layout.part_bytes + 1
-        scratch_stride = end + (row_stride - end) % mmap.PAGESIZE
-    device_bytes = layout.block_size_factor * sum(page_strides)
+        scratch_stride = _shorten(row_stride, scratch_offset + layout.part_bytes)
+    page_bytes = _count_page_bytes(layout, len(page_strides))
+    strides = tuple(map(_shorten, page_strides, page_bytes))
+    device_bytes = layout.block_size_factor * sum(strides)
     num_slots = min(MAX_SLOTS, max_bytes // scratch_stride, max_bytes // device_bytes)
-    return TrialPlan(layout, tuple(page_strides), scratch_stride, scratch_offset, max(MIN_SLOTS, num_slots))
+    return TrialPlan(layout, strides, scratch_stride, scratch_offset, max(MIN_SLOTS, num_slots))
 
 
 def plan_proof(plan: TrialPlan, group_idx: int) -> GroupMoves:
@@ -113,6 +114,22 @@ def plan_timing(plan: TrialPlan) -> GroupMoves:
     largest = max(range(len(groups)), key=lambda group: groups[group].used_bytes)
     blocks, slots = random.permutation(plan.num_device_blocks), random.permutation(plan.num_slots)
     return GroupMoves(largest, blocks, slots, 0)
+
+
+def _count_page_bytes(layout: RowLayout, num_tensors: int) -> list[int]:
+    """Return for each tensor the bytes of a block that are copied. Pure."""
+    page_bytes = [0] * num_tensors
+    for group in layout.groups:
+        for place in group.places:
+            page_bytes[place.tensor_idx] = max(page_bytes[place.tensor_idx], place.page_size_bytes)
+    return page_bytes
+
+
+def _shorten(stride: int, used_bytes: int) -> int:
+    """Return a distance that leaves a gap behind ``used_bytes`` where ``stride`` does, but a short one. Pure."""
+    if stride <= used_bytes:
+        return stride
+    return used_bytes + 1 + (stride - used_bytes - 1) % mmap.PAGESIZE
 
 
 class Trial:

@@ -115,7 +115,9 @@ class ConnectorLink:
         Raises:
             LayerLoadError: it has failed, so that what was computed is worthless.
         """
-        if not self._worker.end_layer_loads():
+        with DeferredInterrupt():  # a report that was taken and not written down would be lost
+            is_good = self._worker.end_layer_loads()
+        if not is_good:
             raise LayerLoadError("a load failed that the step has computed with")
 
     def take_failed_blocks(self, request: Request) -> set[int]:

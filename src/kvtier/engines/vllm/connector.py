@@ -108,7 +108,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             return False
         obstacle = find_obstacle(vllm_config)
         if obstacle is not None:
-            logger.warning("layerwise_load has no effect: %s", obstacle)
+            logger.warning(
+                "layerwise_load loads nothing by layer: %s; or take it out, since with it CUDA graphs are piecewise",
+                obstacle,
+            )
         return obstacle is None
 
     def _log_start(self) -> None:
