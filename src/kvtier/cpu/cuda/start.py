@@ -20,8 +20,8 @@ from kvtier.cpu.row_layout import RowLayout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 
 TRIAL_CHUNKS = 4 * PROOF_SHARE
-"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends, so the half of it that is in order
-reaches over two."""
+"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends, so that half of it which is
+in order reaches over two."""
 
 
 def pin_region(region: SharedOffloadRegion) -> PinnedRows:
