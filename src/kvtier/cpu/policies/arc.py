@@ -9,6 +9,9 @@ of a key that is not held, later as an insert of it: whichever comes first moves
 time the key left. Blocks in flight or pinned cannot leave, so when the list that the target points at has
 none to give, the other list gives. Room is made for many blocks at once, so the target does not move
 within one eviction and the paper's tie-break on the incoming key (|t1| = target and a hit in b2) is dropped.
+Ghosts are forgotten when t1 takes a block, by the paper's limits: t1 and b1 have as many keys as the capacity, all four
+lists twice as many. One ghost more: of a t1 that is the whole cache, the paper remembers nothing that left, and then cannot
+see that it is too short; here it remembers the last. On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
 
 Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03.
 """
@@ -23,7 +26,7 @@ from kvtier.errors import InvariantError
 
 
 class ARCCachePolicy(CachePolicy, EvictionPreview):
-    """ARC; ghosts of both lists together never outnumber the capacity.
+    """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
 
     Attributes:
         t1: blocks used once, oldest first.
@@ -37,8 +40,8 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         super().__init__(cache_capacity)
         self.t1: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self.t2: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.b1 = GhostList()
-        self.b2 = GhostList()
+        self.b1: GhostList[bool] = GhostList()
+        self.b2: GhostList[bool] = GhostList()
         self.target_t1_size = 0.0
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
@@ -49,6 +52,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         """Hold ``block``: in t2 when its key is a ghost, for then this is its second use, else in t1."""
         ghosts = self._ghosts_with(key)
         if ghosts is None:
+            self._forget_for_a_new_block()
             self.t1[key] = block
             return
         self._adapt(key, ghosts)
@@ -88,7 +92,6 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
             return None
         for key, _ in victims:
             self._make_ghost(key)
-        self._forget_excess_ghosts()
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
@@ -106,10 +109,10 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         check_same_blocks({**self.t1, **self.t2}, held)
         num_keys = len({*self.t1, *self.t2, *self.b1, *self.b2})
         num_ghosts = len(self.b1) + len(self.b2)
-        if num_keys != len(self.t1) + len(self.t2) + num_ghosts:
+        if num_keys != len(held) + num_ghosts:
             raise InvariantError("a key is in two of t1, t2, b1 and b2")
-        if num_ghosts > self.cache_capacity:
-            raise InvariantError(f"{num_ghosts} ghosts for a capacity of {self.cache_capacity}")
+        if num_keys > 2 * self.cache_capacity:
+            raise InvariantError(f"{num_ghosts} ghosts and {len(held)} blocks for a capacity of {self.cache_capacity}")
         if not 0 <= self.target_t1_size <= self.cache_capacity:
             raise InvariantError(f"target_t1_size={self.target_t1_size} is not within the capacity")
 
@@ -129,12 +132,12 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
             num_recent -= victim[0] in self.t1
         return victims
 
-    def _ghosts_with(self, key: OffloadKey) -> GhostList | None:
+    def _ghosts_with(self, key: OffloadKey) -> GhostList[bool] | None:
         if key in self.b1:
             return self.b1
         return self.b2 if key in self.b2 else None
 
-    def _adapt(self, key: OffloadKey, ghosts: GhostList) -> None:
+    def _adapt(self, key: OffloadKey, ghosts: GhostList[bool]) -> None:
         if ghosts[key]:  # a waiting request touches again and again; the miss was one
             return
         ghosts[key] = True
@@ -152,12 +155,13 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
             del self.t2[key]
             self.b2[key] = False
 
-    def _forget_excess_ghosts(self) -> None:
-        """Bring the ghosts down to the capacity, from b1 while t1 and b1 exceed it, as in the paper."""
-        while len(self.b1) + len(self.b2) > self.cache_capacity:
-            is_recent_side_long = len(self.t1) + len(self.b1) > self.cache_capacity
-            shrink_b1 = bool(self.b1) and (is_recent_side_long or not self.b2)
-            (self.b1 if shrink_b1 else self.b2).pop_oldest()
+    def _forget_for_a_new_block(self) -> None:
+        """Before t1 takes a block: keep t1 and b1 within the capacity, and all four lists within twice as much."""
+        is_t1_everything = len(self.t1) + 1 >= self.cache_capacity
+        if len(self.t1) + len(self.b1) >= self.cache_capacity and len(self.b1) > is_t1_everything:
+            self.b1.pop_oldest()
+        elif len(self.t1) + len(self.t2) + len(self.b1) + len(self.b2) >= 2 * self.cache_capacity:
+            (self.b2 or self.b1).pop_oldest()
 
 
 def _idle(

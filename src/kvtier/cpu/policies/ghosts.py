@@ -8,8 +8,11 @@ use (its hash table is up to six times its length, and each bucket carries a poi
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
+from typing import TypeVar
 
 from kvtier.base import OffloadKey
+
+MemoryT = TypeVar("MemoryT", bool, int)
 
 STALE_SHIFT = 4
 """The queue is rebuilt when more than one entry in 2**4 is stale. A smaller shift wastes memory on stale
@@ -19,23 +22,23 @@ MIN_STALE = 64
 """Stale entries below which a rebuild is not worth its fixed cost."""
 
 
-class GhostList(MutableMapping[OffloadKey, bool]):
-    """An insertion-ordered set of keys, each with a flag: whether a use of the ghost has been counted."""
+class GhostList(MutableMapping[OffloadKey, MemoryT]):
+    """An insertion-ordered set of keys, each with what its policy remembers of it: a flag or a small number."""
 
     def __init__(self) -> None:
-        self._members: dict[OffloadKey, bool] = {}
+        self._members: dict[OffloadKey, MemoryT] = {}
         self._queue: deque[OffloadKey] = deque()
         # INVARIANT: stale entries of a key stand left of its live one, so the first ones met are stale.
         self._num_stale_of: dict[OffloadKey, int] = {}
         self._num_stale = 0
 
-    def __getitem__(self, key: OffloadKey) -> bool:
+    def __getitem__(self, key: OffloadKey) -> MemoryT:
         return self._members[key]
 
-    def __setitem__(self, key: OffloadKey, is_counted: bool) -> None:
+    def __setitem__(self, key: OffloadKey, memory: MemoryT) -> None:
         if key not in self._members:
             self._queue.append(key)
-        self._members[key] = is_counted
+        self._members[key] = memory
 
     def __delitem__(self, key: OffloadKey) -> None:
         del self._members[key]

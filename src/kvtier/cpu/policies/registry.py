@@ -6,8 +6,12 @@ from kvtier.registry import Registry
 CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
     "eviction policy",
     {
+        "fifo": "kvtier.cpu.policies.fifo:FIFOCachePolicy",
         "lru": "kvtier.cpu.policies.lru:LRUCachePolicy",
         "arc": "kvtier.cpu.policies.arc:ARCCachePolicy",
+        "s3fifo": "kvtier.cpu.policies.s3fifo:S3FIFOCachePolicy",
+        "sieve": "kvtier.cpu.policies.sieve:SieveCachePolicy",
+        "mq": "kvtier.cpu.policies.mq:MQCachePolicy",
     },
 )
 """Add a policy of your own with ``CACHE_POLICIES.register("mine", "package.module:MyPolicy")``."""

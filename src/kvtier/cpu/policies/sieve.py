@@ -1,0 +1,147 @@
+"""SIEVE: a queue in the order of insertion and a hand that spares, once, what has been used since it last passed.
+
+A use marks a block and moves nothing. The hand goes from the oldest block to the newest and then begins again: a
+marked block loses its mark and keeps its place, an unmarked one leaves. So what is stored new is tried quickly
+while the hand is near the new end, and blocks in use stay where they are. It keeps no history of what left.
+
+The queue is two ordered dictionaries: what the hand has passed, and what it has not; that is older, newest last, and
+ahead of it. Passing a block moves it from the front of one to the end of the other, and at the newest the two change roles:
+no position has to be found in the middle of anything. A block that is pinned or protected is passed like a marked
+one. An eviction visits its victims and what the hand passes: each pass is paid for by a use, or by a block that was
+busy, which is not met again until the hand has gone round.
+
+A touch that names a block in flight marks nothing (``touched``); a block in flight becomes the newest.
+
+Source: Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key
+Eviction Algorithm for Web Caches", NSDI '24.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.touched import find_touched
+from kvtier.errors import InvariantError
+
+
+class SieveCachePolicy(CachePolicy, EvictionPreview):
+    """SIEVE; a held block costs an entry of a dictionary, of an ordered one and, when marked, of a set.
+
+    Attributes:
+        blocks: every held block, in no order. INVARIANT: the same object for the policy's life, because
+            ``getter`` hands out its bound method.
+        ahead: what the hand has still to pass, next first. INVARIANT: not empty while a block is held.
+        passed: what it has passed in this round, oldest first; all of it is older than what is ahead.
+        marked: held keys that were used since the hand passed them.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.blocks: dict[OffloadKey, BlockStatus] = {}
+        self.ahead: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self.passed: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self.marked: set[OffloadKey] = set()
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the held block under ``key``, or None."""
+        return self.blocks.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        """Return the dictionary's own ``get``."""
+        return self.blocks.get
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold ``block`` as the newest, unmarked."""
+        self.blocks[key] = self.ahead[key] = block
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks``, the last of them as the newest."""
+        pairs = list(zip(keys, blocks, strict=True))
+        self.blocks.update(pairs)
+        self.ahead.update(pairs)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding ``key``; unknown keys are ignored."""
+        if self.blocks.pop(key, None) is not None:
+            (self.ahead if key in self.ahead else self.passed).pop(key)
+            self.marked.discard(key)
+            self._turn_at_the_newest()
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Mark ``keys``, or, when the touch only orders what is being stored, make those in flight the newest."""
+        touched = find_touched(self.blocks.get, keys)
+        if touched.is_use:
+            self.marked.update(touched.held)
+        for key in touched.in_flight:
+            (self.ahead if key in self.ahead else self.passed).pop(key)
+            self.ahead[key] = self.blocks[key]
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        """Evict the next ``n`` blocks that the hand does not spare, or none at all."""
+        steps, num_found = self._plan_steps(n, protected)
+        if num_found < n:
+            return None
+        victims: list[tuple[OffloadKey, BlockStatus]] = []
+        for key, leaves in steps:
+            block = self.ahead.pop(key)
+            if leaves:
+                del self.blocks[key]
+                victims.append((key, block))
+            else:
+                self.passed[key] = block
+                self.marked.discard(key)
+            self._turn_at_the_newest()
+        return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return the next ``n`` blocks that the hand will not spare."""
+        steps, _ = self._plan_steps(n, ())
+        return [key for key, leaves in steps if leaves]
+
+    def clear(self) -> None:
+        """Forget every block and mark."""
+        for part in (self.blocks, self.ahead, self.passed, self.marked):
+            part.clear()
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Compare the policy with the manager's books, and its parts with each other."""
+        check_same_blocks(self.blocks, held)
+        check_same_blocks({**self.passed, **self.ahead}, held)
+        if len(self.passed) + len(self.ahead) != len(held):
+            raise InvariantError("a key is both ahead of the hand and passed")
+        if held and not self.ahead:
+            raise InvariantError("the hand stands behind the newest block")
+        if not self.marked <= held.keys():
+            raise InvariantError("a key is marked and not held")
+
+    def _plan_steps(
+        self, n: int, protected: Collection[OffloadKey]
+    ) -> tuple[list[tuple[OffloadKey, bool]], int]:
+        """Return what the hand does until ``n`` blocks have left, key by key, and how many leave. Pure."""
+        steps: list[tuple[OffloadKey, bool]] = []
+        num_missing = n
+        for step in self._walk(protected) if n > 0 else ():
+            steps.append(step)
+            num_missing -= step[1]
+            if num_missing == 0:
+                break
+        return steps, n - num_missing
+
+    def _walk(self, protected: Collection[OffloadKey]) -> Iterator[tuple[OffloadKey, bool]]:
+        """Yield each block as the hand meets it, with whether it leaves; the second round spares the busy alone."""
+        spared: list[tuple[OffloadKey, bool]] = []
+        for key, block in chain(self.ahead.items(), self.passed.items()):
+            is_busy = block.ref_cnt != 0 or key in protected
+            if is_busy or key in self.marked:
+                spared.append((key, not is_busy))
+                yield key, False
+            else:
+                yield key, True
+        yield from spared
+
+    def _turn_at_the_newest(self) -> None:
+        """Begin a new round when nothing is ahead: what is stored next comes after all that was passed."""
+        if not self.ahead:
+            self.ahead, self.passed = self.passed, self.ahead

@@ -1,0 +1,90 @@
+"""FIFO, LRU, SIEVE, ARC and Belady's bound hit as often as another implementation of them on flat streams of blocks.
+
+The other is the public package libcachesim. S3-FIFO and MQ are not compared: the papers leave room (what a queue does while it fills,
+when the clock of MQ ticks), and the two take it differently.
+"""
+
+import random
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts.policy_hits import read_requests
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies import create_cache_policy
+from kvtier.sim.belady import count_belady_hits, list_next_accesses
+from kvtier.testing.policy_suite import key_of, make_trace, replay
+
+libcachesim = pytest.importorskip("libcachesim")
+
+CONVERSATION = Path(__file__).parents[4] / "shared" / "traces" / "conversation.jsonl.gz"
+"""A recorded trace that may lie beside a checkout; it is not part of the project."""
+
+NEVER = 1 << 60
+"""What the other package calls the next access of a block that has none."""
+
+PEERS = {"fifo": "FIFO", "lru": "LRU", "sieve": "Sieve", "arc": "ARC"}
+
+
+def count_peer_hits(name: str, accesses: Sequence[Hashable], cache_capacity: int) -> int:
+    """Return the hits of the other package's ``name`` with blocks of size one."""
+    # Its default table has 2**24 places: 128 MiB for each of these small caches.
+    cache: Any = getattr(libcachesim, name)(cache_capacity, hashpower=16)
+    request: Any = libcachesim.Request()
+    request.obj_size = 1
+    numbers: dict[Hashable, int] = {}
+    num_hits = 0
+    for position, (key, following) in enumerate(zip(accesses, list_next_accesses(accesses), strict=True)):
+        request.obj_id = numbers.setdefault(key, len(numbers) + 1)
+        request.clock_time = position
+        request.next_access_vtime = following if following < len(accesses) else NEVER
+        num_hits += cache.get(request)
+    return num_hits
+
+
+def make_stream(name: str) -> list[OffloadKey]:
+    draw = random.Random(11).random
+    if name == "skewed":
+        return [key_of(int(5_000 * draw() ** 6)) for _ in range(30_000)]
+    if name == "even":
+        return [key_of(int(1_500 * draw())) for _ in range(30_000)]
+    if name == "loops":
+        return [key_of(position % (400 + position // 3_000 * 100)) for position in range(30_000)]
+    if name == "drift":
+        return make_trace(seed=9, length=30_000)
+    if not CONVERSATION.exists():
+        pytest.skip("the trace is not beside this checkout")
+    return [key for keys in read_requests(CONVERSATION) for key in keys][:100_000]
+
+
+STREAMS = ["skewed", "even", "loops", "drift", "conversation"]
+CAPACITIES = [100, 777, 3_000]
+
+
+@pytest.mark.parametrize("cache_capacity", CAPACITIES)
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("policy", ["fifo", "lru", "sieve"])
+def test_hits_are_those_of_the_peer(policy: str, stream: str, cache_capacity: int) -> None:
+    accesses = make_stream(stream)
+    found = replay(create_cache_policy(policy, cache_capacity), accesses)
+    assert found == count_peer_hits(PEERS[policy], accesses, cache_capacity)
+
+
+@pytest.mark.parametrize("cache_capacity", CAPACITIES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_hits_of_arc_are_within_a_thousandth_of_the_peers(stream: str, cache_capacity: int) -> None:
+    accesses = make_stream(stream)
+    found = replay(create_cache_policy("arc", cache_capacity), accesses)
+    expected = count_peer_hits(PEERS["arc"], accesses, cache_capacity)
+    assert abs(found - expected) <= expected / 1_000
+
+
+@pytest.mark.parametrize("cache_capacity", CAPACITIES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_beladys_bound_is_the_peers(stream: str, cache_capacity: int) -> None:
+    accesses = make_stream(stream)
+    found = count_belady_hits(accesses, cache_capacity)
+    assert found == count_peer_hits("Belady", accesses, cache_capacity)
+    assert found >= max(replay(create_cache_policy(name, cache_capacity), accesses) for name in PEERS)

@@ -1,0 +1,150 @@
+"""Each eviction policy under random use, and four of them evicting what a naive one of the same name evicts."""
+
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import pytest
+from hypothesis import settings
+from tests.property.naive_policies import NaiveFIFO, NaiveMQ, NaivePolicy, NaiveS3FIFO, NaiveSieve
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+from kvtier.cpu.policies.base import EvictionPreview
+from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
+from kvtier.testing.policy_machine import KEYS, PolicyMachine
+
+
+class Twins(CachePolicy, EvictionPreview):
+    """Two policies that are told the same and must evict the same; the first of them answers."""
+
+    def __init__(self, policy: CachePolicy, naive: NaivePolicy) -> None:
+        super().__init__(policy.cache_capacity)
+        self.policy, self.naive = policy, naive
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        return self.policy.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        return self.policy.getter()
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        self.insert_many([key], [block])
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        keys, blocks = list(keys), list(blocks)
+        self.policy.insert_many(keys, blocks)
+        self.naive.insert_many(keys, blocks)
+
+    def remove(self, key: OffloadKey) -> None:
+        self.policy.remove(key)
+        self.naive.remove(key)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        self.policy.touch(keys)
+        self.naive.touch(keys)
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
+        victims = self.policy.evict(n, protected)
+        assert victims == self.naive.evict(n, protected)
+        return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        assert isinstance(self.policy, EvictionPreview)
+        return self.policy.next_victims(n)
+
+    def clear(self) -> None:
+        self.policy.clear()
+        self.naive.clear()
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        self.policy.check(held)
+        for key, block in held.items():
+            assert self.naive.get(key) is block
+
+
+class LRUMachine(PolicyMachine):
+    """LRU."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return create_cache_policy("lru", cache_capacity)
+
+
+class ARCMachine(PolicyMachine):
+    """ARC."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return create_cache_policy("arc", cache_capacity)
+
+
+class FIFOMachine(PolicyMachine):
+    """FIFO beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("fifo", cache_capacity), NaiveFIFO(cache_capacity))
+
+
+class SieveMachine(PolicyMachine):
+    """SIEVE beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("sieve", cache_capacity), NaiveSieve(cache_capacity))
+
+
+class S3FIFOMachine(PolicyMachine):
+    """S3-FIFO beside the naive one, with a half instead of a tenth on probation: of a few blocks a tenth is none."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        policy, naive = S3FIFOCachePolicy(cache_capacity), NaiveS3FIFO(cache_capacity)
+        policy.small_capacity = naive.small_capacity = max(1, cache_capacity // 2)
+        return Twins(policy, naive)
+
+
+class MQMachine(PolicyMachine):
+    """MQ beside the naive one."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        return Twins(create_cache_policy("mq", cache_capacity), NaiveMQ(cache_capacity))
+
+
+TestLRUMachine = LRUMachine.TestCase
+TestARCMachine = ARCMachine.TestCase
+TestFIFOMachine = FIFOMachine.TestCase
+TestSieveMachine = SieveMachine.TestCase
+TestS3FIFOMachine = S3FIFOMachine.TestCase
+TestMQMachine = MQMachine.TestCase
+MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
+TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
+
+
+@pytest.mark.parametrize(
+    "machine", [LRUMachine, ARCMachine, FIFOMachine, SieveMachine, S3FIFOMachine, MQMachine]
+)
+def test_a_long_walk(machine: type[PolicyMachine]) -> None:
+    """Thousands of steps without a new beginning go where Hypothesis's short examples seldom come."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        model = machine()
+        model.start(2 + 4 * seed)
+        for _ in range(2_000):
+            walk_one_step(model, rng)
+            model.the_policy_holds_what_is_held()
+
+
+def walk_one_step(model: PolicyMachine, rng: random.Random) -> None:
+    keys = rng.choices(KEYS, k=rng.randint(1, 4))
+    choice = rng.random()
+    if choice < 0.35:
+        model.store(keys, is_touched=rng.random() < 0.5, stays_in_flight=rng.random() < 0.1)
+    elif choice < 0.75:
+        model.use_again(keys[0], rng.randint(1, 2))
+    elif choice < 0.8:
+        model.touch(keys)
+    elif choice < 0.88:
+        model.pin(keys[0], 1)
+    elif choice < 0.95:
+        model.evict(rng.randint(1, 2), keys[:1])
+    elif choice < 0.98:
+        model.unpin()
+    else:
+        model.finish_writes(KEYS, success=rng.random() < 0.5)
