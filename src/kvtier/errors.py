@@ -167,6 +167,27 @@ class EngineStateError(KVTierError, RuntimeError):
     """An engine was asked for something that it cannot do now: it is busy, shut down, or not yet done."""
 
 
+class TraceError(KVTierError, ValueError):
+    """A request trace cannot be read.
+
+    Attributes:
+        path: the file.
+        line: where in it, from 1; None when it is about the file as a whole.
+        value: what stands there.
+        remedy: what was expected and what to do.
+    """
+
+    def __init__(self, path: object, line: int | None, value: object, remedy: str) -> None:
+        self.path = str(path)
+        self.line = line
+        self.value = value
+        self.remedy = remedy
+        place = self.path if line is None else f"{self.path}:{line}"
+        shown = repr(value)
+        shown = f"{shown[:80]}..." if len(shown) > 80 else shown
+        super().__init__(f"{place}: {shown}: {remedy}")
+
+
 class RestartError(KVTierError, RuntimeError):
     """The demo's second process ended without having answered.
 

@@ -27,6 +27,9 @@ SCHEDULER_SIDE = [
     "kvtier.connector.common",
     "kvtier.connector.metrics",
     "kvtier.connector.scheduler",
+    "kvtier.sim.simulate",
+    "kvtier.sim.host_replay",
+    "kvtier.sim.formats.registry",
     "kvtier.worker.worker",
     "kvtier.cli.main",
 ]

@@ -62,6 +62,7 @@ COMMANDS = (
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
+    Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
 )
 
 

@@ -1,1 +1,1 @@
-"""Planning on recorded or made-up traffic, in simulated time; it moves no byte and serves no engine."""
+"""Replays request traces through the production managers and policies on simulated time."""

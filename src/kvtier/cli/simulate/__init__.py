@@ -1,0 +1,1 @@
+"""``kvtier simulate``: replay a request trace on simulated time."""

@@ -1,0 +1,91 @@
+"""The device cache of a simulated engine: numbered blocks, shared by prefix, the least recently used given away first.
+
+It is the engine's own cache and no rule of kvtier's: it follows what vLLM does. A block that nobody uses keeps its
+content until its number is needed; a request's blocks are given back tail first, so that of one prefix the tail
+leaves first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvtier.errors import ConfigError, InvariantError
+
+
+class DevicePool:
+    """Device blocks.
+
+    Args:
+        num_blocks: how many.
+
+    Raises:
+        ConfigError: fewer than one.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ConfigError("num_blocks", num_blocks, "the device holds at least one block")
+        self.num_blocks = num_blocks
+        self._num_users = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        # Those that nobody uses, the one to be given away next first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses, whatever they still hold."""
+        return len(self._free)
+
+    def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the leading run of ``hashes`` that are held. Pure."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._cached.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def has_room(self, prefix: Sequence[int], num_new: int) -> bool:
+        """Return whether ``num_new`` blocks can be taken beside those of ``prefix``. Pure."""
+        num_taken_from_free = sum(1 for block_id in prefix if self._num_users[block_id] == 0)
+        return num_new <= len(self._free) - num_taken_from_free
+
+    def take(self, prefix: Sequence[int], num_new: int) -> list[int]:
+        """Use the blocks of ``prefix`` and as many new ones, whose content is lost; the caller has asked for room.
+
+        Raises:
+            InvariantError: there is no room.
+        """
+        if not self.has_room(prefix, num_new):
+            raise InvariantError(f"{num_new} device blocks are asked for and {len(self._free)} are free")
+        for block_id in prefix:
+            if self._num_users[block_id] == 0:
+                del self._free[block_id]
+            self._num_users[block_id] += 1
+        new = [self._free.popitem(last=False)[0] for _ in range(num_new)]
+        for block_id in new:
+            self._forget(block_id)
+            self._num_users[block_id] = 1
+        return [*prefix, *new]
+
+    def name(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
+        """Let blocks in use be found under their hashes; a hash that another block has stays with that one."""
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            if block_hash not in self._cached:
+                self._forget(block_id)
+                self._cached[block_hash] = block_id
+                self._hashes[block_id] = block_hash
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        """End one use of each block, the last of them to be given away first."""
+        for block_id in reversed(block_ids):
+            self._num_users[block_id] -= 1
+            if self._num_users[block_id] == 0:
+                self._free[block_id] = None
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hashes[block_id]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block_id] = None

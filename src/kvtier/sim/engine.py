@@ -1,0 +1,236 @@
+"""A serving engine on simulated time, around the production connector.
+
+It computes nothing and decides nothing about offloading: what is found, promoted, loaded, stored and cascaded is the
+answer of ``OffloadingConnectorScheduler`` and of the managers behind it. The engine's own rules are these, modelled on
+vLLM's and simpler where a trace says no more:
+
+- Requests come at their times and wait in that order. A request starts when fewer than ``max_running`` run and the
+  device has blocks for its prompt and its answer; nobody is pre-empted. One whose blocks are in flight is passed by
+  others.
+- Prompts are computed one after another at ``prefill_tokens_per_s``, ``max_step_tokens`` a step. The first token is
+  there when the prompt is; then each request generates at ``decode_tokens_per_s``, undisturbed by the others.
+- A step is made whenever something has happened: a request came, a prompt's part was computed, a transfer ended. While
+  a request waits for blocks there is one each ``HEARTBEAT_S`` too, so that deadlines and pauses pass.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.sim.device import DevicePool
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.request import (
+    CachedRequests,
+    NewRequest,
+    SimulatedRequest,
+    StepOutput,
+    WorkerOutput,
+)
+from kvtier.sim.spec import SimulatedSpec
+from kvtier.sim.timeline import Timeline
+from kvtier.sim.worker import SimulatedWorker
+
+HEARTBEAT_S = 0.05
+"""Seconds between steps while a request waits and nothing else happens: about a step of a large model that decodes.
+Shorter costs time for nothing; longer blurs the deadline of a waiting request."""
+
+NOTHING = StepOutput()
+
+
+class SimulatedEngine:
+    """Serves requests. Used from one thread, once.
+
+    Args:
+        model: the engine.
+        host: what is behind it; None leaves offloading out.
+        on_finished: told each request that has its whole answer, and each that never fits.
+
+    Attributes:
+        timeline: the time.
+        spec: the managers; None without offloading.
+        worker: the links; None without offloading.
+        num_rejected: requests that need more device blocks than there are.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        host: HostModel | None,
+        on_finished: Callable[[SimulatedRequest], object],
+    ) -> None:
+        self.timeline = Timeline()
+        self.spec = SimulatedSpec(model, host, self.timeline, self._wake) if host else None
+        self.worker = (
+            SimulatedWorker(self.timeline, host.speed, model.block_bytes, self._wake) if host else None
+        )
+        self.num_rejected = 0
+        self._model = model
+        self._connector = OffloadingConnectorScheduler(self.spec) if self.spec else None
+        self._pool = DevicePool(model.num_device_blocks)
+        self._on_finished = on_finished
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._loading: dict[str, SimulatedRequest] = {}
+        self._to_compute: deque[SimulatedRequest] = deque()
+        self._computing: SimulatedRequest | None = None
+        self._num_running = 0
+        self._has_news = False
+        self._has_undecided = False
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> None:
+        """Serve ``requests``, ordered by arrival, until each has its answer and every transfer has ended."""
+        arrivals = deque(requests)
+        timeline = self.timeline
+        while True:
+            while arrivals and arrivals[0].arrival_s <= timeline():
+                self._waiting.append(arrivals.popleft())
+                self._has_news = True
+            if self._has_news or self._has_undecided:
+                self._step()
+            times = [arrivals[0].arrival_s] if arrivals else []
+            if timeline.next_s is not None:
+                times.append(timeline.next_s)
+            if self._has_news:
+                continue
+            if self._has_undecided:
+                times.append(timeline() + HEARTBEAT_S)
+            if not times:
+                return
+            timeline.advance_to(min(times))
+
+    def stats(self) -> dict[str, float]:
+        """Return what the connector and the managers have counted; nothing without offloading."""
+        return {} if self._connector is None else self._connector.stats()
+
+    def _step(self) -> None:
+        self._has_news = False
+        self._take_reports()
+        self._admit()
+        output = self._plan_compute()
+        if self._connector is None or self.worker is None:
+            self._compute(output)
+            return
+        self.worker.begin_step(self._connector.build_connector_meta(output))
+        if output is not NOTHING:
+            self.worker.after_flush(partial(self._compute, output))
+
+    def _wake(self) -> None:
+        """Note that something has happened which the next step is for."""
+        self._has_news = True
+
+    def _take_reports(self) -> None:
+        if self._connector is None or self.worker is None:
+            return
+        if self.worker.has_report:
+            self._connector.update_connector_output(WorkerOutput(self.worker.take_report()))
+        for req_id, is_good in self.worker.take_ended_loads().items():
+            request = self._loading.pop(req_id)
+            if is_good:
+                self._name(request, request.num_computed_tokens)
+            else:
+                request.loaded_tokens = {}
+                request.num_computed_tokens = request.num_device_tokens
+            self._to_compute.append(request)
+
+    def _admit(self) -> None:
+        """Start waiting requests, in order, as far as there is room."""
+        undecided: list[SimulatedRequest] = []
+        while self._waiting and self._num_running < self._model.max_running:
+            request = self._waiting[0]
+            num_blocks = self._num_blocks(request)
+            if num_blocks > self._pool.num_blocks:
+                self._reject(self._waiting.popleft())
+                continue
+            prefix = self._find_on_device(request)
+            if not self._pool.has_room(prefix, num_blocks - len(prefix)):
+                break
+            num_loadable = self._ask(request, len(prefix) * self._model.block_tokens)
+            self._waiting.popleft()
+            if num_loadable is None:
+                undecided.append(request)
+            else:
+                self._start(request, prefix, num_loadable)
+        self._waiting.extendleft(reversed(undecided))
+        self._has_undecided = bool(undecided)
+
+    def _find_on_device(self, request: SimulatedRequest) -> list[int]:
+        """Return the device blocks of the request's prefix, all of them but one token at most."""
+        num_usable = (request.num_prompt_tokens - 1) // self._model.block_tokens
+        return self._pool.find_prefix(request.block_hashes[:num_usable])
+
+    def _ask(self, request: SimulatedRequest, num_device_tokens: int) -> int | None:
+        if self._connector is None:
+            return 0
+        return self._connector.get_num_new_matched_tokens(request, num_device_tokens)[0]
+
+    def _start(self, request: SimulatedRequest, prefix: list[int], num_loadable: int) -> None:
+        request.block_ids = self._pool.take(prefix, self._num_blocks(request) - len(prefix))
+        request.num_device_tokens = len(prefix) * self._model.block_tokens
+        request.num_computed_tokens = request.num_device_tokens + num_loadable
+        request.admitted_s = self.timeline()
+        self._num_running += 1
+        if num_loadable == 0 or self._connector is None:
+            self._to_compute.append(request)
+            return
+        self._connector.update_state_after_alloc(request, request, num_loadable)
+        request.loaded_tokens = self._connector.get_hit_sources(request.request_id, num_loadable)
+        self._loading[request.request_id] = request
+
+    def _plan_compute(self) -> StepOutput:
+        """Return the next part of a prompt to compute, unless one is being computed."""
+        if self._computing is not None or not self._to_compute:
+            return NOTHING
+        request = self._computing = self._to_compute[0]
+        num_left = request.num_prompt_tokens - request.num_computed_tokens
+        tokens = {request.request_id: min(num_left, self._model.max_step_tokens)}
+        computed = request.num_computed_tokens
+        self._name(request, computed + tokens[request.request_id])
+        if not request.is_scheduled:
+            request.is_scheduled = True
+            return StepOutput(
+                (NewRequest(request.request_id, request.get_block_ids(), computed),),
+                num_scheduled_tokens=tokens,
+            )
+        cached = CachedRequests((request.request_id,), (), (None,), (computed,))
+        return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=tokens)
+
+    def _compute(self, output: StepOutput) -> None:
+        for num_tokens in output.num_scheduled_tokens.values():
+            duration_s = num_tokens / self._model.prefill_tokens_per_s
+            self.timeline.at(self.timeline() + duration_s, partial(self._end_compute, num_tokens))
+
+    def _end_compute(self, num_tokens: int) -> None:
+        request = self._computing
+        assert request is not None, "a step has ended that computed nothing"
+        self._computing = None
+        self._has_news = True
+        request.num_computed_tokens += num_tokens
+        if self.worker is not None:
+            self.worker.begin_stores()
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            return
+        self._to_compute.popleft()
+        now_s = request.first_token_s = self.timeline()
+        answer_s = request.num_output_tokens / self._model.decode_tokens_per_s
+        self.timeline.at(now_s + answer_s, partial(self._finish, request))
+
+    def _finish(self, request: SimulatedRequest) -> None:
+        self._has_news |= bool(self._waiting)
+        self._num_running -= 1
+        if self._connector is not None:
+            self._connector.request_finished(request)
+        self._pool.give_back(request.block_ids)
+        self._on_finished(request)
+
+    def _reject(self, request: SimulatedRequest) -> None:
+        self.num_rejected += 1
+        self._on_finished(request)
+
+    def _num_blocks(self, request: SimulatedRequest) -> int:
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        return -(-num_tokens // self._model.block_tokens)
+
+    def _name(self, request: SimulatedRequest, num_tokens: int) -> None:
+        """Let the request's full blocks within ``num_tokens`` be found by others, as vLLM does when it schedules."""
+        num_full = min(num_tokens // self._model.block_tokens, len(request.block_hashes))
+        self._pool.name(request.block_ids[:num_full], request.block_hashes[:num_full])

@@ -1,0 +1,1 @@
+"""Formats of request traces, one a file, found by name through ``registry``."""

@@ -1,0 +1,117 @@
+"""Reads a file of JSON objects, one a line, and the typed fields of such an object.
+
+It knows no format. A reader streams: it holds one line at a time, so a trace may be larger than memory. Every
+complaint names the file, the line, the value and the remedy.
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtier.errors import TraceError
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+MAX_HASH_ID = 2**63
+"""Ids become keys of eight bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One object of a file.
+
+    Attributes:
+        path: the file.
+        number: which line, from 1.
+        values: the object.
+    """
+
+    path: Path
+    number: int
+    values: dict[str, Any]  # Any: JSON, typed by the methods below
+
+    def fail(self, value: object, remedy: str) -> TraceError:
+        """Return the error that says what is wrong here."""
+        return TraceError(self.path, self.number, value, remedy)
+
+    def seconds(self, name: str, *, unit_s: float = 1.0) -> float:
+        """Return a time that is written in units of ``unit_s`` seconds.
+
+        Raises:
+            TraceError: it is no number of zero or more.
+        """
+        value = self._present(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise self.fail(value, f"{name} must be a number from 0, measured from the start of the trace")
+        return value * unit_s
+
+    def whole(self, name: str) -> int:
+        """Return a whole number of zero or more.
+
+        Raises:
+            TraceError: it is none.
+        """
+        value = self._present(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.fail(value, f"{name} must be a whole number from 0")
+        return value
+
+    def hash_ids(self, name: str = "hash_ids") -> tuple[int, ...]:
+        """Return a list of ids.
+
+        Raises:
+            TraceError: it is no list of whole numbers from 0 to 2**63 - 1.
+        """
+        value = self._present(name)
+        if not isinstance(value, list):
+            raise self.fail(
+                value, f"{name} must be a list of whole numbers, one for each block of the prompt"
+            )
+        for hash_id in value:
+            if type(hash_id) is not int or not 0 <= hash_id < MAX_HASH_ID:
+                raise self.fail(hash_id, f"each of {name} must be a whole number from 0 to 2**63 - 1")
+        return tuple(value)
+
+    def _present(self, name: str) -> Any:  # noqa: ANN401 - JSON; each caller checks
+        if name not in self.values:
+            known = ", ".join(sorted(self.values)) or "nothing"
+            raise self.fail(name, f"this field is missing, the line has {known}; is it another format?")
+        return self.values[name]
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield each object of ``path``, plain or compressed with gzip; blank lines are skipped.
+
+    Raises:
+        TraceError: the file cannot be read, or a line holds no JSON object.
+    """
+    number = 0
+    try:
+        with path.open("rb") as raw:
+            is_zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        opener = gzip.open if is_zipped else open
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if not text.isspace():
+                    yield Line(path, number, _parse(path, number, text))
+    except OSError as error:
+        raise TraceError(
+            path, None, error.strerror or str(error), "cannot be read: check the path"
+        ) from error
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        remedy = "the file is damaged or cut short behind this line: fetch it again"
+        raise TraceError(path, number, str(error), remedy) from error
+
+
+def _parse(path: Path, number: int, text: str) -> dict[str, Any]:  # Any: JSON
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise TraceError(path, number, text.strip(), f"no JSON ({error}): write one object a line") from error
+    if not isinstance(values, dict):
+        raise TraceError(path, number, values, "must be a JSON object such as {...}")
+    return values

@@ -1,0 +1,38 @@
+"""The format of the traces that were released with the Mooncake paper.
+
+One object a line: ``timestamp`` in milliseconds from the start, ``input_length``, ``output_length``, and
+``hash_ids``, one for each 512 tokens of the prompt, chained: equal ids mean an equal prefix.
+
+Source: R. Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST'25.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.sim.formats.base import TraceFormat, check_num_blocks
+from kvtier.sim.formats.lines import Line, read_lines
+from kvtier.sim.trace import TraceRequest
+
+MS = 0.001
+FIELDS = frozenset({"timestamp", "input_length", "output_length", "hash_ids"})
+
+
+class MooncakeFormat(TraceFormat):
+    """Chained ids of 512 tokens, times in milliseconds."""
+
+    block_tokens = 512
+
+    @staticmethod
+    def recognises(line: Line) -> bool:
+        """Return whether the line has exactly the published fields."""
+        return line.values.keys() == FIELDS
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[TraceRequest]:
+        """Yield the requests in the order of the file."""
+        for line in read_lines(path):
+            num_tokens, ids = line.whole("input_length"), line.hash_ids()
+            check_num_blocks(line, num_tokens, len(ids), cls.block_tokens)
+            yield TraceRequest(
+                line.seconds("timestamp", unit_s=MS), num_tokens, line.whole("output_length"), ids
+            )

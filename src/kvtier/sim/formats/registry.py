@@ -1,0 +1,60 @@
+"""Names of trace formats, and the reading of a file in the one that it is in."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvtier.errors import TraceError
+from kvtier.registry import Registry
+from kvtier.sim.formats.base import TraceFormat
+from kvtier.sim.formats.lines import read_lines
+from kvtier.sim.trace import Trace, TraceRequest, make_trace
+
+TRACE_FORMATS: Registry[type[TraceFormat]] = Registry(
+    "trace format",
+    {
+        "shared": "kvtier.sim.formats.shared:SharedFormat",
+        "mooncake": "kvtier.sim.formats.mooncake:MooncakeFormat",
+        "qwen_bailian": "kvtier.sim.formats.qwen_bailian:QwenBailianFormat",
+        "kv_events": "kvtier.sim.formats.kv_events:KVEventsFormat",
+    },
+)
+"""Add a format of your own with ``TRACE_FORMATS.register("mine", "package.module:MyFormat")``."""
+
+
+def read_trace(path: Path, name: str | None = None, on_request: Callable[[], object] | None = None) -> Trace:
+    """Read a trace.
+
+    Args:
+        path: the file, plain or compressed with gzip.
+        name: its format; None asks each registered one whether it recognises the first line.
+        on_request: called after each request that was read, for a progress bar.
+
+    Raises:
+        TraceError: the file cannot be read, is of no known format, has a bad line, or no request.
+        UnknownNameError: there is no such format.
+    """
+    format_class = TRACE_FORMATS.resolve(name or detect_format(path))
+    requests: list[TraceRequest] = []
+    for request in format_class.read(path):
+        requests.append(request)
+        if on_request is not None:
+            on_request()
+    if not requests:
+        raise TraceError(path, None, "no request", "the trace is empty: give one with at least one request")
+    return make_trace(requests, format_class.block_tokens_of(path))
+
+
+def detect_format(path: Path) -> str:
+    """Return the name of the format whose mark the first line of ``path`` has.
+
+    Raises:
+        TraceError: the file is empty, or no format recognises it.
+    """
+    line = next(read_lines(path), None)
+    if line is None:
+        raise TraceError(path, None, "no line", "the trace is empty: give one with at least one request")
+    for name in TRACE_FORMATS.names():
+        if TRACE_FORMATS.resolve(name).recognises(line):
+            return name
+    known = ", ".join(TRACE_FORMATS.names())
+    raise line.fail(sorted(line.values), f"the format is not recognised, known are {known}: name it")

@@ -1,0 +1,170 @@
+"""Replays a trace through the primary tier alone, without time: which prefixes would have been found.
+
+It has no device cache, no clock and no transfer: every request meets the host as the last one left it, and cold
+starts count. The books and the order of leaving are those of ``CPUOffloadingManager`` and of its registered policy,
+driven with the calls that the connector makes. For each request, in the order of arrival:
+
+1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
+2. Blocks that are held are pinned, also those behind the first miss, and all blocks are touched.
+3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
+   block until the first refusal. Then the writes complete and the pins end.
+
+The prefix hit ratio is the sum of p over the number of all blocks named. A capacity given as a fraction of the unique
+blocks is rounded to the nearest block, half to even. ``TouchOrder`` says how the blocks of one request are ranked
+among themselves. A touch of the contract makes its first key the most recent, but stores rank in the order of the
+call; so with TAIL_FIRST the request's keys are touched once more after its stores, as the connector does, before
+the writes complete: for policies that count uses, a touch of a write in flight is still the first use.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ConfigError
+from kvtier.sim.trace import BlockKeys, Trace
+
+
+class TouchOrder(Enum):
+    """How the blocks of one request are ranked, the last named being the most recent."""
+
+    TAIL_FIRST = "tail_first"
+    """Touches and stores from the tail to the head: the head ends up most recent."""
+
+    STORES_HEAD_FIRST = "stores_head_first"
+    """Touches from the tail, stores from the head and above them."""
+
+    HEAD_FIRST = "head_first"
+    """Touches and stores from the head: the tail ends up most recent."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCache:
+    """The primary tier that a trace is replayed through.
+
+    Attributes:
+        num_blocks: its capacity.
+        cache_policy: registered name of the eviction policy.
+        touch_order: how the blocks of one request are ranked.
+        store_threshold: accesses of a key before it is stored; below 2 every key is.
+        max_tracker_size: keys whose accesses the reuse filter counts.
+    """
+
+    num_blocks: int
+    cache_policy: str = "lru"
+    touch_order: TouchOrder = TouchOrder.TAIL_FIRST
+    store_threshold: int = 1
+    max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class HostReplay:
+    """What a replay has found.
+
+    Attributes:
+        num_requests: requests replayed.
+        num_accesses: blocks they named, repeats included.
+        num_unique_blocks: distinct blocks they named.
+        num_hits: blocks of held prefixes.
+        num_stored: blocks written to the host.
+        num_evicted: blocks that left it.
+    """
+
+    num_requests: int
+    num_accesses: int
+    num_unique_blocks: int
+    num_hits: int
+    num_stored: int
+    num_evicted: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Blocks of held prefixes over all blocks named, from 0 to 1."""
+        return self.num_hits / self.num_accesses if self.num_accesses else 0.0
+
+    @property
+    def writes_per_unique_block(self) -> float:
+        """How often a block was written on average."""
+        return self.num_stored / self.num_unique_blocks if self.num_unique_blocks else 0.0
+
+
+def blocks_of_share(trace: Trace, share: float) -> int:
+    """Return a capacity of ``share`` of the trace's unique blocks, rounded to the nearest block, at least one.
+
+    Raises:
+        ConfigError: ``share`` is not above zero.
+    """
+    if not share > 0:
+        raise ConfigError("share", share, "a capacity is a fraction of the unique blocks above zero")
+    return max(1, round(share * trace.num_unique_blocks))
+
+
+def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object] | None = None) -> HostReplay:
+    """Replay ``trace`` through ``cache`` by the rules above.
+
+    Args:
+        trace: the requests.
+        cache: the primary tier; it begins empty.
+        on_request: called after each request, for a progress bar.
+
+    Raises:
+        ConfigError: the capacity is below one block.
+        UnknownNameError: there is no such policy.
+    """
+    manager = CPUOffloadingManager(
+        cache.num_blocks,
+        cache.cache_policy,
+        store_threshold=cache.store_threshold,
+        max_tracker_size=cache.max_tracker_size,
+    )
+    block_keys = BlockKeys()
+    num_hits = 0
+    for number, request in enumerate(trace.requests):
+        num_hits += serve(manager, block_keys.of(request.hash_ids), str(number), cache.touch_order)
+        if on_request is not None:
+            on_request()
+    stats = manager.stats()
+    return HostReplay(
+        num_requests=len(trace.requests),
+        num_accesses=trace.num_accesses,
+        num_unique_blocks=trace.num_unique_blocks,
+        num_hits=num_hits,
+        num_stored=int(stats["primary.stored"]),
+        num_evicted=int(stats["primary.evicted"]),
+    )
+
+
+def serve(manager: CPUOffloadingManager, keys: list[OffloadKey], req_id: str, order: TouchOrder) -> int:
+    """Serve one request by the rules above and return the length of its held prefix."""
+    context = ReqContext(req_id)
+    answers = [manager.lookup(key, context) for key in keys]
+    held = [key for key, is_held in zip(keys, answers, strict=True) if is_held]
+    missing = [key for key, is_held in zip(keys, answers, strict=True) if not is_held]
+    manager.prepare_load(held, context)
+    manager.touch(keys[::-1] if order is TouchOrder.HEAD_FIRST else keys, context)
+    if missing:
+        stored = _prepare_stores(manager, missing, context)
+        if order is TouchOrder.TAIL_FIRST:
+            manager.touch(keys, context)
+        manager.complete_store(stored, context)
+    manager.complete_load(held, context)
+    manager.request_finished(context)
+    return answers.index(False) if missing else len(keys)
+
+
+def _prepare_stores(
+    manager: CPUOffloadingManager, missing: list[OffloadKey], context: ReqContext
+) -> list[OffloadKey]:
+    """Reserve slots for ``missing`` as far as they fit and return the keys to write."""
+    output = manager.prepare_store(missing, context)
+    if output is not None:
+        return output.keys_to_store
+    stored: list[OffloadKey] = []
+    for key in missing:
+        output = manager.prepare_store([key], context)
+        if output is None:
+            break
+        stored += output.keys_to_store
+    return stored

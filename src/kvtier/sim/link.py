@@ -1,0 +1,167 @@
+"""A link that blocks move over, as a queue with servers: bandwidth, latency, transfers at the same time.
+
+It moves no byte and knows no tier. The model: a link has ``num_streams`` servers and one pipe. A part of a job takes a
+free server, reads before writes and each kind in the order of submission, as the threads of a real tier do. It waits
+out the latency, which overlaps with that of the others, then goes through the pipe at full bandwidth behind whoever was
+there before. So one stream with latency is slow, many streams hide the latency, and no number of streams is faster than
+the bandwidth.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.errors import ConfigError
+from kvtier.sim.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """How fast a link is.
+
+    Attributes:
+        read_bytes_per_s: bandwidth of reads when nothing is written.
+        write_bytes_per_s: bandwidth of writes when nothing is read.
+        latency_s: seconds until a part's first byte moves.
+        num_streams: parts that are under way at the same time.
+
+    Raises:
+        ConfigError: a bandwidth or the number of streams is not above zero, or the latency is negative.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float = 0.0
+    num_streams: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("read_bytes_per_s", "write_bytes_per_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "a bandwidth is a finite number above zero")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ConfigError("latency_s", self.latency_s, "a latency is a finite number from zero")
+        if self.num_streams < 1:
+            raise ConfigError("num_streams", self.num_streams, "a link has at least one stream")
+
+
+@dataclass(slots=True)
+class _Job:
+    """Parts of one size that are reported together."""
+
+    is_read: bool
+    num_parts: int
+    part_bytes: int
+    on_end: Callable[[int], object]
+    submitted_s: float
+    num_begun: int = 0
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class LinkTraffic:
+    """What has gone over a link.
+
+    Attributes:
+        read_bytes: bytes read.
+        written_bytes: bytes written.
+        busy_s: seconds in which the pipe moved bytes.
+        max_queued_parts: the most parts that have waited for a server at once.
+    """
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    busy_s: float = 0.0
+    max_queued_parts: int = 0
+
+
+class Link:
+    """One link. Used from one thread, on simulated time.
+
+    Args:
+        timeline: where the ends of transfers are planned.
+        speed: how fast it is.
+
+    Attributes:
+        traffic: what has gone over it; parts count from their beginning.
+    """
+
+    def __init__(self, timeline: Timeline, speed: LinkSpeed) -> None:
+        self._timeline = timeline
+        self._speed = speed
+        self._reads: deque[_Job] = deque()
+        self._writes: deque[_Job] = deque()
+        self._num_busy = 0
+        self._num_queued = 0
+        self._pipe_free_s = 0.0
+        self.traffic = LinkTraffic()
+
+    def submit(
+        self, *, is_read: bool, num_parts: int, part_bytes: int, on_end: Callable[[int], object]
+    ) -> None:
+        """Queue a job.
+
+        Args:
+            is_read: which way.
+            num_parts: pieces that other jobs may come between; a job of none ends at once.
+            part_bytes: bytes of each.
+            on_end: told, once, how many parts have moved: all of them, or fewer when the job was given up.
+        """
+        if num_parts == 0:
+            on_end(0)
+            return
+        job = _Job(is_read, num_parts, part_bytes, on_end, self._timeline())
+        (self._reads if is_read else self._writes).append(job)
+        self._num_queued += num_parts
+        self._begin_parts()
+        self.traffic.max_queued_parts = max(self.traffic.max_queued_parts, self._num_queued)
+
+    def oldest_wait_s(self) -> float:
+        """Return the age in seconds of the oldest job none of whose parts has begun, 0 when there is none."""
+        waiting = [job.submitted_s for job in (*self._reads, *self._writes) if job.num_begun == 0]
+        return self._timeline() - min(waiting) if waiting else 0.0
+
+    def give_up_older_than(self, age_s: float) -> None:
+        """Drop the parts of jobs of at least that age that have not begun; those under way still end."""
+        limit_s = self._timeline() - age_s
+        for queue in (self._reads, self._writes):
+            # Oldest first, and a part of a job that has begun is at the head.
+            while queue and queue[0].submitted_s <= limit_s:
+                job = queue.popleft()
+                self._num_queued -= job.num_parts - job.num_begun
+                job.num_parts = job.num_begun
+                self._report_if_ended(job)
+
+    def _begin_parts(self) -> None:
+        now_s = self._timeline()
+        while self._num_busy < self._speed.num_streams and (queue := self._reads or self._writes):
+            job = queue[0]
+            job.num_begun += 1
+            job.num_running += 1
+            self._num_busy += 1
+            self._num_queued -= 1
+            if job.num_begun == job.num_parts:
+                queue.popleft()
+            self._plan_end(job, now_s)
+
+    def _plan_end(self, job: _Job, now_s: float) -> None:
+        speed, traffic = self._speed, self.traffic
+        rate = speed.read_bytes_per_s if job.is_read else speed.write_bytes_per_s
+        moving_s = job.part_bytes / rate
+        self._pipe_free_s = max(now_s + speed.latency_s, self._pipe_free_s) + moving_s
+        traffic.busy_s += moving_s
+        if job.is_read:
+            traffic.read_bytes += job.part_bytes
+        else:
+            traffic.written_bytes += job.part_bytes
+        self._timeline.at(self._pipe_free_s, partial(self._end_part, job))
+
+    def _end_part(self, job: _Job) -> None:
+        job.num_running -= 1
+        self._num_busy -= 1
+        self._begin_parts()
+        self._report_if_ended(job)
+
+    def _report_if_ended(self, job: _Job) -> None:
+        if job.num_running == 0 and job.num_begun == job.num_parts:
+            job.on_end(job.num_parts)

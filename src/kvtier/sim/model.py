@@ -1,0 +1,77 @@
+"""What is simulated: an engine, the host memory beside it, and the tiers behind that. Values only."""
+
+from dataclasses import dataclass, field
+
+from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE
+from kvtier.errors import ConfigError
+from kvtier.sim.link import LinkSpeed
+from kvtier.sim.tier import TierModel
+
+PCIE_BYTES_PER_S = 25e9
+"""Bytes a second between device and pinned host memory over 16 lanes of PCIe 4, less protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """A serving engine with continuous batching.
+
+    Attributes:
+        block_tokens: tokens of a device block; the trace's block size.
+        block_bytes: bytes of keys and values of a block, all layers and workers together.
+        num_device_blocks: blocks of the device cache.
+        max_running: requests that hold device blocks at the same time.
+        prefill_tokens_per_s: prompt tokens computed in a second, all requests together.
+        decode_tokens_per_s: tokens that each running request generates in a second.
+        max_step_tokens: prompt tokens computed in one step; longer prompts take several.
+
+    Raises:
+        ConfigError: one of them is not above zero.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    num_device_blocks: int
+    max_running: int = 64
+    prefill_tokens_per_s: float = 20_000.0
+    decode_tokens_per_s: float = 40.0
+    max_step_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(name, getattr(self, name), "must be a finite number above zero")
+
+
+@dataclass(frozen=True, slots=True)
+class HostModel:
+    """The primary tier and the chain behind it.
+
+    Attributes:
+        num_blocks: blocks of host memory.
+        cache_policy: registered name of its eviction policy.
+        speed: the link to the device; each direction has one of its own.
+        tiers: the secondary tiers, in the order in which they are asked.
+        store_threshold: accesses of a key before it is stored; below 2 every key is.
+        max_tracker_size: keys whose accesses the reuse filter counts.
+        lookup_deadline_s: seconds a request may wait for promotions.
+    """
+
+    num_blocks: int
+    cache_policy: str = "lru"
+    speed: LinkSpeed = field(
+        default_factory=lambda: LinkSpeed(PCIE_BYTES_PER_S, PCIE_BYTES_PER_S, latency_s=20e-6)
+    )
+    tiers: tuple[TierModel, ...] = ()
+    store_threshold: int = 0
+    max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
+    lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
+
+    def __post_init__(self) -> None:
+        names = [tier.name for tier in self.tiers]
+        for name in names:
+            if names.count(name) > 1 or name in RESERVED_NAMES:
+                raise ConfigError("name", name, "each tier of a chain needs a name of its own")
+
+
+RESERVED_NAMES = frozenset({"CPU", "device"})
+"""Sources of hits that are no secondary tier."""

@@ -1,0 +1,98 @@
+"""A request on its way through the simulated engine, and the values that the connector is given about it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.sim.trace import ID_BYTES, TraceRequest
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedRequest:
+    """One request; it fits the connector's protocol of a request.
+
+    The answer's tokens take device blocks but have no hashes, for traces do not name them: they are never stored.
+
+    Attributes:
+        request_id: its number in the trace.
+        arrival_s: when it came.
+        num_prompt_tokens: length of its prompt, at least one.
+        num_output_tokens: length of its answer.
+        block_hashes: one hash for each full block of the prompt.
+        kv_transfer_params: None: traces have no hints.
+        block_ids: its device blocks; empty while it waits.
+        num_device_tokens: leading tokens that the device cache had.
+        num_computed_tokens: tokens whose KV is in its blocks.
+        loaded_tokens: tokens that were loaded, by where they came from.
+        admitted_s: when it got device blocks.
+        first_token_s: when its prompt was computed.
+        is_scheduled: whether a step has computed a part of it.
+    """
+
+    request_id: str
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    block_hashes: Sequence[bytes]
+    kv_transfer_params: dict[str, Any] | None = None  # Any: what the protocol says
+    block_ids: list[int] = field(default_factory=list)
+    num_device_tokens: int = 0
+    num_computed_tokens: int = 0
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    is_scheduled: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """The prompt; generated tokens have no hashes here."""
+        return self.num_prompt_tokens
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """Return its block table, one group."""
+        return (self.block_ids,)
+
+
+def make_request(number: int, traced: TraceRequest, block_tokens: int) -> SimulatedRequest:
+    """Return request ``number`` of a trace. Pure."""
+    num_tokens = max(1, traced.num_prompt_tokens)
+    full = traced.hash_ids[: num_tokens // block_tokens]
+    hashes = [hash_id.to_bytes(ID_BYTES, "big") for hash_id in full]
+    return SimulatedRequest(str(number), traced.arrival_s, num_tokens, traced.num_output_tokens, hashes)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A request that is scheduled for the first time."""
+
+    req_id: str
+    block_ids: tuple[list[int], ...]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequests:
+    """Requests that were scheduled before, as parallel sequences."""
+
+    req_ids: Sequence[str] = ()
+    resumed_req_ids: Collection[str] = ()
+    new_block_ids: Sequence[tuple[list[int], ...] | None] = ()
+    num_computed_tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step will compute; nothing by default."""
+
+    scheduled_new_reqs: Sequence[NewRequest] = ()
+    scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
+    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
+    preempted_req_ids: Collection[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOutput:
+    """What the workers of one step reported."""
+
+    kv_connector_worker_meta: OffloadingWorkerMetadata | None

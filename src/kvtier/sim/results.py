@@ -1,0 +1,155 @@
+"""What a simulation has found: hits by source, times, traffic of each tier, all over time.
+
+It simulates nothing. Tokens count once: those the device had, those that were loaded, by the tier they came from, and
+the rest, which were computed. All values are plain, so that ``to_json`` loses nothing.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtier.sim.request import SimulatedRequest
+
+DEVICE = "device"
+"""The source of tokens that the device cache had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a time is spread over requests, in seconds; zeros when there were none.
+
+    Attributes:
+        mean_s: the mean.
+        p50_s: the median.
+        p90_s: at most so long for nine requests in ten.
+        p99_s: at most so long for 99 in a hundred.
+        max_s: the longest.
+    """
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """What one tier has done.
+
+    Attributes:
+        name: "CPU" for host memory, else the tier's own.
+        capacity_blocks: blocks it can hold.
+        num_written_blocks: blocks written to it, from whatever side.
+        written_bytes: the same in bytes.
+        num_read_blocks: blocks read from it: loads to the device for host memory, promotions for the others.
+        read_bytes: the same in bytes.
+        writes_per_unique_block: blocks written over distinct full blocks of the trace.
+        busy_ratio: share of the time in which its link moved bytes; of host memory's two links the busier.
+        max_queued_blocks: the most blocks, of host memory transfers, that have waited for its link at once.
+    """
+
+    name: str
+    capacity_blocks: int
+    num_written_blocks: int
+    written_bytes: int
+    num_read_blocks: int
+    read_bytes: int
+    writes_per_unique_block: float
+    busy_ratio: float
+    max_queued_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """The requests that came within one stretch of time.
+
+    Attributes:
+        begin_s: when it begins.
+        num_requests: how many came.
+        num_prompt_tokens: tokens of their prompts.
+        hit_tokens: those that were not computed, by source.
+        first_token: time from arrival to first token.
+        queue: time from arrival to device blocks.
+    """
+
+    begin_s: float
+    num_requests: int
+    num_prompt_tokens: int
+    hit_tokens: Mapping[str, int]
+    first_token: Spread
+    queue: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a simulation has found.
+
+    Attributes:
+        total: all requests that were served, as one period.
+        periods: the same, split by arrival into stretches of equal length.
+        num_rejected: requests that need more device blocks than there are; they are in no period.
+        duration_s: until the last transfer had ended.
+        tiers: host memory, then the secondary tiers in the order in which they are asked.
+        counters: what the production connector and managers have counted, by their names.
+    """
+
+    total: Period
+    periods: tuple[Period, ...]
+    num_rejected: int
+    duration_s: float
+    tiers: tuple[TierTraffic, ...]
+    counters: Mapping[str, float]
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """Tokens that were loaded instead of computed; what the device had is not offloading's merit."""
+        return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
+
+    def hit_ratio(self, source: str) -> float:
+        """Return the share of prompt tokens that ``source`` had, from 0 to 1."""
+        total = self.total
+        return total.hit_tokens.get(source, 0) / total.num_prompt_tokens if total.num_prompt_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the values as JSON objects."""
+        return {**asdict(self), "num_saved_tokens": self.num_saved_tokens}
+
+
+def spread_of(times_s: Iterable[float]) -> Spread:
+    """Return the spread of ``times_s``; percentiles by the nearest rank. Pure."""
+    ordered = sorted(times_s)
+    if not ordered:
+        return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def rank(percent: int) -> float:
+        return ordered[-(-percent * len(ordered) // 100) - 1]
+
+    return Spread(sum(ordered) / len(ordered), rank(50), rank(90), rank(99), ordered[-1])
+
+
+def summarise(requests: Sequence[SimulatedRequest], begin_s: float = 0.0) -> Period:
+    """Return ``requests``, each served, as one period. Pure."""
+    hit_tokens: dict[str, int] = {}
+    for request in requests:
+        for source, number in {DEVICE: request.num_device_tokens, **request.loaded_tokens}.items():
+            hit_tokens[source] = hit_tokens.get(source, 0) + number
+    return Period(
+        begin_s,
+        len(requests),
+        sum(request.num_prompt_tokens for request in requests),
+        hit_tokens,
+        spread_of(request.first_token_s - request.arrival_s for request in requests),
+        spread_of(request.admitted_s - request.arrival_s for request in requests),
+    )
+
+
+def split_into_periods(requests: Iterable[SimulatedRequest], period_s: float) -> tuple[Period, ...]:
+    """Return ``requests`` by arrival; periods in which none came are there, empty, up to the last arrival. Pure."""
+    by_period: dict[int, list[SimulatedRequest]] = {}
+    for request in requests:
+        by_period.setdefault(int(request.arrival_s // period_s), []).append(request)
+    return tuple(
+        summarise(by_period.get(number, ()), number * period_s)
+        for number in range(max(by_period, default=-1) + 1)
+    )

@@ -1,0 +1,110 @@
+"""Simulates an engine that serves a trace, and says what came of it.
+
+It has no rule of its own. Nothing is drawn by chance, so there is no seed: equal input gives an equal result.
+"""
+
+from collections.abc import Callable
+
+from kvtier.errors import ConfigError
+from kvtier.sim.engine import SimulatedEngine
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.request import SimulatedRequest, make_request
+from kvtier.sim.results import Simulation, TierTraffic, split_into_periods, summarise
+from kvtier.sim.trace import Trace
+
+DEFAULT_PERIOD_S = 60.0
+"""Seconds of a period of the result. Shorter ones have few requests each; longer ones hide a burst."""
+
+
+def simulate(
+    trace: Trace,
+    engine: EngineModel,
+    host: HostModel | None,
+    *,
+    period_s: float = DEFAULT_PERIOD_S,
+    on_request: Callable[[], object] | None = None,
+) -> Simulation:
+    """Serve ``trace`` on ``engine``.
+
+    Args:
+        trace: the requests.
+        engine: the engine; its blocks are as long as the trace's.
+        host: host memory and the tiers behind it; None for an engine without offloading.
+        period_s: length of the periods of the result.
+        on_request: called after each request, for a progress bar.
+
+    Raises:
+        ConfigError: the blocks differ in length, or a period has none.
+    """
+    if engine.block_tokens != trace.block_tokens:
+        remedy = f"the trace names blocks of {trace.block_tokens} tokens: give the engine the same"
+        raise ConfigError("block_tokens", engine.block_tokens, remedy)
+    if not period_s > 0:
+        raise ConfigError("period_s", period_s, "a period takes more than zero seconds")
+    served: list[SimulatedRequest] = []
+
+    def note(request: SimulatedRequest) -> None:
+        if request.block_ids:
+            served.append(request)
+        if on_request is not None:
+            on_request()
+
+    requests = [make_request(number, one, trace.block_tokens) for number, one in enumerate(trace.requests)]
+    simulated = SimulatedEngine(engine, host, note)
+    simulated.run(requests)
+    num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
+    return Simulation(
+        total=summarise(served),
+        periods=split_into_periods(served, period_s),
+        num_rejected=simulated.num_rejected,
+        duration_s=simulated.timeline(),
+        tiers=_traffic_of(simulated, engine, host, num_unique) if host else (),
+        counters=simulated.stats(),
+    )
+
+
+def _traffic_of(
+    simulated: SimulatedEngine, engine: EngineModel, host: HostModel, num_unique: int
+) -> tuple[TierTraffic, ...]:
+    """Return what host memory and each tier behind it have done."""
+    assert simulated.worker is not None and simulated.spec is not None, "there is a host"  # noqa: PT018
+    duration_s = simulated.timeline() or 1.0
+    counters = simulated.stats()
+    to_device, to_host = simulated.worker.to_device.traffic, simulated.worker.to_host.traffic
+
+    def traffic(
+        name: str, num_blocks: int, num_written: int, num_read: int, busy_s: float, max_queued: int
+    ) -> TierTraffic:
+        return TierTraffic(
+            name=name,
+            capacity_blocks=num_blocks,
+            num_written_blocks=num_written,
+            written_bytes=num_written * engine.block_bytes,
+            num_read_blocks=num_read,
+            read_bytes=num_read * engine.block_bytes,
+            writes_per_unique_block=num_written / num_unique if num_unique else 0.0,
+            busy_ratio=busy_s / duration_s,
+            max_queued_blocks=max_queued,
+        )
+
+    return (
+        traffic(
+            "CPU",
+            host.num_blocks,
+            int(counters["primary.stored"]),
+            to_device.read_bytes // engine.block_bytes,
+            max(to_device.busy_s, to_host.busy_s),
+            to_device.max_queued_parts + to_host.max_queued_parts,
+        ),
+        *(
+            traffic(
+                model.name,
+                model.num_blocks,
+                tier.num_written_blocks,
+                tier.num_read_blocks,
+                tier.link.traffic.busy_s,
+                tier.link.traffic.max_queued_parts,
+            )
+            for model, tier in zip(host.tiers, simulated.spec.tiers, strict=True)
+        ),
+    )

@@ -1,0 +1,83 @@
+"""The offloading back end of a simulated engine: production managers over rows without bytes, and no handlers.
+
+It moves nothing. The primary's rows are one byte each: managers and budgets only compare shares of them.
+"""
+
+from collections.abc import Callable, Iterator
+
+from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingSpec
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.tier import SimulatedTier, make_tier
+from kvtier.sim.timeline import Timeline
+from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+
+class RowsWithoutBytes:
+    """One byte for each block, in place of host memory.
+
+    Args:
+        num_blocks: rows.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._bytes = bytearray(num_blocks)
+
+    def create_kv_memoryview(self) -> memoryview:
+        """Return the rows."""
+        return memoryview(self._bytes).cast("b", (len(self._bytes), 1))
+
+    def cleanup(self) -> None:
+        """Do nothing."""
+
+
+class SimulatedSpec(OffloadingSpec):
+    """Builds what the production connector drives.
+
+    Args:
+        engine: the engine.
+        host: the primary tier and what is behind it.
+        timeline: the clock of the managers and tiers.
+        wake: called when a tier has a job to report.
+
+    Attributes:
+        tiers: the secondary tiers, in the order in which they are asked.
+    """
+
+    def __init__(
+        self, engine: EngineModel, host: HostModel, timeline: Timeline, wake: Callable[[], object]
+    ) -> None:
+        group = KVGroup(engine.block_tokens, ("all",), engine.block_bytes)
+        super().__init__(
+            OffloadingConfig(
+                "simulation", ModelIdentity("simulation"), (group,), hash_block_size=engine.block_tokens
+            )
+        )
+        primary = CPUPrimaryTierOffloadingManager(
+            host.num_blocks,
+            RowsWithoutBytes(host.num_blocks),
+            host.cache_policy,
+            store_threshold=host.store_threshold,
+            max_tracker_size=host.max_tracker_size,
+        )
+        view = primary.get_kv_memoryview()
+        self.tiers: list[SimulatedTier] = [
+            make_tier(self.config, view, model, timeline, engine.block_bytes, wake) for model in host.tiers
+        ]
+        self._manager = TieringOffloadingManager(
+            primary,
+            self.tiers,
+            lookup_deadline_s=host.lookup_deadline_s,
+            clock=timeline,
+            make_epoch=lambda: bytes(16),
+        )
+
+    def get_manager(self) -> TieringOffloadingManager:
+        """Return the production manager; without tiers it behaves as the plain one."""
+        return self._manager
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        """Yield nothing: there are no bytes to copy."""
+        del kv_caches
+        yield from ()

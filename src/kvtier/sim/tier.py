@@ -1,0 +1,172 @@
+"""A secondary tier without bytes whose jobs end on simulated time.
+
+It decides nothing that production code decides: which blocks it holds and which leave is up to the manager and policy
+of the primary tier, used as this tier's directory; when its jobs end is up to a Link. The production
+``TieringOffloadingManager`` drives it, breaker, budget and back-off included. Like a real tier it writes no block
+that it holds already, does not evict what it is reading, and ends jobs that nobody has begun after their time-out.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.config import OffloadingConfig
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.sim.link import Link, LinkSpeed
+from kvtier.sim.timeline import Timeline
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
+
+DIRECTORY = ReqContext("directory")
+
+
+@dataclass(frozen=True, slots=True)
+class TierModel:
+    """A secondary tier to simulate.
+
+    Attributes:
+        name: what it is called in results; unique in its chain.
+        num_blocks: its capacity.
+        speed: the link to it.
+        cache_policy: registered name of the policy that orders it.
+        settings: the settings that every tier has. Budgets in bytes count one byte for a block.
+    """
+
+    name: str
+    num_blocks: int
+    speed: LinkSpeed
+    cache_policy: str = "lru"
+    settings: TierSettings = field(default_factory=TierSettings)
+
+
+class SimulatedTier(SecondaryTierManager):
+    """One tier of a simulation. ``make_tier`` builds it under its own name.
+
+    Args:
+        config: what the simulated engine says of itself.
+        primary_kv_view: the primary's rows; never read or written.
+        model: what is simulated.
+        timeline: when its jobs end.
+        block_bytes: bytes of a block.
+        wake: called when a job has ended: the next poll will report it.
+
+    Attributes:
+        link: the way to it.
+        num_written_blocks: blocks written to it.
+        num_read_blocks: blocks read from it.
+    """
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        model: TierModel,
+        timeline: Timeline,
+        block_bytes: int,
+        wake: Callable[[], object],
+    ) -> None:
+        super().__init__(config, primary_kv_view)
+        self.settings = model.settings
+        self.link = Link(timeline, model.speed)
+        self.num_written_blocks = 0
+        self.num_read_blocks = 0
+        self._block_bytes = block_bytes
+        self._wake = wake
+        self._directory = CPUOffloadingManager(model.num_blocks, model.cache_policy)
+        self._results: list[JobResult] = []
+
+    @staticmethod
+    def get_tier_type() -> str:
+        """Return "simulated"; ``make_tier`` gives each tier a name of its own."""
+        return "simulated"
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether the block is held whole."""
+        return self._directory.lookup(key, DIRECTORY) is True
+
+    def submit_store(self, job: JobMetadata) -> None:
+        """Write what the tier does not hold yet, as far as there is room."""
+        missing = self._make_room(job.keys)
+        self._submit(job, missing, partial(self._end_store, job, missing))
+
+    def submit_load(self, job: JobMetadata) -> None:
+        """Read what the tier still holds."""
+        held = [key for key in job.keys if self._directory.lookup(key, DIRECTORY)]
+        self._directory.prepare_load(held, DIRECTORY)
+        self._submit(job, held, partial(self._end_load, job, held))
+
+    def get_finished(self) -> list[JobResult]:
+        """Return what has ended since the last call, after giving up what is overdue."""
+        self.link.give_up_older_than(self.settings.job_timeout_s)
+        results, self._results = self._results, []
+        return results
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Make ``keys`` the most recent, the first of them most."""
+        self._directory.touch(keys, DIRECTORY)
+
+    def waiting_s(self) -> float:
+        """Return the age in seconds of the oldest job that has not begun."""
+        return self.link.oldest_wait_s()
+
+    def stats(self) -> dict[str, float]:
+        """Return how full the tier is and what has moved, in blocks."""
+        held = self._directory.stats()["primary.held_blocks"]
+        return {
+            "held_blocks": held,
+            "written_blocks": float(self.num_written_blocks),
+            "read_blocks": float(self.num_read_blocks),
+        }
+
+    def _make_room(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        output = self._directory.prepare_store(keys, DIRECTORY)
+        if output is not None:
+            return output.keys_to_store
+        fitting = [self._directory.prepare_store([key], DIRECTORY) for key in keys]
+        return [key for output in fitting if output is not None for key in output.keys_to_store]
+
+    def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: partial[None]) -> None:
+        if job.is_promotion:
+            self.num_read_blocks += len(moving)
+        else:
+            self.num_written_blocks += len(moving)
+        self.link.submit(
+            is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=on_end
+        )
+
+    def _end_store(self, job: JobMetadata, missing: list[OffloadKey], num_moved: int) -> None:
+        self._directory.complete_store(missing[:num_moved], DIRECTORY)
+        self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
+        held = frozenset(key for key in job.keys if self._directory.lookup(key, DIRECTORY))
+        self._report(job, held, is_fault=num_moved < len(missing))
+
+    def _end_load(self, job: JobMetadata, held: list[OffloadKey], num_moved: int) -> None:
+        self._directory.complete_load(held, DIRECTORY)
+        self._report(job, frozenset(held[:num_moved]), is_fault=num_moved < len(held))
+
+    def _report(self, job: JobMetadata, arrived: frozenset[OffloadKey], *, is_fault: bool) -> None:
+        is_whole = arrived.issuperset(job.keys)
+        keys = None if is_whole else arrived
+        self._results.append(JobResult(job.job_id, is_whole, keys, is_fault=is_fault and not is_whole))
+        self._wake()
+
+
+def make_tier(
+    config: OffloadingConfig,
+    primary_kv_view: memoryview,
+    model: TierModel,
+    timeline: Timeline,
+    block_bytes: int,
+    wake: Callable[[], object],
+) -> SimulatedTier:
+    """Return a tier whose type is ``model.name``, so that managers and results tell tiers of a chain apart."""
+
+    class NamedTier(SimulatedTier):
+        """A simulated tier under its own name."""
+
+        @staticmethod
+        def get_tier_type() -> str:
+            """Return the name of the model."""
+            return model.name
+
+    return NamedTier(config, primary_kv_view, model, timeline, block_bytes, wake)

@@ -1,0 +1,89 @@
+"""A request trace: who asked when, how long, and which blocks the prompts share.
+
+It reads no file and replays nothing. A trace has no text: each full or last partial block of a prompt is one id, and
+equal ids mean equal content and equal prefix, so that an id is all that a key needs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.base import OffloadKey, make_offload_key
+
+ID_BYTES = 8
+
+
+class StopReason(Enum):
+    """Why a turn ended, as traces write it."""
+
+    UNKNOWN = 0
+    TOOL_USE = 1
+    END_TURN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request, as it was recorded.
+
+    Attributes:
+        arrival_s: when it came, from the start of the trace.
+        num_prompt_tokens: length of its prompt.
+        num_output_tokens: length of its answer.
+        hash_ids: one id for each block of the prompt, head first; the last one may stand for a partial block.
+        stop: why its answer ended.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...]
+    stop: StopReason = StopReason.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their arrival.
+
+    Attributes:
+        requests: the requests.
+        block_tokens: prompt tokens that one id stands for.
+        num_accesses: ids of all requests together, repeats included.
+        num_unique_blocks: distinct ids.
+    """
+
+    requests: tuple[TraceRequest, ...]
+    block_tokens: int
+    num_accesses: int
+    num_unique_blocks: int
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start of the trace to its last arrival; 0 for an empty one."""
+        return self.requests[-1].arrival_s if self.requests else 0.0
+
+
+def make_trace(requests: Iterable[TraceRequest], block_tokens: int) -> Trace:
+    """Return a trace of ``requests``, ordered by arrival; those of one instant keep their order. Pure."""
+    ordered = tuple(sorted(requests, key=lambda request: request.arrival_s))
+    num_accesses = sum(len(request.hash_ids) for request in ordered)
+    unique = {hash_id for request in ordered for hash_id in request.hash_ids}
+    return Trace(ordered, block_tokens, num_accesses, len(unique))
+
+
+class BlockKeys:
+    """The key of each id, made once: a trace names the same blocks again and again."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, OffloadKey] = {}
+
+    def of(self, hash_ids: Iterable[int]) -> list[OffloadKey]:
+        """Return the keys of ``hash_ids``, in order."""
+        keys = self._keys
+        try:
+            return [keys[hash_id] for hash_id in hash_ids]
+        except KeyError:
+            return [keys.get(hash_id) or self._make(hash_id) for hash_id in hash_ids]
+
+    def _make(self, hash_id: int) -> OffloadKey:
+        key = self._keys[hash_id] = make_offload_key(hash_id.to_bytes(ID_BYTES, "big"), 0)
+        return key

@@ -1,0 +1,87 @@
+"""What a user writes on the command line becomes what is simulated, or is refused with what was expected."""
+
+import pytest
+
+from kvtier.cli.simulate.options import (
+    Scenario,
+    blocks_of,
+    make_engine,
+    make_scenarios,
+    parse_tier,
+    take_first,
+)
+from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.sim.link import LinkSpeed
+from kvtier.sim.model import HostModel
+from kvtier.sim.tier import TierModel
+from kvtier.sim.trace import TraceRequest, make_trace
+
+TRACE = make_trace([TraceRequest(float(number), 512, 1, (number,)) for number in range(3)], 512)
+
+
+@pytest.mark.parametrize(
+    ("text", "tier"),
+    [
+        ("fs:1000:3GB/s", TierModel("fs", 10, LinkSpeed(3e9, 3e9, 100e-6, 8))),
+        ("fs:1000:3GB/s:2ms", TierModel("fs", 10, LinkSpeed(3e9, 3e9, 0.002, 8))),
+        ("obj:1 KiB:1GB/s,500MB/s:1.5s:64", TierModel("obj", 10, LinkSpeed(1e9, 5e8, 1.5, 64))),
+        ("a:199:1B/s:1us:1", TierModel("a", 1, LinkSpeed(1.0, 1.0, 1e-6, 1))),
+    ],
+)
+def test_a_tier_is_a_name_a_capacity_and_a_speed(text: str, tier: TierModel) -> None:
+    assert parse_tier(text, block_bytes=100) == tier
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fs", "must be NAME:CAPACITY:BANDWIDTH"),
+        (":1GiB:1GB/s", "must be NAME:CAPACITY:BANDWIDTH"),
+        ("fs:1GiB:1GB/s:1ms:8:9", "must be NAME:CAPACITY:BANDWIDTH"),
+        ("fs:1GiB:1GB", "a bandwidth ends in /s"),
+        ("fs:1GiB:fast/s", "positive number of bytes"),
+        ("fs:much:1GB/s", "positive number of bytes"),
+        ("fs:99:1GB/s", "a block of the trace has 100 bytes"),
+        ("fs:1GiB:1GB/s:soon", "a latency is a number with us, ms or s"),
+        ("fs:1GiB:1GB/s:1ms:many", "STREAMS must be a whole number"),
+        ("fs:1GiB:1GB/s:1ms:0", "at least one stream"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_tier(text, block_bytes=100)
+
+
+def test_there_is_one_run_without_offloading_and_one_for_each_policy() -> None:
+    tiers = [parse_tier("fs:1000:3GB/s", 100)]
+
+    assert make_scenarios(["lru", "arc"], 7, tiers, 2) == [
+        Scenario("without", None),
+        Scenario("lru", HostModel(7, "lru", tiers=tuple(tiers), store_threshold=2)),
+        Scenario("arc", HostModel(7, "arc", tiers=tuple(tiers), store_threshold=2)),
+    ]
+
+
+def test_an_unknown_policy_and_none_at_all_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'lru'"):
+        make_scenarios(["lruu"], 7, [], 0)
+    with pytest.raises(ConfigError, match="name one of arc"):
+        make_scenarios([], 7, [], 0)
+
+
+def test_the_engine_s_blocks_are_the_trace_s() -> None:
+    engine = make_engine(TRACE, device="1MiB", kv_size="256", max_running=3, prefill=10.0, decode=2.0)
+
+    assert (engine.block_tokens, engine.block_bytes, engine.num_device_blocks) == (512, 131_072, 8)
+
+
+def test_a_size_below_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--host='1KiB': a block of the trace has 4096 bytes"):
+        blocks_of("--host", "1KiB", 4096)
+
+
+def test_only_the_first_requests_are_taken_on_demand() -> None:
+    assert take_first(TRACE, 2).num_accesses == 2
+    assert take_first(TRACE, None) is TRACE
+    with pytest.raises(ConfigError, match="--requests"):
+        take_first(TRACE, 0)

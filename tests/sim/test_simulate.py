@@ -1,0 +1,317 @@
+"""A simulated engine takes the time that its rules say, and finds what the production managers hold."""
+
+import dataclasses
+import json
+from collections.abc import Collection
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.base import LoadStoreSpec, OffloadKey, ReqContext
+from kvtier.errors import BlockNotReadyError, ConfigError
+from kvtier.sim.engine import SimulatedEngine
+from kvtier.sim.link import LinkSpeed
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.request import SimulatedRequest, make_request
+from kvtier.sim.results import DEVICE, Spread, spread_of
+from kvtier.sim.simulate import simulate
+from kvtier.sim.tier import TierModel
+from kvtier.sim.trace import Trace, TraceRequest, make_trace
+from kvtier.tiering.base import CascadeMode, TierSettings
+
+BLOCK_TOKENS = 10
+FAST = LinkSpeed(1e9, 1e9)
+ENGINE = EngineModel(
+    BLOCK_TOKENS,
+    block_bytes=100,
+    num_device_blocks=4,
+    prefill_tokens_per_s=10,
+    decode_tokens_per_s=10,
+    max_step_tokens=1000,
+)
+
+
+def request(arrival_s: float, *hash_ids: int, num_output_tokens: int = 10) -> TraceRequest:
+    return TraceRequest(arrival_s, BLOCK_TOKENS * len(hash_ids), num_output_tokens, hash_ids)
+
+
+def trace_of(*requests: TraceRequest) -> Trace:
+    return make_trace(requests, BLOCK_TOKENS)
+
+
+def serve(trace: Trace, engine: EngineModel, host: HostModel | None = None) -> list[SimulatedRequest]:
+    """Return the requests in the order in which they were done."""
+    done: list[SimulatedRequest] = []
+    SimulatedEngine(engine, host, done.append).run(
+        [make_request(number, one, BLOCK_TOKENS) for number, one in enumerate(trace.requests)]
+    )
+    return done
+
+
+def sources_of(done: list[SimulatedRequest]) -> dict[str, dict[str, int]]:
+    """Return, for each request by number, the tokens it did not compute, by source."""
+    return {
+        one.request_id: {
+            **({DEVICE: one.num_device_tokens} if one.num_device_tokens else {}),
+            **one.loaded_tokens,
+        }
+        for one in done
+    }
+
+
+def test_the_first_token_comes_when_the_prompt_is_computed() -> None:
+    (done,) = serve(trace_of(request(2.0, 1, 2, 3)), ENGINE)
+
+    assert done.first_token_s == 2.0 + 3.0
+
+
+def test_prompts_are_computed_one_after_another_and_answers_at_once() -> None:
+    engine = dataclasses.replace(ENGINE, num_device_blocks=100)
+
+    found = simulate(trace_of(request(0, 1, 2, 3), request(0, 4, 5, 6)), engine, None)
+
+    assert found.total.first_token == Spread(mean_s=4.5, p50_s=3.0, p90_s=6.0, p99_s=6.0, max_s=6.0)
+    assert found.duration_s == 6.0 + 1.0
+
+
+def test_a_request_waits_for_device_blocks() -> None:
+    done = serve(trace_of(request(0, 1, 2, 3), request(0, 4, 5, 6)), ENGINE)
+
+    assert [one.admitted_s for one in done] == [0.0, 4.0]
+
+
+def test_no_more_requests_run_than_may() -> None:
+    engine = dataclasses.replace(ENGINE, num_device_blocks=100, max_running=2)
+
+    done = serve(trace_of(*(request(0, number) for number in range(3))), engine)
+
+    assert [one.admitted_s for one in done] == [0.0, 0.0, 2.0]
+
+
+def test_what_the_device_has_is_not_computed_but_for_the_last_block() -> None:
+    done = serve(trace_of(request(0, 1, 2, 3), request(10, 1, 2, 3)), ENGINE)
+
+    assert sources_of(done) == {"0": {}, "1": {DEVICE: 20}}
+    assert done[1].first_token_s == 10 + 1.0
+
+
+def test_what_the_device_gave_away_is_loaded_from_the_host() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    host = HostModel(num_blocks=100, speed=LinkSpeed(100.0, 1e9, latency_s=0.5))
+
+    done = serve(trace, ENGINE, host)
+
+    assert sources_of(done)["2"] == {"CPU": 20}
+    assert done[2].first_token_s == pytest.approx(20 + (0.5 + 2.0) + 1.0)
+
+
+def test_what_the_host_has_evicted_is_promoted_from_a_tier() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    tier = TierModel("disk", 100, LinkSpeed(100.0, 1e9, latency_s=0.25, num_streams=4))
+
+    found = simulate(trace, ENGINE, HostModel(3, speed=FAST, tiers=(tier,)))
+
+    assert found.total.hit_tokens == {DEVICE: 0, "disk": 20}
+    assert found.num_saved_tokens == 20
+    assert found.hit_ratio("disk") == 20 / 90
+    assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("CPU", 2), ("disk", 2)]
+
+
+def test_a_promotion_takes_the_time_of_its_link() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    tier = TierModel("disk", 100, LinkSpeed(100.0, 1e9, latency_s=0.25, num_streams=4))
+
+    done = serve(trace, ENGINE, HostModel(3, speed=FAST, tiers=(tier,)))
+
+    assert done[2].first_token_s == pytest.approx(20 + (0.25 + 2.0) + 1.0, abs=1e-5)
+
+
+def test_a_second_tier_has_what_the_first_has_evicted() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    small = TierModel("disk", 3, FAST)
+    large = TierModel("store", 100, FAST)
+
+    found = simulate(trace, ENGINE, HostModel(3, speed=FAST, tiers=(small, large)))
+
+    assert found.total.hit_tokens == {DEVICE: 0, "store": 20}
+
+
+def test_a_tier_that_is_too_slow_costs_its_deadlines_and_the_request_is_computed() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    tier = TierModel("disk", 100, LinkSpeed(0.1, 1e9))
+    host = HostModel(3, speed=FAST, tiers=(tier,), lookup_deadline_s=2.0)
+
+    done = serve(trace, ENGINE, host)
+
+    assert sources_of(done)["2"] == {}
+    assert 20 + 2.0 + 3.0 <= done[2].first_token_s <= 20 + 2 * 2.1 + 3.0
+
+
+def test_a_request_whose_blocks_are_on_their_way_is_passed() -> None:
+    engine = dataclasses.replace(ENGINE, num_device_blocks=8)
+    trace = trace_of(
+        request(0, 1, 2, 3),
+        request(10, 4, 5, 6),
+        request(15, 7, 8, 9),
+        request(20, 1, 2, 3),
+        request(20.1, 10),
+    )
+    tier = TierModel("disk", 100, LinkSpeed(50.0, 1e9))
+
+    done = serve(trace, engine, HostModel(3, speed=FAST, tiers=(tier,)))
+
+    assert [one.request_id for one in done] == ["0", "1", "2", "4", "3"]
+    assert sources_of(done)["3"] == {"disk": 20}
+
+
+def test_a_request_that_never_fits_is_rejected_and_the_others_are_served() -> None:
+    found = simulate(trace_of(request(0, 1, 2, 3, 4), request(0, 5)), ENGINE, HostModel(10))
+
+    assert (found.num_rejected, found.total.num_requests) == (1, 1)
+
+
+def test_write_back_writes_a_block_that_never_leaves_the_host_nowhere() -> None:
+    trace = trace_of(request(0, 1, 2, 3))
+    write_back = TierSettings(cascade=CascadeMode.ON_EVICT)
+
+    def written(settings: TierSettings) -> int:
+        tier = TierModel("disk", 100, FAST, settings=settings)
+        return simulate(trace, ENGINE, HostModel(50, tiers=(tier,))).tiers[1].num_written_blocks
+
+    assert (written(TierSettings()), written(write_back)) == (3, 0)
+
+
+def test_traffic_counts_blocks_bytes_and_writes_per_unique_block() -> None:
+    tier = TierModel("disk", 100, LinkSpeed(1e9, 100.0))
+
+    found = simulate(trace_of(request(0, 1, 2, 3), request(10, 1, 2, 3)), ENGINE, HostModel(9, tiers=(tier,)))
+    host, disk = found.tiers
+
+    assert (host.num_written_blocks, host.written_bytes, host.writes_per_unique_block) == (3, 300, 1.0)
+    assert (disk.num_written_blocks, disk.written_bytes, disk.writes_per_unique_block) == (3, 300, 1.0)
+    assert disk.busy_ratio == pytest.approx(3.0 / found.duration_s)
+    assert (disk.num_read_blocks, disk.read_bytes) == (0, 0)
+
+
+def test_periods_follow_each_other_without_gaps() -> None:
+    found = simulate(trace_of(request(0, 1), request(35, 2)), ENGINE, None, period_s=10.0)
+
+    assert [(one.begin_s, one.num_requests) for one in found.periods] == [(0, 1), (10, 0), (20, 0), (30, 1)]
+
+
+def test_equal_input_gives_an_equal_result() -> None:
+    trace = trace_of(*(request(number / 3, *range(number % 4), 50 + number % 7) for number in range(40)))
+    host = HostModel(
+        5, speed=LinkSpeed(500, 500, 0.01), tiers=(TierModel("disk", 9, LinkSpeed(300, 200, 0.1, 2)),)
+    )
+
+    first, second = (simulate(trace, ENGINE, host) for _ in range(2))
+
+    assert first == second
+    assert first.hit_ratio("CPU") > 0
+
+
+def test_a_load_whose_blocks_are_gone_is_computed() -> None:
+    trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
+    done: list[SimulatedRequest] = []
+    simulated = SimulatedEngine(ENGINE, HostModel(100), done.append)
+    assert simulated.spec is not None
+    manager = simulated.spec.get_manager()
+    manager.prepare_load = lose  # type: ignore[method-assign]
+
+    simulated.run([make_request(number, one, BLOCK_TOKENS) for number, one in enumerate(trace.requests)])
+
+    assert sources_of(done)["2"] == {}
+    assert done[2].first_token_s == 20 + 3.0
+
+
+def lose(keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    """Stand in for a manager that has lost what it found."""
+    raise BlockNotReadyError(next(iter(keys)), "absent")
+
+
+def test_a_result_is_json() -> None:
+    found = simulate(trace_of(request(0, 1)), ENGINE, HostModel(2, tiers=(TierModel("disk", 2, FAST),)))
+
+    again = json.loads(json.dumps(found.to_json()))
+
+    assert again["total"]["num_prompt_tokens"] == 10
+    assert [tier["name"] for tier in again["tiers"]] == ["CPU", "disk"]
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    assert spread_of([4.0, 1.0, 2.0, 3.0]) == Spread(2.5, 2.0, 4.0, 4.0, 4.0)
+    assert spread_of([]) == Spread(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_what_cannot_be_simulated_is_refused() -> None:
+    trace = trace_of(request(0, 1))
+    with pytest.raises(ConfigError, match="the trace names blocks of 10 tokens"):
+        simulate(trace, dataclasses.replace(ENGINE, block_tokens=16), None)
+    with pytest.raises(ConfigError, match="period"):
+        simulate(trace, ENGINE, None, period_s=0)
+    with pytest.raises(ConfigError, match="a name of its own"):
+        HostModel(3, tiers=(TierModel("disk", 1, FAST), TierModel("disk", 1, FAST)))
+    with pytest.raises(ConfigError, match="prefill_tokens_per_s"):
+        dataclasses.replace(ENGINE, prefill_tokens_per_s=0)
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Return a trace whose ids are chained: an id is made from the one before it."""
+    requests = []
+    for _ in range(draw(st.integers(1, 12))):
+        last, ids = 0, []
+        for _ in range(draw(st.integers(1, 6))):
+            last = last * 3 + draw(st.integers(1, 2))
+            ids.append(last)
+        num_tokens = BLOCK_TOKENS * len(ids) - draw(st.integers(0, BLOCK_TOKENS - 1))
+        arrival_s = draw(st.floats(0, 30))
+        requests.append(TraceRequest(arrival_s, num_tokens, draw(st.integers(0, 30)), tuple(ids)))
+    return make_trace(requests, BLOCK_TOKENS)
+
+
+SPEEDS = st.builds(LinkSpeed, st.floats(5, 1e6), st.floats(5, 1e6), st.floats(0, 3), st.integers(1, 4))
+SETTINGS = st.builds(
+    TierSettings,
+    cascade=st.sampled_from(CascadeMode),
+    store_threshold=st.sampled_from([0, 2]),
+    fill=st.booleans(),
+    job_timeout_s=st.floats(0.5, 30),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), trace=traces())
+def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, trace: Trace) -> None:
+    tiers = tuple(
+        TierModel(name, data.draw(st.integers(1, 20)), data.draw(SPEEDS), settings=data.draw(SETTINGS))
+        for name in data.draw(st.sampled_from([(), ("disk",), ("disk", "store")]))
+    )
+    host = HostModel(
+        data.draw(st.integers(1, 20)),
+        speed=data.draw(SPEEDS),
+        tiers=tiers,
+        store_threshold=data.draw(st.integers(0, 2)),
+    )
+    engine = dataclasses.replace(
+        ENGINE,
+        num_device_blocks=data.draw(st.integers(9, 20)),
+        max_step_tokens=data.draw(st.integers(7, 100)),
+    )
+    done: list[SimulatedRequest] = []
+    simulated = SimulatedEngine(engine, host, done.append)
+
+    simulated.run([make_request(number, one, BLOCK_TOKENS) for number, one in enumerate(trace.requests)])
+
+    assert len(done) == len(trace.requests)
+    assert simulated.num_rejected == 0
+    for one in done:
+        assert one.num_computed_tokens == one.num_prompt_tokens
+        assert one.arrival_s <= one.admitted_s < one.first_token_s
+    stats = simulated.stats()
+    assert stats["connector.open_jobs"] == stats["connector.requests"] == stats["open_jobs"] == 0
+    assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]
+    assert simulated.spec is not None
+    simulated.spec.get_manager().check()

@@ -1,0 +1,45 @@
+"""Simulated time moves from event to event, in order, and never back."""
+
+import pytest
+
+from kvtier.errors import InvariantError
+from kvtier.sim.timeline import Timeline
+
+
+def test_events_run_in_the_order_of_their_times_and_then_of_planning() -> None:
+    timeline = Timeline()
+    seen: list[tuple[float, str]] = []
+    for when_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b")):
+        timeline.at(when_s, lambda name=name: seen.append((timeline(), name)))  # type: ignore[misc]
+
+    timeline.advance_to(5.0)
+
+    assert seen == [(1.0, "a"), (1.0, "b"), (2.0, "c")]
+    assert (timeline(), timeline.next_s) == (5.0, None)
+
+
+def test_an_event_may_plan_another_within_the_same_stretch() -> None:
+    timeline = Timeline()
+    seen: list[float] = []
+    timeline.at(1.0, lambda: timeline.at(2.0, lambda: seen.append(timeline())))
+
+    timeline.advance_to(2.0)
+
+    assert seen == [2.0]
+
+
+def test_what_is_planned_for_later_stays() -> None:
+    timeline = Timeline()
+    timeline.at(3.0, lambda: None)
+
+    timeline.advance_to(2.5)
+
+    assert (timeline(), timeline.next_s) == (2.5, 3.0)
+
+
+def test_nothing_is_planned_for_the_past() -> None:
+    timeline = Timeline()
+    timeline.advance_to(2.0)
+
+    with pytest.raises(InvariantError, match="time runs forward"):
+        timeline.at(1.0, lambda: None)
