@@ -98,6 +98,8 @@ class OffloadingConnectorScheduler:
             state = self._requests[request.request_id] = make_request_state(
                 request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
             )
+            state.grow_keys(self._layouts)
+            self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
         elif num_computed_tokens == state.num_local_tokens and (
             self.manager.is_waiting(state.context) or state.blocking_job in self._jobs
         ):

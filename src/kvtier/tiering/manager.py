@@ -84,6 +84,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._transfers = TierTransfers(primary_tier)
         self._cascades = CascadePlanner(self._guards, primary_tier)
 
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell the primary of a request that has arrived; tiers learn from what is asked of them."""
+        self.primary.note_request(chains, req_context)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
         if not self._guards:

@@ -112,7 +112,9 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         if num_keys != len(held) + num_ghosts:
             raise InvariantError("a key is in two of t1, t2, b1 and b2")
         if num_keys > 2 * self.cache_capacity:
-            raise InvariantError(f"{num_ghosts} ghosts and {len(held)} blocks for a capacity of {self.cache_capacity}")
+            raise InvariantError(
+                f"{num_ghosts} ghosts and {len(held)} blocks for a capacity of {self.cache_capacity}"
+            )
         if not 0 <= self.target_t1_size <= self.cache_capacity:
             raise InvariantError(f"target_t1_size={self.target_t1_size} is not within the capacity")
 
