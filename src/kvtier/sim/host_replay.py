@@ -1,8 +1,9 @@
 """Replays a trace through the primary tier alone, without time: which prefixes would have been found.
 
-It has no device cache and no transfer, and its clock shows when the trace's requests arrived: every request meets the host as the last one left it, and cold
-starts count. The books and the order of leaving are those of ``CPUOffloadingManager`` and of its registered policy,
-driven with the calls that the connector makes. For each request, in the order of arrival:
+It has no device cache and no transfer, and its clock shows when the trace's requests arrived: every request meets the
+host as the last one left it, and cold starts count. The books and the order of leaving are those of
+``CPUOffloadingManager`` and of its registered policy, driven with the calls that the connector makes. For each
+request, in the order of arrival:
 
 0. The manager is told of the request, for policies that learn from requests.
 1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.

@@ -4,11 +4,12 @@ It decides nothing. A heap holds the leaves by index. An index changes when its 
 second heap says when that is. Each entry bears a ticket; once its block has another ticket, or none, the entry is stale.
 """
 
-import heapq
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from kvtier.cpu.policies.hazard.directory import Node
-from kvtier.cpu.policies.hazard.model import EDGES_S, HazardModel
+from kvtier.cpu.policies.hazard.model import EDGES_S, NUM_EDGES
 
 MIN_STALE = 64
 """Entries below which stale ones are not worth looking for."""
@@ -20,11 +21,11 @@ class Candidates:
     """Leaves that may leave.
 
     Args:
-        model: whose indices order them.
+        indices: what orders them: the index of each class in each bin of age.
     """
 
-    def __init__(self, model: HazardModel) -> None:
-        self._model = model
+    def __init__(self, indices: Mapping[int, Sequence[float]]) -> None:
+        self._indices = indices
         self._by_index: list[Entry] = []
         self._by_change: list[Entry] = []
         self._num_tickets = 0
@@ -32,18 +33,19 @@ class Candidates:
 
     def add(self, node: Node, now_s: float) -> None:
         """Make a leaf a candidate, or put it where it belongs by now."""
-        named_s = node.cohort.naming.time_s
+        cohort = node.cohort
+        named_s = cohort.naming.time_s
         age_bin = bisect_right(EDGES_S, now_s - named_s)
         ticket = node.ticket = self._num_tickets = self._num_tickets + 1
-        heapq.heappush(self._by_index, (self._model.indices(node.cohort.code)[age_bin], ticket, node))
-        if age_bin < len(EDGES_S):
-            heapq.heappush(self._by_change, (named_s + EDGES_S[age_bin], ticket, node))
+        heappush(self._by_index, (self._indices[cohort.code][age_bin], ticket, node))
+        if age_bin < NUM_EDGES:
+            heappush(self._by_change, (named_s + EDGES_S[age_bin], ticket, node))
 
     def pop(self) -> tuple[float, Node] | None:
         """Take the leaf with the lowest index; None when there is none."""
         by_index = self._by_index
         while by_index:
-            index, ticket, node = heapq.heappop(by_index)
+            index, ticket, node = heappop(by_index)
             if node.ticket == ticket:
                 node.ticket = 0
                 return index, node
@@ -53,7 +55,7 @@ class Candidates:
         """Put the leaves that have grown into another bin where they belong by now."""
         by_change = self._by_change
         while by_change and by_change[0][0] <= now_s:
-            _, ticket, node = heapq.heappop(by_change)
+            _, ticket, node = heappop(by_change)
             if node.ticket == ticket:
                 self.add(node, now_s)
         if len(self._by_index) > self._max_entries or len(self._by_change) > self._max_entries:
@@ -72,6 +74,6 @@ class Candidates:
     def _drop_stale(self) -> None:
         self._by_index = [entry for entry in self._by_index if entry[2].ticket == entry[1]]
         self._by_change = [entry for entry in self._by_change if entry[2].ticket == entry[1]]
-        heapq.heapify(self._by_index)
-        heapq.heapify(self._by_change)
+        heapify(self._by_index)
+        heapify(self._by_change)
         self._max_entries = 2 * max(len(self._by_index), len(self._by_change)) + MIN_STALE

@@ -15,7 +15,7 @@ ended just now has no hazard yet, but is about to have some.
 Source: Cox, Regression Models and Life-Tables, 1972; Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -102,11 +102,11 @@ class WaitTable:
         ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
         bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
         cells, num_cells = rows * NUM_BINS + bins, len(self.reused) * NUM_BINS
-        ended = np.bincount(cells, nums, num_cells).reshape(-1, NUM_BINS)
+        ended: Floats = np.bincount(cells, nums, num_cells).reshape(-1, NUM_BINS)
         partial = np.bincount(cells, nums * (ages - STARTS_S[bins]), num_cells).reshape(-1, NUM_BINS)
         # Whoever ended in a later bin spent the whole width of this one.
         later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        reused = np.bincount(cells, np.array(waits.num_reused, dtype=np.float64), num_cells)
+        reused: Floats = np.bincount(cells, np.array(waits.num_reused, dtype=np.float64), num_cells)
         return partial + later * WIDTHS_S, reused.reshape(-1, NUM_BINS)
 
     def add(self, waits: Waits) -> None:
@@ -116,11 +116,29 @@ class WaitTable:
         self.reused += reused
 
 
+class IndexTable(dict[int, list[float]]):
+    """A row for each class, made when it is first asked for.
+
+    Args:
+        make_row: returns the row of a class.
+    """
+
+    def __init__(self, make_row: Callable[[int], list[float]]) -> None:
+        super().__init__()
+        self._make_row = make_row
+
+    def __missing__(self, code: int) -> list[float]:
+        row = self[code] = self._make_row(code)
+        return row
+
+
 class HazardModel:
     """Learns hazards from waits and answers with indices.
 
     Attributes:
         is_fitted: whether anything was learned.
+        indices: the index, in reuses per second, of a block of each class in each bin of age. INVARIANT: the same
+            object for the model's life.
     """
 
     def __init__(self) -> None:
@@ -129,7 +147,7 @@ class HazardModel:
         self._ended = Waits([], [], [], [])
         self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
-        self._indices: dict[int, list[float]] = {}
+        self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
 
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
@@ -156,16 +174,9 @@ class HazardModel:
         for _ in range(NUM_ROUNDS):
             self._fit_once(exposure_s, reused, stratum, levels)
         self.is_fitted = True
-        self._indices.clear()
+        self.indices.clear()
         codes = list(dict.fromkeys(waiting.codes))
-        self._indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
-
-    def indices(self, code: int) -> list[float]:
-        """Return the index, in reuses per second, of a block of a class in each bin of age."""
-        row = self._indices.get(code)
-        if row is None:
-            row = self._indices[code] = gittins_indices(self.hazards([code]))[0].tolist()
-        return row
+        self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
 
     def hazards(self, codes: Sequence[int]) -> Floats:
         """Return the hazard per second of each class at each age, shape (num_codes, NUM_BINS). Pure."""

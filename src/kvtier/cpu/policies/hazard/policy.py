@@ -74,7 +74,10 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """Evict ``n`` idle blocks that are not protected, or none at all."""
-        victims = list(islice((item for item in self._idle() if item[0] not in protected), n))
+        idle = self._idle()
+        if protected:
+            idle = (item for item in idle if item[0] not in protected)
+        victims = list(islice(idle, n))
         if len(victims) < n:
             return None
         for key, _ in victims:

@@ -59,7 +59,7 @@ class HazardShadow:
         self.model = HazardModel()
         self.held: list[OffloadKey] = []
         self.released: list[OffloadKey] = []
-        self._candidates = Candidates(self.model)
+        self._candidates = Candidates(self.model.indices)
         self._cohorts: list[Cohort] = []
         self._max_cohorts = MIN_COHORTS
         self._num_named = 0
@@ -206,7 +206,7 @@ class HazardShadow:
         if victim is None:
             return False
         index, leaf = victim
-        if self.model.is_fitted and self.model.indices(node.cohort.code)[0] < index:
+        if self.model.is_fitted and self.model.indices[node.cohort.code][0] < index:
             self._candidates.add(leaf, self._now_s)
             return False
         self.directory.release(leaf)
