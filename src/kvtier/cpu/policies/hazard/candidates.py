@@ -1,7 +1,8 @@
 """The held leaves, the one with the lowest index first, while indices change with age.
 
-It decides nothing. A heap holds the leaves by index. An index changes when its block's age passes into another bin, so a
-second heap says when that is. Each entry bears a ticket; once its block has another ticket, or none, the entry is stale.
+It decides nothing. A heap holds the leaves by index. An index changes when its block's age passes into another bin,
+so a second heap says when that is. Each entry bears a ticket; once its block has another ticket, or none, the entry is
+stale.
 """
 
 from bisect import bisect_right

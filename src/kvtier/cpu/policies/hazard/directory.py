@@ -1,8 +1,8 @@
 """Blocks by name: those that the policy would hold, and ghosts; how they hang together, and who named them when.
 
-It decides nothing and learns nothing. A request names its blocks head first, each the child of the one before it. What is
-held hangs together from the roots: a block is held only while its parent is. So only leaves leave, and a ghost's
-children are ghosts that are forgotten before it.
+It decides nothing and learns nothing. A request names its blocks head first, each the child of the one before it.
+What is held hangs together from the roots: a block is held only while its parent is. So only leaves leave, and a
+ghost's children are ghosts that are forgotten before it.
 """
 
 from collections import Counter, OrderedDict

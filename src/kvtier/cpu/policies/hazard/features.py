@@ -77,7 +77,7 @@ def class_code(num_children: int, num_seen: int, request: int) -> int:
 
 
 def split_codes(codes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-    """Return the stratum of each class and, for each factor, the level of each class; all of shape (num_classes,). Pure."""
+    """Return the stratum of each class and, for each factor, its level; all of shape (num_classes,). Pure."""
     rest, levels = codes, []
     for num_levels in reversed(FACTOR_LEVELS[1:]):
         rest, level = np.divmod(rest, num_levels)

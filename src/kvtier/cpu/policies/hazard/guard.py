@@ -10,7 +10,7 @@ from itertools import islice
 from kvtier.base import OffloadKey
 
 WINDOW_REQUESTS = 1000
-"""Requests after which a hit counts 1/e. A shorter window follows luck, a longer one clings to what has ceased to work."""
+"""Requests after which a hit counts 1/e. A shorter window follows luck, a longer one clings to what works no more."""
 
 
 class Guard:

@@ -101,13 +101,13 @@ class WaitTable:
         rows = np.array([self.row_of(code) for code in waits.codes], dtype=np.int64)
         ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
         bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
-        cells, num_cells = rows * NUM_BINS + bins, len(self.reused) * NUM_BINS
-        ended: Floats = np.bincount(cells, nums, num_cells).reshape(-1, NUM_BINS)
-        partial = np.bincount(cells, nums * (ages - STARTS_S[bins]), num_cells).reshape(-1, NUM_BINS)
+        cells = rows * NUM_BINS + bins
+        ended = _sum_in_cells(cells, nums, len(self.reused))
+        partial = _sum_in_cells(cells, nums * (ages - STARTS_S[bins]), len(self.reused))
         # Whoever ended in a later bin spent the whole width of this one.
         later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        reused: Floats = np.bincount(cells, np.array(waits.num_reused, dtype=np.float64), num_cells)
-        return partial + later * WIDTHS_S, reused.reshape(-1, NUM_BINS)
+        reused = _sum_in_cells(cells, np.array(waits.num_reused, dtype=np.float64), len(self.reused))
+        return partial + later * WIDTHS_S, reused
 
     def add(self, waits: Waits) -> None:
         """Add waits that have ended."""
@@ -235,3 +235,9 @@ def gittins_indices(hazards: Floats) -> Floats:
     ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
     best = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
     return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+
+
+def _sum_in_cells(cells: Ints, weights: Floats, num_rows: int) -> Floats:
+    """Return the sum of the weights in each cell, shape (num_rows, NUM_BINS). Pure."""
+    sums = np.bincount(cells, weights, num_rows * NUM_BINS)
+    return sums.astype(np.float64, copy=False).reshape(num_rows, NUM_BINS)

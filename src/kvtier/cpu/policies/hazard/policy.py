@@ -1,14 +1,16 @@
 """Hazard: the block that is least likely to come back for the room that it takes leaves first.
 
-It orders real blocks; what it would like to hold is decided by its shadow, from requests alone. The real cache follows
-the shadow: what the shadow has released leaves first, and what it did not take is not stored. A guard watches two shadows,
-this one and LRU's, and while LRU finds more, the policy *is* LRU: its order, and nothing refused. It begins so, and a
-policy that is told of no request stays so.
+It orders real blocks; what it would like to hold is decided by its shadow, from requests alone. The real cache
+follows the shadow: what the shadow has released leaves first, and what it did not take is not stored. A guard watches
+two shadows, this one and LRU's, and while LRU finds more, the policy *is* LRU: its order, and nothing refused. It
+begins so, and a policy that is told of no request stays so.
 
-Following makes the cost independent of what is pinned or in flight, and the order of leaving that of the shadow: children
-before parents, because only leaves leave it. When what the shadow released is all busy or gone, the oldest block leaves.
+Following makes the cost independent of what is pinned or in flight, and the order of leaving that of the shadow:
+children before parents, because only leaves leave it. When what the shadow released is all busy or gone, the oldest
+block leaves.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain, islice
 
@@ -35,7 +37,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         super().__init__(cache_capacity)
         self._recent = LRUCachePolicy(cache_capacity)
         # Held blocks that the shadow knows and does not hold, in the order in which it gave them up.
-        self._surplus: dict[OffloadKey, None] = {}
+        self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
         self._begin()
 
     @property
@@ -80,9 +82,12 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         victims = list(islice(idle, n))
         if len(victims) < n:
             return None
+        blocks, surplus = self._recent.blocks, self._surplus
         for key, _ in victims:
-            del self._recent.blocks[key]
-            self._surplus.pop(key, None)
+            del blocks[key]
+        if surplus:
+            for key, _ in victims:
+                surplus.pop(key, None)
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
@@ -147,7 +152,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         items: Iterable[tuple[OffloadKey, BlockStatus]] = blocks.items()
         if surplus and not self.is_guarded:
             wanted = (item for item in items if item[0] not in surplus)
-            items = chain(((key, blocks[key]) for key in surplus), wanted)
+            items = chain(zip(surplus, map(blocks.__getitem__, surplus), strict=True), wanted)
         return (item for item in items if not item[1].ref_cnt)
 
     def _follow_shadow(self) -> None:

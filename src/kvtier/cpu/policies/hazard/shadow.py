@@ -33,7 +33,7 @@ FIRST_FIT_S = 20.0
 REFIT_GROWTH = 0.1
 """A fit follows the last after this share of the time since the start: what is learned changes ever more slowly."""
 
-NAMED_PER_COHORT = 0.5
+NAMED_PER_COHORT = 2.0
 """Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
 
 MIN_COHORTS = 1024
@@ -171,8 +171,8 @@ class HazardShadow:
             seen = node.num_seen = node.num_seen + 1
             children = node.num_children
             code = (
-                STRATUM_BASE[children if children < BRANCHING_CHILDREN else BRANCHING_CHILDREN]
-                + SEEN_BASE[seen if seen < MAX_SEEN else MAX_SEEN]
+                STRATUM_BASE[children if children < BRANCHING_CHILDREN else BRANCHING_CHILDREN]  # noqa: FURB136
+                + SEEN_BASE[seen if seen < MAX_SEEN else MAX_SEEN]  # noqa: FURB136 - a call of min costs more
                 + request
             )
             cohort = cohorts.get(code)
