@@ -48,7 +48,7 @@ MULTIPLIER_RANGE = (0.02, 50.0)
 NUM_ROUNDS = 4
 """Rounds of a fit. The last fit's multipliers are the start, so that few are enough."""
 
-SMALLEST_SURVIVAL = 1e-12
+SMALLEST_SURVIVAL = 1e-8
 """Survival below which the index is the hazard itself."""
 
 _FIRST_BINS, _END_BINS = np.triu_indices(NUM_BINS + 1, k=1)

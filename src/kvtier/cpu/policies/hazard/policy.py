@@ -124,12 +124,17 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         tails = self._tails.get(req_id)
         if tails is None:
             return keys
-        nodes = self._shadow.directory.nodes
-        if not all(map(nodes.__contains__, keys)):
-            self._learn_answer([key for key in keys if key not in nodes], tails)
+        get = self._shadow.directory.nodes.get
+        ends = frozenset(tails.values())
+        if any((node := get(key)) is None or node.parent in ends for key in keys):
+            self._learn_answer(keys, tails)
         if self.is_guarded:
             return keys
-        return [key for key in keys if (node := nodes.get(key)) and node.is_held]
+        return [
+            key
+            for key in keys
+            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in tails)
+        ]
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         """Compare the policy with the manager's books, and its shadow with itself."""
@@ -163,18 +168,21 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
             for key in self._shadow.held:
                 surplus.pop(key, None)
 
-    def _learn_answer(self, keys: list[OffloadKey], tails: dict[int, Node]) -> None:
-        """Let a request name blocks that it did not come with."""
-        by_group: dict[int, list[OffloadKey]] = {}
+    def _learn_answer(self, keys: Collection[OffloadKey], tails: dict[int, Node]) -> None:
+        """Let a request name blocks that it did not come with; those that are known it passes over."""
+        get = self._shadow.directory.nodes.get
+        answers: dict[int, list[OffloadKey]] = {}
         for key in dict.fromkeys(keys):
-            by_group.setdefault(get_offload_group_idx(key), []).append(key)
-        for group, named in by_group.items():
-            if group not in tails:
-                continue
+            group, node = get_offload_group_idx(key), get(key)
+            if node is None and group in tails:
+                answers.setdefault(group, []).append(key)
+            elif node is not None and node.parent is tails.get(group) and group not in answers:
+                tails[group] = node
+        for group, answer in answers.items():
             tail = tails[group]
-            tails[group] = self._shadow.extend(tail, named)
+            tails[group] = self._shadow.extend(tail, answer)
             self._follow_shadow()
-            self._lru.renew(reversed([*_prefix_of(tail), *named]))
+            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
 
 
 def _prefix_of(tail: Node) -> list[OffloadKey]:

@@ -95,23 +95,24 @@ class HazardShadow:
 
         Args:
             tail: its last block so far.
-            keys: what follows, distinct; from the first known block on they are ignored.
+            keys: what follows it, distinct and unknown.
 
         Returns:
-            Its last block.
+            Its last block; ``tail`` when that is forgotten.
         """
         self.held, self.released = [], []
         if self.directory.nodes.get(tail.key) is not tail:
             return tail
-        chain, num_known = self.directory.chain_of(keys, tail)
-        if not chain or num_known:
-            return tail
+        chain, _ = self.directory.chain_of(keys, tail)
         naming = tail.cohort.naming
         tail.cohort.num -= 1
         tail.num_seen -= 1
         tail.ticket = 0
         self._put_in_cohorts([tail, *chain], naming)
-        self._hold([tail, *chain], int(tail.is_held))
+        if tail.is_held:
+            self._hold([tail, *chain], 1)
+        else:
+            self._bury([*_ghosts_up_to(tail), *chain])
         return chain[-1]
 
     def _tell_time(self, now_s: float) -> None:
@@ -192,10 +193,14 @@ class HazardShadow:
             directory.hold(node)
             self.held.append(node.key)
             num_held += 1
-        directory.bury(chain[num_held:])
         if num_held and not chain[num_held - 1].num_held_children:
             self._candidates.add(chain[num_held - 1], self._now_s)
-        for ghost in directory.forget_oldest():
+        self._bury(chain[num_held:])
+
+    def _bury(self, nodes: Sequence[Node]) -> None:
+        """Remember blocks that are not held as ghosts, whose parents are held or among them."""
+        self.directory.bury(nodes)
+        for ghost in self.directory.forget_oldest():
             ghost.cohort.num -= 1
             age_s = self._now_s - ghost.cohort.naming.time_s
             self.model.record(ghost.cohort.code, age_s, 1, is_reuse=False)
@@ -224,3 +229,13 @@ class HazardShadow:
 
 def _is_root(chain: Sequence[Node]) -> bool:
     return bool(chain) and chain[0].parent is None
+
+
+def _ghosts_up_to(tail: Node) -> list[Node]:
+    """Return the blocks of a prefix that are not held, to ``tail``, head first. Pure."""
+    ghosts = []
+    node: Node | None = tail
+    while node is not None and not node.is_held:
+        ghosts.append(node)
+        node = node.parent
+    return ghosts[::-1]
