@@ -306,9 +306,10 @@ def test_a_held_block_costs_at_most_250_bytes_beyond_its_key() -> None:
     assert (after - before) / num_blocks <= 250
 
 
-def make_learning_manager(**settings: int) -> tuple[CPUOffloadingManager, NotingLearner]:
+def make_learning_manager(store_threshold: int = 1) -> tuple[CPUOffloadingManager, NotingLearner]:
     clock = ManualClock(7.0)
-    return CPUOffloadingManager(4, NOTING_LEARNER, clock=clock, **settings), NotingLearner.made[-1]
+    manager = CPUOffloadingManager(4, NOTING_LEARNER, store_threshold=store_threshold, clock=clock)
+    return manager, NotingLearner.made[-1]
 
 
 def test_a_policy_that_learns_is_told_of_each_request_with_time_and_hints() -> None:

@@ -55,8 +55,11 @@ class Candidates:
     def renew(self, now_s: float) -> None:
         """Put the leaves that have grown into another bin where they belong by now."""
         by_change = self._by_change
+        due = []
         while by_change and by_change[0][0] <= now_s:
-            _, ticket, node = heappop(by_change)
+            due.append(heappop(by_change))
+        # Put back only after all are taken: rounded, an age can still lie in its old bin, and would be due again at once.
+        for _, ticket, node in due:
             if node.ticket == ticket:
                 self.add(node, now_s)
         if len(self._by_index) > self._max_entries or len(self._by_change) > self._max_entries:

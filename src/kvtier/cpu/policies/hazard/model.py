@@ -100,13 +100,16 @@ class WaitTable:
         """Return exposure and reuses of ``waits``, each of shape (num_rows, NUM_BINS); their classes get rows."""
         rows = np.array([self.row_of(code) for code in waits.codes], dtype=np.int64)
         ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
+        num_reused = np.array(waits.num_reused, dtype=np.float64)
         bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
         cells = rows * NUM_BINS + bins
         ended = _sum_in_cells(cells, nums, len(self.reused))
-        partial = _sum_in_cells(cells, nums * (ages - STARTS_S[bins]), len(self.reused))
+        # A clock may be coarse and all ages lie at the start of a bin: events without exposure would be infinite.
+        in_bin_s = np.maximum(ages - STARTS_S[bins], np.where(num_reused > 0, WIDTHS_S[bins] / 4, 0.0))
+        partial = _sum_in_cells(cells, nums * in_bin_s, len(self.reused))
         # Whoever ended in a later bin spent the whole width of this one.
         later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        reused = _sum_in_cells(cells, np.array(waits.num_reused, dtype=np.float64), len(self.reused))
+        reused = _sum_in_cells(cells, num_reused, len(self.reused))
         return partial + later * WIDTHS_S, reused
 
     def add(self, waits: Waits) -> None:
