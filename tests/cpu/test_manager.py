@@ -9,7 +9,6 @@ from kvtier.base import OffloadingEvent, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.errors import ConfigError, InvariantError, UnknownNameError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.manager_suite import REQUEST, ManagerSuite, keys_of, prepared, slots_of, store
@@ -319,7 +318,9 @@ def test_a_policy_that_learns_is_told_of_each_request_with_time_and_hints() -> N
     manager.note_request([keys_of(1, 2), keys_of(3)], context)
     manager.request_finished(context)
 
-    assert learner.requests == [ArrivedRequest("r", (keys_of(1, 2), keys_of(3)), 7.0, {"max_load_tokens": 9})]
+    (told,) = learner.requests
+    assert (told.req_id, told.chains) == ("r", (keys_of(1, 2), keys_of(3)))
+    assert (told.arrival_s, told.hints) == (7.0, {"max_load_tokens": 9})
     assert learner.finished == ["r"]
 
 

@@ -58,7 +58,7 @@ class Candidates:
         due = []
         while by_change and by_change[0][0] <= now_s:
             due.append(heappop(by_change))
-        # Put back only after all are taken: rounded, an age can still lie in its old bin, and would be due again at once.
+        # Put back only after all are taken: rounded, an age may lie in its old bin still, and be due again at once.
         for _, ticket, node in due:
             if node.ticket == ticket:
                 self.add(node, now_s)
