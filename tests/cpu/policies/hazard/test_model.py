@@ -131,3 +131,12 @@ def test_a_fit_changes_the_rows_that_were_handed_out() -> None:
     model.fit(Waits([code_of(turn=1)], [1.0], [1], [0]))
 
     assert indices[code_of()] != before
+
+
+def test_returns_at_the_very_start_of_a_bin_make_no_boundless_hazard() -> None:
+    model = HazardModel()
+    for _ in range(100):
+        model.record(code_of(), 1.0, 1, is_reuse=True)
+        model.fit(NOBODY)
+
+    assert model.hazards([code_of()]).max() < 20.0
