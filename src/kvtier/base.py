@@ -190,6 +190,14 @@ class OffloadingManager(ABC):
             then nothing has changed.
         """
 
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Learn that a request has arrived; called once for each, before any other call is made for it.
+
+        Args:
+            chains: for each KV group the keys of the full blocks that are known of it, head first.
+            req_context: the request.
+        """
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used, the first of them most; unknown keys are ignored."""
 

@@ -13,6 +13,7 @@ from tests.connector.fakes import (
     make_config,
     report_jobs,
 )
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.base import (
     GPULoadStoreSpec,
@@ -33,8 +34,8 @@ PROMPT = list(range(17))
 class Bench:
     """A scheduler half with real books, and the calls an engine makes."""
 
-    def __init__(self, num_blocks: int = 16, num_workers: int = 1) -> None:
-        self.manager = CPUOffloadingManager(num_blocks, enable_events=True)
+    def __init__(self, num_blocks: int = 16, num_workers: int = 1, cache_policy: str = "lru") -> None:
+        self.manager = CPUOffloadingManager(num_blocks, cache_policy, enable_events=True)
         self.half = OffloadingConnectorScheduler(FakeSpec(make_config(num_workers), self.manager))
         self._next_block = 0
 
@@ -455,3 +456,33 @@ def test_blocks_of_one_salt_are_not_found_with_another() -> None:
     bench.store(FakeRequest("a", PROMPT))
 
     assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0, b"adapter") == (0, False)
+
+
+def test_a_policy_that_learns_is_told_of_a_request_once_with_the_blocks_of_its_prompt() -> None:
+    bench = Bench(cache_policy=NOTING_LEARNER)
+    learner = NotingLearner.made[-1]
+    request = FakeRequest("a", list(PROMPT), {"skip_load": True})
+
+    bench.half.get_num_new_matched_tokens(request, 0)
+    bench.store(request)
+
+    assert [(told.req_id, told.chains, told.hints) for told in learner.requests] == [
+        ("a", (tuple(keys_of(PROMPT)),), {"skip_load": True})
+    ]
+    assert learner.offered == [("a", keys_of(PROMPT))]
+    assert learner.finished == ["a"]
+
+
+def test_what_the_policy_refuses_is_neither_stored_nor_offered_again() -> None:
+    bench = Bench(cache_policy=NOTING_LEARNER)
+    learner = NotingLearner.made[-1]
+    learner.refused = set(keys_of(PROMPT)[2:])
+    request = FakeRequest("a", list(PROMPT))
+
+    bench.compute(request, *range(5))
+    step = FakeStep()
+    step.num_scheduled_tokens["a"] = 0
+    bench.half.build_connector_meta(step)
+
+    assert len(learner.offered) == 1
+    assert bench.manager.stats()["primary.in_flight_blocks"] == 2

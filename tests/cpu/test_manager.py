@@ -3,6 +3,7 @@
 import tracemalloc
 
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.base import OffloadingEvent, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
@@ -10,8 +11,16 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.errors import ConfigError, InvariantError, UnknownNameError
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.manager_suite import REQUEST, ManagerSuite, keys_of, prepared, slots_of, store
 from kvtier.testing.policy_suite import key_of
+
+
+class TestHazardManager(ManagerSuite):
+    """The manager's contract, with hazard."""
+
+    def make_manager(self, num_blocks: int, *, enable_events: bool = False) -> CPUOffloadingManager:
+        return CPUOffloadingManager(num_blocks, "hazard", enable_events)
 
 
 class TestCPUOffloadingManager(ManagerSuite):
@@ -295,3 +304,56 @@ def test_a_held_block_costs_at_most_250_bytes_beyond_its_key() -> None:
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (after - before) / num_blocks <= 250
+
+
+def make_learning_manager(store_threshold: int = 1) -> tuple[CPUOffloadingManager, NotingLearner]:
+    clock = ManualClock(7.0)
+    manager = CPUOffloadingManager(4, NOTING_LEARNER, store_threshold=store_threshold, clock=clock)
+    return manager, NotingLearner.made[-1]
+
+
+def test_a_policy_that_learns_is_told_of_each_request_with_time_and_hints() -> None:
+    manager, learner = make_learning_manager()
+    context = ReqContext("r", {"max_load_tokens": 9})
+
+    manager.note_request([keys_of(1, 2), keys_of(3)], context)
+    manager.request_finished(context)
+
+    (told,) = learner.requests
+    assert (told.req_id, told.chains) == ("r", (keys_of(1, 2), keys_of(3)))
+    assert (told.arrival_s, told.hints) == (7.0, {"max_load_tokens": 9})
+    assert learner.finished == ["r"]
+
+
+def test_a_policy_that_does_not_learn_is_told_nothing() -> None:
+    CPUOffloadingManager(4).note_request([keys_of(1)], REQUEST)
+
+
+def test_what_the_policy_refuses_is_not_stored_and_its_held_neighbours_stay() -> None:
+    manager, learner = make_learning_manager()
+    store(manager, keys_of(1, 2, 3, 4))
+    learner.refused = {key_of(5)}
+
+    output = store(manager, keys_of(1, 6, 5))
+
+    assert output.keys_to_store == keys_of(6)
+    assert output.evicted_keys == keys_of(2)
+    manager.check()
+
+
+def test_a_call_of_which_the_policy_refuses_everything_has_nothing_to_store() -> None:
+    manager, learner = make_learning_manager()
+    learner.refused = {key_of(1)}
+
+    assert store(manager, keys_of(1)).keys_to_store == []
+
+
+def test_the_policy_is_offered_what_the_reuse_filter_lets_through() -> None:
+    manager, learner = make_learning_manager(store_threshold=2)
+    for req_id in ("a", "b"):
+        manager.lookup(key_of(1), ReqContext(req_id))
+    manager.lookup(key_of(2), ReqContext("b"))
+
+    store(manager, keys_of(1, 2))
+
+    assert learner.offered == [(REQUEST.req_id, keys_of(1))]

@@ -289,6 +289,12 @@ class ARCMachine(CPUManagerMachine):
     policy = "arc"
 
 
+class HazardMachine(CPUManagerMachine):
+    """The same on hazard, which is told of no request and refuses nothing."""
+
+    policy = "hazard"
+
+
 class FilteredMachine(CPUManagerMachine):
     """The same with the reuse filter on."""
 
@@ -310,7 +316,8 @@ MODEL_SETTINGS = settings(
 
 TestLRUModel = CPUManagerMachine.TestCase
 TestARCModel = ARCMachine.TestCase
+TestHazardModel = HazardMachine.TestCase
 TestFilteredModel = FilteredMachine.TestCase
 TestFilteredARCModel = FilteredARCMachine.TestCase
-TestLRUModel.settings = TestARCModel.settings = MODEL_SETTINGS
+TestLRUModel.settings = TestARCModel.settings = TestHazardModel.settings = MODEL_SETTINGS
 TestFilteredModel.settings = TestFilteredARCModel.settings = MODEL_SETTINGS

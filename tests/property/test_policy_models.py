@@ -5,13 +5,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 from tests.property.naive_policies import NaiveFIFO, NaiveMQ, NaivePolicy, NaiveS3FIFO, NaiveSieve
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.base import EvictionPreview
+from kvtier.cpu.policies.hazard import HazardCachePolicy
+from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
-from kvtier.testing.policy_machine import KEYS, PolicyMachine
+from kvtier.testing.policy_machine import KEYS, PolicyMachine, key_lists
 
 
 class Twins(CachePolicy, EvictionPreview):
@@ -106,19 +110,50 @@ class MQMachine(PolicyMachine):
         return Twins(create_cache_policy("mq", cache_capacity), NaiveMQ(cache_capacity))
 
 
+class HazardMachine(PolicyMachine):
+    """Hazard, told of requests or not; 20 s pass with each, so that it learns and is not LRU for long."""
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        self.hazard = HazardCachePolicy(cache_capacity)
+        self.now_s = 0.0
+        return self.hazard
+
+    @rule(keys=key_lists, is_finished=st.booleans())
+    def note_request(self, keys: list[OffloadKey], is_finished: bool) -> None:
+        """A request arrives; its blocks may be no chain."""
+        self.now_s += 20.0
+        self.hazard.note_request(ArrivedRequest("r", (keys,), self.now_s))
+        if is_finished:
+            self.hazard.note_finished("r")
+
+    @rule(num_blocks=st.integers(1, len(KEYS)))
+    def note_prefix(self, num_blocks: int) -> None:
+        """A request arrives that names a prefix, as requests do."""
+        self.note_request(KEYS[:num_blocks], is_finished=False)
+
+    @rule(keys=key_lists)
+    def admit(self, keys: list[OffloadKey]) -> None:
+        """What is admitted was asked for, in order."""
+        admitted = list(self.hazard.admit(keys, "r"))
+        remaining = iter(keys)
+        assert all(key in remaining for key in admitted)
+
+
 TestLRUMachine = LRUMachine.TestCase
 TestARCMachine = ARCMachine.TestCase
 TestFIFOMachine = FIFOMachine.TestCase
 TestSieveMachine = SieveMachine.TestCase
 TestS3FIFOMachine = S3FIFOMachine.TestCase
 TestMQMachine = MQMachine.TestCase
+TestHazardMachine = HazardMachine.TestCase
 MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
 TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
+TestHazardMachine.settings = MODEL_SETTINGS
 
 
 @pytest.mark.parametrize(
-    "machine", [LRUMachine, ARCMachine, FIFOMachine, SieveMachine, S3FIFOMachine, MQMachine]
+    "machine", [LRUMachine, ARCMachine, FIFOMachine, SieveMachine, S3FIFOMachine, MQMachine, HazardMachine]
 )
 def test_a_long_walk(machine: type[PolicyMachine]) -> None:
     """Thousands of steps without a new beginning go where Hypothesis's short examples seldom come."""
@@ -128,6 +163,8 @@ def test_a_long_walk(machine: type[PolicyMachine]) -> None:
         model.start(2 + 4 * seed)
         for _ in range(2_000):
             walk_one_step(model, rng)
+            if isinstance(model, HazardMachine) and rng.random() < 0.3:
+                model.note_request(KEYS[: rng.randint(1, 16)], is_finished=rng.random() < 0.5)
             model.the_policy_holds_what_is_held()
 
 

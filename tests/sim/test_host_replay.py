@@ -1,6 +1,7 @@
 """The replay of a trace through the host alone follows its rules and gives the numbers they were specified with."""
 
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.host_replay import HostCache, HostReplay, TouchOrder, blocks_of_share, replay_host
@@ -137,3 +138,28 @@ def test_a_replay_gives_the_same_numbers_each_time(agentic_dev: Trace, policy: s
     cache = HostCache(blocks_of_share(beginning, 0.1), policy)
 
     assert replay_host(beginning, cache) == replay_host(beginning, cache)
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.01, 10.5), (0.02, 15.0), (0.05, 22.5), (0.1, 29.5)])
+def test_hazard_hits_what_was_promised_of_a_chat_service(
+    conversation: Trace, share: float, least: float
+) -> None:
+    cache = HostCache(blocks_of_share(conversation, share), "hazard")
+
+    assert 100 * replay_host(conversation, cache).hit_ratio >= least
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.005, 9.5), (0.02, 30.0)])
+def test_hazard_hits_what_was_promised_of_agents(agentic_dev: Trace, share: float, least: float) -> None:
+    cache = HostCache(blocks_of_share(agentic_dev, share), "hazard")
+
+    assert 100 * replay_host(agentic_dev, cache).hit_ratio >= least
+
+
+def test_a_policy_that_learns_is_told_when_the_requests_came() -> None:
+    replay_host(trace_of((1,), (2,), (1, 2)), HostCache(4, NOTING_LEARNER))
+
+    learner = NotingLearner.made[-1]
+    assert [request.arrival_s for request in learner.requests] == [0.0, 1.0, 2.0]
+    assert [len(request.chains[0]) for request in learner.requests] == [1, 1, 2]
+    assert learner.finished == ["0", "1", "2"]

@@ -1,6 +1,7 @@
 """The tiering manager finds, promotes, waits and gives up as designed, with the right bytes throughout."""
 
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 from tests.tiering.drivers import (
     ALWAYS,
     example_of,
@@ -393,3 +394,13 @@ def test_a_waiter_for_a_device_store_is_woken_by_its_end() -> None:
 
 def test_numbers_and_keys_are_inverse() -> None:
     assert number_of(OffloadKey(key_of(77))) == 77
+
+
+def test_a_request_that_arrives_is_told_to_the_primary() -> None:
+    driver = TieringDriver(4, lambda view: [make_example(view)], cache_policy=NOTING_LEARNER)
+
+    driver.manager.note_request([[key_of(1)]], ReqContext("r"))
+    driver.manager.request_finished(ReqContext("r"))
+
+    learner = NotingLearner.made[-1]
+    assert [request.req_id for request in learner.requests] == learner.finished == ["r"]

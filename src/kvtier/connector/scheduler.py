@@ -113,6 +113,8 @@ class OffloadingConnectorScheduler:
             state = self._requests[request.request_id] = make_request_state(
                 request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
             )
+            state.grow_keys(self._layouts)
+            self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
             return WAIT if self._handshake.is_awaited else NOTHING

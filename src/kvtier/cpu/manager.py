@@ -8,7 +8,8 @@ batch, because an engine asks for thousands of blocks a step.
 Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37874 and 40020.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvtier.base import (
@@ -24,6 +25,7 @@ from kvtier.cpu.books import BlockBooks
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.events import EventLog
 from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import BlockNotReadyError
@@ -41,6 +43,7 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         enable_events: whether to record what is stored and evicted.
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses are counted.
+        clock: seconds, monotonic; when requests arrive, for policies that learn from it.
 
     Raises:
         ConfigError: ``num_blocks`` or, with the filter on, ``max_tracker_size`` is below one.
@@ -54,8 +57,14 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 1,
         max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(num_blocks, create_cache_policy(cache_policy, num_blocks))
+        policy = create_cache_policy(cache_policy, num_blocks)
+        super().__init__(num_blocks, policy)
+        self._clock = clock
+        self._learner = policy if isinstance(policy, RequestLearner) else None
+        self._admission = policy if isinstance(policy, AdmissionControl) else None
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium(), is_enabled=enable_events)
@@ -65,6 +74,13 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     def counts(self) -> dict[OffloadKey, int] | None:
         """Accesses that the reuse filter has counted, least recently used first; None when it is off."""
         return None if self._filter is None else self._filter.counts
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell a policy that learns from requests of one that has arrived."""
+        if self._learner is not None:
+            hints = req_context.kv_transfer_params or {}
+            request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+            self._learner.note_request(request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return True when ready, None while its write is in flight, False when absent."""
@@ -103,16 +119,20 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for those of ``keys`` that pass the reuse filter and are not held.
+        """Reserve slots for those of ``keys`` that filter and policy admit and that are not held.
 
         Returns:
             What to write where, and what was evicted for it, never a key of this call; empty lists when
             nothing is missing; None when there is no room now, and then nothing has changed.
         """
-        if self._filter is None:
+        if self._filter is None and self._admission is None:
             return self._reserve(keys)
-        output = self._reserve(self._filter.admit(keys), protected=frozenset(keys))
-        if output is not None:
+        admitted = keys if self._filter is None else self._filter.admit(keys)
+        if self._admission is not None:
+            admitted = self._admission.admit(admitted, req_context.req_id)
+        protected = () if admitted is keys else frozenset(keys)
+        output = self._reserve(admitted, protected)
+        if output is not None and self._filter is not None:
             self._filter.end_observations(keys, req_context)
         return output
 
@@ -151,6 +171,8 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Forget which keys the request was asking for."""
+        if self._learner is not None:
+            self._learner.note_finished(req_context.req_id)
         if self._filter is not None:
             self._filter.request_finished(req_context)
 

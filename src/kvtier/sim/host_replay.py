@@ -1,9 +1,11 @@
 """Replays a trace through the primary tier alone, without time: which prefixes would have been found.
 
-It has no device cache, no clock and no transfer: every request meets the host as the last one left it, and cold
-starts count. The books and the order of leaving are those of ``CPUOffloadingManager`` and of its registered policy,
-driven with the calls that the connector makes. For each request, in the order of arrival:
+It has no device cache and no transfer, and its clock shows when the trace's requests arrived: every request meets the
+host as the last one left it, and cold starts count. The books and the order of leaving are those of
+``CPUOffloadingManager`` and of its registered policy, driven with the calls that the connector makes. For each
+request, in the order of arrival:
 
+0. The manager is told of the request, for policies that learn from requests.
 1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
 2. Blocks that are held are pinned, also those behind the first miss, and all blocks are touched.
 3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
@@ -113,15 +115,18 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
         ConfigError: the capacity is below one block.
         UnknownNameError: there is no such policy.
     """
+    now_s = 0.0
     manager = CPUOffloadingManager(
         cache.num_blocks,
         cache.cache_policy,
         store_threshold=cache.store_threshold,
         max_tracker_size=cache.max_tracker_size,
+        clock=lambda: now_s,
     )
     block_keys = BlockKeys()
     num_hits = 0
     for number, request in enumerate(trace.requests):
+        now_s = request.arrival_s
         num_hits += serve(manager, block_keys.of(request.hash_ids), str(number), cache.touch_order)
         if on_request is not None:
             on_request()
@@ -139,6 +144,7 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
 def serve(manager: CPUOffloadingManager, keys: list[OffloadKey], req_id: str, order: TouchOrder) -> int:
     """Serve one request by the rules above and return the length of its held prefix."""
     context = ReqContext(req_id)
+    manager.note_request([keys], context)
     answers = [manager.lookup(key, context) for key in keys]
     held = [key for key, is_held in zip(keys, answers, strict=True) if is_held]
     missing = [key for key, is_held in zip(keys, answers, strict=True) if not is_held]

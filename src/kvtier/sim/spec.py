@@ -60,6 +60,7 @@ class SimulatedSpec(OffloadingSpec):
             host.cache_policy,
             store_threshold=host.store_threshold,
             max_tracker_size=host.max_tracker_size,
+            clock=timeline,
         )
         view = primary.get_kv_memoryview()
         self.tiers: list[SimulatedTier] = [

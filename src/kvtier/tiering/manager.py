@@ -84,6 +84,10 @@ class TieringOffloadingManager(OffloadingManager):
         self._transfers = TierTransfers(primary_tier)
         self._cascades = CascadePlanner(self._guards, primary_tier)
 
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell the primary of a request that has arrived; tiers learn from what is asked of them."""
+        self.primary.note_request(chains, req_context)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
         if not self._guards:
@@ -105,7 +109,15 @@ class TieringOffloadingManager(OffloadingManager):
         elif answer is None:
             self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
         else:
-            answer = self._lookup_below(key, req_context)
+            found, guard = _ask_below(self._guards, key, req_context)
+            if guard is not None:
+                slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
+                if slot is None:
+                    return False
+                self._wanted.add(guard, req_context, key, slot)
+            if found is not False:
+                answer = None
+                self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=found is True)
         return answer
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -297,21 +309,15 @@ class TieringOffloadingManager(OffloadingManager):
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)
 
-    def _lookup_below(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Ask the tiers in order; the first that has the block reserves a slot for its promotion."""
-        is_pending = False
-        for guard in self._guards:
-            answer = guard.lookup(key, req_context)
-            if answer is None:
-                is_pending = True
-            elif answer:
-                slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
-                if slot is None:
-                    return False
-                self._wanted.add(guard, req_context, key, slot)
-                self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
-                return None
-        if is_pending:
-            self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=False)
-            return None
-        return False
+
+def _ask_below(
+    guards: Iterable[TierGuard], key: OffloadKey, req_context: ReqContext
+) -> tuple[bool | None, TierGuard | None]:
+    """Ask the tiers in order; return their answer, None while one cannot tell, and the first that has the block."""
+    found: bool | None = False
+    for guard in guards:
+        answer = guard.lookup(key, req_context)
+        if answer:
+            return True, guard
+        found = None if answer is None else found
+    return found, None

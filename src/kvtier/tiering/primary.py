@@ -6,7 +6,8 @@ that one waiter's end does not release it for another.
 """
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
@@ -33,6 +34,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         enable_events: whether to record OffloadingEvents.
         store_threshold: accesses of a key before it is stored from the device; promotions are not filtered.
         max_tracker_size: access counts kept by the reuse filter.
+        clock: seconds, monotonic; for policies that learn when requests arrive.
 
     Attributes:
         departed: keys evicted since whoever watches them emptied the list; None while nobody does.
@@ -46,8 +48,12 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         enable_events: bool = False,
         store_threshold: int = 1,
         max_tracker_size: int = 64_000,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size)
+        super().__init__(
+            num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock
+        )
         self._region = mmap_region
         self._view = mmap_region.create_kv_memoryview()
         self._holds: dict[OffloadKey, int] = {}

@@ -11,6 +11,7 @@ CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
         "arc": "kvtier.cpu.policies.arc:ARCCachePolicy",
         "s3fifo": "kvtier.cpu.policies.s3fifo:S3FIFOCachePolicy",
         "sieve": "kvtier.cpu.policies.sieve:SieveCachePolicy",
+        "hazard": "kvtier.cpu.policies.hazard:HazardCachePolicy",
         "mq": "kvtier.cpu.policies.mq:MQCachePolicy",
     },
 )

@@ -1,0 +1,188 @@
+"""Blocks by name: those that the policy would hold, and ghosts; how they hang together, and who named them when.
+
+It decides nothing and learns nothing. A request names its blocks head first, each the child of the one before it.
+What is held hangs together from the roots: a block is held only while its parent is. So only leaves leave, and a
+ghost's children are ghosts that are forgotten before it.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier.base import OffloadKey
+from kvtier.errors import InvariantError
+
+
+class Naming:
+    """One request, as the blocks that it named last remember it.
+
+    Attributes:
+        time_s: when.
+        turn: depth of the conversation that it continued, 0 for the first request.
+        request_code: its part of the class of each block.
+    """
+
+    __slots__ = ("request_code", "time_s", "turn")
+
+    def __init__(self, time_s: float, turn: int, request_code: int) -> None:
+        self.time_s = time_s
+        self.turn = turn
+        self.request_code = request_code
+
+
+class Cohort:
+    """Blocks of one class that one request named; blocks leave it when they are named again or forgotten.
+
+    Attributes:
+        naming: the request.
+        code: the class.
+        num: blocks left.
+    """
+
+    __slots__ = ("code", "naming", "num")
+
+    def __init__(self, naming: Naming, code: int) -> None:
+        self.naming = naming
+        self.code = code
+        self.num = 0
+
+
+UNNAMED = Cohort(Naming(0.0, 0, 0), 0)
+"""Where blocks are between becoming known and being named."""
+
+
+class Node:
+    """One block.
+
+    Attributes:
+        key: its key.
+        parent: the block before it; None for the first of a prompt.
+        cohort: its class and who named it last.
+        num_children: blocks known to follow it.
+        num_held_children: those of them that are held.
+        num_seen: requests that named it.
+        is_held: whether it is held.
+        ticket: number of its place among the candidates to leave; 0 when it has none.
+    """
+
+    __slots__ = (
+        "cohort",
+        "is_held",
+        "key",
+        "num_children",
+        "num_held_children",
+        "num_seen",
+        "parent",
+        "ticket",
+    )
+
+    def __init__(self, key: OffloadKey, parent: "Node | None") -> None:
+        self.key = key
+        self.parent = parent
+        self.cohort = UNNAMED
+        self.num_children = self.num_held_children = self.num_seen = self.ticket = 0
+        self.is_held = False
+        if parent is not None:
+            parent.num_children += 1
+
+
+class Directory:
+    """The known blocks.
+
+    Args:
+        max_ghosts: known blocks that are not held.
+
+    Attributes:
+        nodes: by key.
+        ghosts: those that are not held, in the order in which they are forgotten.
+        num_held: those that are.
+    """
+
+    def __init__(self, max_ghosts: int) -> None:
+        self.max_ghosts = max_ghosts
+        self.nodes: dict[OffloadKey, Node] = {}
+        self.ghosts: OrderedDict[OffloadKey, Node] = OrderedDict()
+        self.num_held = 0
+
+    def chain_of(self, keys: Iterable[OffloadKey], parent: Node | None = None) -> tuple[list[Node], int]:
+        """Return the nodes of ``keys``, and how many of them were known before.
+
+        A key stands for its whole prefix, so that a known block has the parent that it always had. Where a caller's
+        keys are not such, the chain ends.
+
+        Args:
+            keys: distinct, head first.
+            parent: the block before them.
+
+        Effects:
+            Unknown ones become nodes, neither held nor ghosts: hold them or bury them.
+        """
+        get, nodes = self.nodes.get, self.nodes
+        chain: list[Node] = []
+        num_known = 0
+        for key in keys:
+            node = get(key)
+            if node is None:
+                node = nodes[key] = Node(key, parent)
+            elif node.parent is parent and num_known == len(chain):
+                num_known += 1
+            else:
+                break
+            chain.append(node)
+            parent = node
+        return chain, num_known
+
+    def hold(self, node: Node) -> None:
+        """Hold a block whose parent is held."""
+        node.is_held = True
+        self.num_held += 1
+        self.ghosts.pop(node.key, None)
+        if node.parent is not None:
+            node.parent.num_held_children += 1
+
+    def release(self, node: Node) -> None:
+        """Make a held leaf the youngest ghost."""
+        node.is_held = False
+        node.ticket = 0
+        self.num_held -= 1
+        self.ghosts[node.key] = node
+        if node.parent is not None:
+            node.parent.num_held_children -= 1
+
+    def bury(self, nodes: Sequence[Node]) -> None:
+        """Make the blocks that a request named and that are not held the youngest ghosts, its tail forgotten first."""
+        ghosts = self.ghosts
+        for node in reversed(nodes):
+            key = node.key
+            ghosts[key] = node
+            ghosts.move_to_end(key)
+
+    def forget_oldest(self) -> Iterator[Node]:
+        """Forget the ghosts beyond the limit; yield each of them."""
+        while len(self.ghosts) > self.max_ghosts:
+            key, node = self.ghosts.popitem(last=False)
+            del self.nodes[key]
+            if node.parent is not None:
+                node.parent.num_children -= 1
+            yield node
+
+    def check(self) -> None:
+        """Recount; for tests, it visits every block.
+
+        Raises:
+            InvariantError: a held block's parent is not held, or a count is wrong.
+        """
+        held = [node for node in self.nodes.values() if node.is_held]
+        parents = Counter(node.parent for node in held)
+        for node in self.nodes.values():
+            if node.is_held == (node.key in self.ghosts) or node.num_held_children != parents[node]:
+                raise InvariantError(
+                    f"block {node.key.hex()} is held and a ghost, or its children are miscounted"
+                )
+            if node.parent is not None and self.nodes.get(node.parent.key) is not node.parent:
+                raise InvariantError(f"block {node.key.hex()} is known and its parent is not")
+            if node.is_held and node.parent is not None and not node.parent.is_held:
+                raise InvariantError(f"block {node.key.hex()} is held and its parent is not")
+        if len(held) != self.num_held or len(held) + len(self.ghosts) != len(self.nodes):
+            raise InvariantError(
+                f"{len(held)} blocks held, {len(self.ghosts)} ghosts, counted {self.num_held}"
+            )

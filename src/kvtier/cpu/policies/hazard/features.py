@@ -1,0 +1,86 @@
+"""The class of a block: what is known of it when a request names it, as one small number.
+
+It learns nothing. A class is a stratum (where in the tree of prefixes the block stands) and five factors: how often the
+block was seen, and of the request that named it the turn, the length, the gap since the previous turn and the number
+of new blocks. The stratum decides the shape of the hazard over age, each factor scales it.
+"""
+
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SEEN_FROM = (2, 3, 4, 6, 10)
+TURN_FROM = (1, 2, 3, 5)
+LENGTH_FROM_BLOCKS = (4, 12, 32, 96)
+GAP_FROM_S = (5.0, 10.0, 20.0, 60.0, 300.0)
+NEW_UP_TO_BLOCKS = (1, 3, 10, 30)
+
+NUM_STRATA = 3
+FACTOR_LEVELS = (
+    len(SEEN_FROM) + 1,
+    len(TURN_FROM) + 1,
+    len(LENGTH_FROM_BLOCKS) + 1,
+    len(GAP_FROM_S) + 2,
+    len(NEW_UP_TO_BLOCKS) + 1,
+)
+"""Levels of each factor: seen, turn, length, gap (of which 0 means no previous turn), new blocks."""
+
+NUM_REQUEST_CODES = FACTOR_LEVELS[1] * FACTOR_LEVELS[2] * FACTOR_LEVELS[3] * FACTOR_LEVELS[4]
+NUM_SEEN_LEVELS = FACTOR_LEVELS[0]
+MAX_SEEN = SEEN_FROM[-1]
+BRANCHING_CHILDREN = 3
+"""Children from which a block counts as a branching of the tree."""
+
+SEEN_BASE = tuple(NUM_REQUEST_CODES * bisect_right(SEEN_FROM, seen) for seen in range(MAX_SEEN + 1))
+"""What the number of times a block was seen adds to its class; from MAX_SEEN on it adds the same."""
+
+STRATUM_BASE = tuple(NUM_REQUEST_CODES * NUM_SEEN_LEVELS * stratum for stratum in (0, 1, 1, 2))
+"""What the number of children adds: tail, chain, chain, and from BRANCHING_CHILDREN on branching."""
+
+
+class RequestFactors(NamedTuple):
+    """What a request says of the blocks that it names.
+
+    Attributes:
+        turn: depth of the conversation it continues, 0 for the first request.
+        length_blocks: its blocks.
+        gap_s: time since the previous turn, None without one.
+        num_new_blocks: those of its blocks that were not known.
+    """
+
+    turn: int
+    length_blocks: int
+    gap_s: float | None
+    num_new_blocks: int
+
+
+def request_code(factors: RequestFactors) -> int:
+    """Return the request's part of a class, from 0 to NUM_REQUEST_CODES - 1. Pure."""
+    turn = bisect_right(TURN_FROM, factors.turn)
+    length = bisect_right(LENGTH_FROM_BLOCKS, factors.length_blocks)
+    gap = 0 if factors.gap_s is None else 1 + bisect_right(GAP_FROM_S, factors.gap_s)
+    new = bisect_left(NEW_UP_TO_BLOCKS, factors.num_new_blocks)
+    return ((turn * FACTOR_LEVELS[2] + length) * FACTOR_LEVELS[3] + gap) * FACTOR_LEVELS[4] + new
+
+
+def class_code(num_children: int, num_seen: int, request: int) -> int:
+    """Return the class of a block. Pure.
+
+    Args:
+        num_children: distinct blocks known to follow it.
+        num_seen: requests that named it, the present one included; one at least.
+        request: request_code of the present one.
+    """
+    return STRATUM_BASE[min(num_children, BRANCHING_CHILDREN)] + SEEN_BASE[min(num_seen, MAX_SEEN)] + request
+
+
+def split_codes(codes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    """Return the stratum of each class and, for each factor, its level; all of shape (num_classes,). Pure."""
+    rest, levels = codes, []
+    for num_levels in reversed(FACTOR_LEVELS[1:]):
+        rest, level = np.divmod(rest, num_levels)
+        levels.append(level)
+    stratum, seen = np.divmod(rest, NUM_SEEN_LEVELS)
+    return stratum, [seen, *reversed(levels)]

@@ -1,0 +1,246 @@
+"""When do blocks of a class come back? A hazard over age for each class, and the Gittins index that follows from it.
+
+It knows no block and no cache, only how long named blocks went without being named again. Ages lie in bins whose width
+grows with age. For each class and bin it keeps exposure (block seconds spent at that age, evicted blocks included: what
+was cached must not colour the estimate) and events (blocks that came back at that age), and fits proportional hazards::
+
+    hazard(age | class) = base[stratum](age) * product over factors of multiplier[factor][level]
+
+by alternating ratios of events to expected events; multipliers are shrunk towards 1, bases towards a power law.
+
+The index of a block is the best rate at which its slot can earn: the maximum, over how long to keep it, of the
+probability that it comes back until then over the expected time that the slot is taken. It looks ahead: a chat that
+ended just now has no hazard yet, but is about to have some.
+
+Source: Cox, Regression Models and Life-Tables, 1972; Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, NUM_STRATA, split_codes
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+NUM_EDGES = 29
+MAX_EDGE_S = 65536.0
+EDGES_S: tuple[float, ...] = tuple(MAX_EDGE_S ** (edge / (NUM_EDGES - 1)) for edge in range(NUM_EDGES))
+"""Ages between bins, from 1 s to 18 h; bin 0 lies below the first edge, the last bin has no end."""
+
+NUM_BINS = NUM_EDGES + 1
+STARTS_S: Floats = np.array([0.0, *EDGES_S])
+WIDTHS_S: Floats = np.diff(np.array([0.0, *EDGES_S, 4 * MAX_EDGE_S]))
+
+PRIOR_EVENTS = 50.0
+"""Events that a factor level must see to move halfway from 1 to its own ratio. Fewer follow noise, more learn late."""
+
+BASE_PRIOR_EVENTS = 0.5
+"""The same for each bin of a base hazard, towards PRIOR_HAZARD."""
+
+PRIOR_HAZARD: Floats = 0.2 / (STARTS_S + WIDTHS_S / 2)
+"""Hazard at each age before anything is known, falling with age: by it the oldest block is the first to go."""
+
+MULTIPLIER_RANGE = (0.02, 50.0)
+NUM_ROUNDS = 4
+"""Rounds of a fit. The last fit's multipliers are the start, so that few are enough."""
+
+SMALLEST_SURVIVAL = 1e-8
+"""Survival below which the index is the hazard itself."""
+
+_FIRST_BINS, _END_BINS = np.triu_indices(NUM_BINS + 1, k=1)
+_HORIZON_STARTS: Ints = np.searchsorted(_FIRST_BINS, np.arange(NUM_BINS))
+
+MAX_RECORDS = 4096
+"""Ended waits that are kept before they are added up; only speed depends on it."""
+
+
+class Waits(NamedTuple):
+    """Waits of blocks for their next naming, those of one class and age as one entry.
+
+    Attributes:
+        codes: the class of each.
+        ages_s: how long it took, or has taken so far.
+        nums: blocks.
+        num_reused: those of them that came back at that age.
+    """
+
+    codes: list[int]
+    ages_s: list[float]
+    nums: list[int]
+    num_reused: list[int]
+
+
+class WaitTable:
+    """Sums over waits, for each class and bin.
+
+    Attributes:
+        rows: row of each class.
+        reused: shape (num_rows, NUM_BINS), waits that ended there with a reuse.
+        exposure_s: shape (num_rows, NUM_BINS), block seconds.
+    """
+
+    def __init__(self) -> None:
+        self.rows: dict[int, int] = {}
+        self.reused: Floats = np.zeros((64, NUM_BINS))
+        self.exposure_s: Floats = np.zeros((64, NUM_BINS))
+
+    def row_of(self, code: int) -> int:
+        """Return the row of a class, a new one when it has none."""
+        row = self.rows.setdefault(code, len(self.rows))
+        if row == len(self.reused):
+            self.reused = np.concatenate([self.reused, np.zeros_like(self.reused)])
+            self.exposure_s = np.concatenate([self.exposure_s, np.zeros_like(self.exposure_s)])
+        return row
+
+    def exposure_of(self, waits: Waits) -> tuple[Floats, Floats]:
+        """Return exposure and reuses of ``waits``, each of shape (num_rows, NUM_BINS); their classes get rows."""
+        rows = np.array([self.row_of(code) for code in waits.codes], dtype=np.int64)
+        ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
+        num_reused = np.array(waits.num_reused, dtype=np.float64)
+        bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
+        cells = rows * NUM_BINS + bins
+        ended = _sum_in_cells(cells, nums, len(self.reused))
+        # A clock may be coarse and all ages lie at the start of a bin: events without exposure would be infinite.
+        in_bin_s = np.maximum(ages - STARTS_S[bins], np.where(num_reused > 0, WIDTHS_S[bins] / 4, 0.0))
+        partial = _sum_in_cells(cells, nums * in_bin_s, len(self.reused))
+        # Whoever ended in a later bin spent the whole width of this one.
+        later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+        reused = _sum_in_cells(cells, num_reused, len(self.reused))
+        return partial + later * WIDTHS_S, reused
+
+    def add(self, waits: Waits) -> None:
+        """Add waits that have ended."""
+        exposure_s, reused = self.exposure_of(waits)
+        self.exposure_s += exposure_s
+        self.reused += reused
+
+
+class IndexTable(dict[int, list[float]]):
+    """A row for each class, made when it is first asked for.
+
+    Args:
+        make_row: returns the row of a class.
+    """
+
+    def __init__(self, make_row: Callable[[int], list[float]]) -> None:
+        super().__init__()
+        self._make_row = make_row
+
+    def __missing__(self, code: int) -> list[float]:
+        row = self[code] = self._make_row(code)
+        return row
+
+
+class HazardModel:
+    """Learns hazards from waits and answers with indices.
+
+    Attributes:
+        is_fitted: whether anything was learned.
+        indices: the index, in reuses per second, of a block of each class in each bin of age. INVARIANT: the same
+            object for the model's life.
+    """
+
+    def __init__(self) -> None:
+        self.is_fitted = False
+        self._table = WaitTable()
+        self._ended = Waits([], [], [], [])
+        self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
+        self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
+        self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
+
+    def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
+        """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
+        ended = self._ended
+        ended.codes.append(code)
+        ended.ages_s.append(age_s)
+        ended.nums.append(num)
+        ended.num_reused.append(num if is_reuse else 0)
+        if len(ended.codes) >= MAX_RECORDS:
+            self._add_ended()
+
+    def fit(self, waiting: Waits) -> None:
+        """Fit the hazards anew.
+
+        Args:
+            waiting: the waits that have not ended, with their ages so far.
+        """
+        self._add_ended()
+        open_s, _ = self._table.exposure_of(waiting)
+        num_classes = len(self._table.rows)
+        exposure_s = (open_s + self._table.exposure_s)[:num_classes]
+        reused = self._table.reused[:num_classes]
+        stratum, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
+        for _ in range(NUM_ROUNDS):
+            self._fit_once(exposure_s, reused, stratum, levels)
+        self.is_fitted = True
+        self.indices.clear()
+        codes = list(dict.fromkeys(waiting.codes))
+        self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
+
+    def hazards(self, codes: Sequence[int]) -> Floats:
+        """Return the hazard per second of each class at each age, shape (num_codes, NUM_BINS). Pure."""
+        stratum, levels = split_codes(np.array(codes, dtype=np.int64))
+        return self._bases[stratum] * self._scale(levels)[:, None]
+
+    def _add_ended(self) -> None:
+        if self._ended.codes:
+            self._table.add(self._ended)
+        self._ended = Waits([], [], [], [])
+
+    def _scale(self, levels: list[Ints]) -> Floats:
+        scale: Floats = np.ones(len(levels[0]))
+        for multipliers, level in zip(self._multipliers, levels, strict=True):
+            scale = scale * multipliers[level]
+        return scale
+
+    def _fit_once(self, exposure_s: Floats, reused: Floats, stratum: Ints, levels: list[Ints]) -> None:
+        """One round: the bases given the multipliers, then each factor's multipliers given all else."""
+        scaled = exposure_s * self._scale(levels)[:, None]
+        for number in range(NUM_STRATA):
+            is_in = stratum == number
+            events, exposure = reused[is_in].sum(axis=0), scaled[is_in].sum(axis=0)
+            prior = BASE_PRIOR_EVENTS / PRIOR_HAZARD
+            self._bases[number] = (events + BASE_PRIOR_EVENTS) / (exposure + prior)
+        events = reused.sum(axis=1)
+        expected = (exposure_s * self._bases[stratum]).sum(axis=1) * self._scale(levels)
+        for number, level in enumerate(levels):
+            old = self._multipliers[number]
+            without = np.bincount(level, expected / old[level], len(old))
+            found = (np.bincount(level, events, len(old)) + PRIOR_EVENTS) / (without + PRIOR_EVENTS)
+            self._multipliers[number] = np.clip(found, *MULTIPLIER_RANGE)
+            expected = expected * (self._multipliers[number] / old)[level]
+
+
+def gittins_indices(hazards: Floats) -> Floats:
+    """Return, for each class and bin, the best ratio of reuse probability to time taken from there on. Pure.
+
+    Args:
+        hazards: per second, shape (num_classes, NUM_BINS), above zero.
+
+    Returns:
+        Per second, shape (num_classes, NUM_BINS).
+    """
+    # Survival to the start of each bin, and the slot's expected time until then. Where hardly a block survives the
+    # difference of two survivals is noise, and the hazard itself is the answer.
+    decay = hazards * WIDTHS_S
+    survival = np.exp(-np.minimum(np.cumsum(decay, axis=1), 60.0))
+    survival = np.concatenate([np.ones((len(hazards), 1)), survival], axis=1)
+    taken_s = np.cumsum(survival[:, :-1] * -np.expm1(-decay) / hazards, axis=1)
+    taken_s = np.concatenate([np.zeros((len(hazards), 1)), taken_s], axis=1)
+    # Bins as rows: gathering whole rows is what keeps a fit at a few milliseconds.
+    survival, taken_s = np.ascontiguousarray(survival.T), np.ascontiguousarray(taken_s.T)
+    gained = survival[_FIRST_BINS] - survival[_END_BINS]
+    cost = taken_s[_END_BINS] - taken_s[_FIRST_BINS]
+    ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
+    best = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
+    return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+
+
+def _sum_in_cells(cells: Ints, weights: Floats, num_rows: int) -> Floats:
+    """Return the sum of the weights in each cell, shape (num_rows, NUM_BINS). Pure."""
+    sums = np.bincount(cells, weights, num_rows * NUM_BINS)
+    return sums.astype(np.float64, copy=False).reshape(num_rows, NUM_BINS)

@@ -1,0 +1,195 @@
+"""Hazard: the block that is least likely to come back for the room that it takes leaves first.
+
+It orders real blocks; what it would like to hold is decided by its shadow, from requests alone. The real cache
+follows the shadow: what the shadow has released leaves first, and what it did not take is not stored. A guard watches
+two shadows, this one and LRU's, and while LRU finds more, the policy *is* LRU: its order, and nothing refused. It
+begins so, and a policy that is told of no request stays so.
+
+Following makes the cost independent of what is pinned or in flight, and the order of leaving that of the shadow:
+children before parents, because only leaves leave it. When what the shadow released is all busy or gone, the oldest
+block leaves.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, islice
+
+from kvtier.base import OffloadKey, get_offload_group_idx
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.hazard.directory import Node
+from kvtier.cpu.policies.hazard.guard import Guard, LRUShadow
+from kvtier.cpu.policies.hazard.shadow import HazardShadow
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.errors import InvariantError
+
+Victims = list[tuple[OffloadKey, BlockStatus]]
+
+
+class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl):
+    """Eviction and admission by learned time to reuse, never much below LRU.
+
+    Args:
+        cache_capacity: blocks that the primary tier can hold.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self._recent = LRUCachePolicy(cache_capacity)
+        # Held blocks that the shadow knows and does not hold, in the order in which it gave them up.
+        self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._begin()
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether it is LRU now, because LRU has found as much lately."""
+        return not self._guard.prefers_hazard
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the held block under ``key``, or None."""
+        return self._recent.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        """Return the dictionary's own ``get``."""
+        return self._recent.getter()
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold ``block`` as the most recent."""
+        self.insert_many([key], [block])
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks``, the last of them as the most recent."""
+        keys = list(keys)
+        self._recent.insert_many(keys, blocks)
+        nodes = self._shadow.directory.nodes
+        if nodes:
+            self._surplus.update((key, None) for key in keys if (node := nodes.get(key)) and not node.is_held)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding ``key``; unknown keys are ignored."""
+        self._recent.remove(key)
+        self._surplus.pop(key, None)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Make ``keys`` the most recent of LRU's order, the first of them most; the shadow learns from requests."""
+        self._recent.touch(keys)
+
+    def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
+        """Evict ``n`` idle blocks that are not protected, or none at all."""
+        idle = self._idle()
+        if protected:
+            idle = (item for item in idle if item[0] not in protected)
+        victims = list(islice(idle, n))
+        if len(victims) < n:
+            return None
+        blocks, surplus = self._recent.blocks, self._surplus
+        for key, _ in victims:
+            del blocks[key]
+        if surplus:
+            for key, _ in victims:
+                surplus.pop(key, None)
+        return victims
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return the ``n`` idle blocks that would leave next."""
+        return [key for key, _ in islice(self._idle(), n)]
+
+    def clear(self) -> None:
+        """Forget every block, and what was learned."""
+        self._recent.clear()
+        self._surplus.clear()
+        self._begin()
+
+    def note_request(self, request: ArrivedRequest) -> None:
+        """Let both shadows serve the request."""
+        num_lru_hits = num_hazard_hits = 0
+        tails: dict[int, Node] = {}
+        for named in request.chains:
+            keys = list(dict.fromkeys(named))
+            num_lru_hits += self._lru.serve(keys)
+            num_hits, tail = self._shadow.serve(keys, request.arrival_s)
+            num_hazard_hits += num_hits
+            self._follow_shadow()
+            if tail is not None:
+                tails[get_offload_group_idx(tail.key)] = tail
+        self._tails[request.req_id] = tails
+        self._guard.count(num_lru_hits, num_hazard_hits)
+
+    def note_finished(self, req_id: str) -> None:
+        """Forget where the request's prompt ended."""
+        self._tails.pop(req_id, None)
+
+    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        """Return those of ``keys`` that the shadow holds, and those of requests that it was not told of."""
+        tails = self._tails.get(req_id)
+        if tails is None:
+            return keys
+        get = self._shadow.directory.nodes.get
+        ends = frozenset(tails.values())
+        if any((node := get(key)) is None or node.parent in ends for key in keys):
+            self._learn_answer(keys, tails)
+        if self.is_guarded:
+            return keys
+        return [
+            key
+            for key in keys
+            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in tails)
+        ]
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Compare the policy with the manager's books, and its shadow with itself."""
+        check_same_blocks(self._recent.blocks, held)
+        nodes = self._shadow.directory.nodes
+        for key in self._surplus:
+            if key not in held or (key in nodes and nodes[key].is_held):
+                raise InvariantError(f"block {key.hex()} is to leave, but is absent or wanted")
+        self._shadow.directory.check()
+
+    def _begin(self) -> None:
+        self._shadow = HazardShadow(self.cache_capacity)
+        self._lru = LRUShadow(self.cache_capacity)
+        self._guard = Guard()
+        self._tails: dict[str, dict[int, Node]] = {}
+
+    def _idle(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
+        """Yield the idle blocks in the order in which they would leave."""
+        blocks, surplus = self._recent.blocks, self._surplus
+        items: Iterable[tuple[OffloadKey, BlockStatus]] = blocks.items()
+        if surplus and not self.is_guarded:
+            wanted = (item for item in items if item[0] not in surplus)
+            items = chain(zip(surplus, map(blocks.__getitem__, surplus), strict=True), wanted)
+        return (item for item in items if not item[1].ref_cnt)
+
+    def _follow_shadow(self) -> None:
+        """Note what the shadow has just ceased to hold, and what it holds again."""
+        blocks, surplus = self._recent.blocks, self._surplus
+        surplus.update((key, None) for key in self._shadow.released if key in blocks)
+        if surplus:
+            for key in self._shadow.held:
+                surplus.pop(key, None)
+
+    def _learn_answer(self, keys: Collection[OffloadKey], tails: dict[int, Node]) -> None:
+        """Let a request name blocks that it did not come with; those that are known it passes over."""
+        get = self._shadow.directory.nodes.get
+        answers: dict[int, list[OffloadKey]] = {}
+        for key in dict.fromkeys(keys):
+            group, node = get_offload_group_idx(key), get(key)
+            if node is None and group in tails:
+                answers.setdefault(group, []).append(key)
+            elif node is not None and node.parent is tails.get(group) and group not in answers:
+                tails[group] = node
+        for group, answer in answers.items():
+            tail = tails[group]
+            tails[group] = self._shadow.extend(tail, answer)
+            self._follow_shadow()
+            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
+
+
+def _prefix_of(tail: Node) -> list[OffloadKey]:
+    """Return the keys from the first block of a prompt to ``tail``. Pure."""
+    keys = []
+    node: Node | None = tail
+    while node is not None:
+        keys.append(node.key)
+        node = node.parent
+    return keys[::-1]

@@ -1,0 +1,241 @@
+"""What the hazard policy would hold, decided at each request from its keys alone: no byte, no pin, no delay.
+
+It holds no block; the real cache follows it. A request names its blocks, which ends their last wait and sets their
+class; then the missing ones are held head first, each in place of the leaf with the lowest index, until the first
+whose own index is lower.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.hazard.candidates import Candidates
+from kvtier.cpu.policies.hazard.directory import Cohort, Directory, Naming, Node
+from kvtier.cpu.policies.hazard.features import (
+    BRANCHING_CHILDREN,
+    MAX_SEEN,
+    SEEN_BASE,
+    STRATUM_BASE,
+    RequestFactors,
+    request_code,
+)
+from kvtier.cpu.policies.hazard.model import HazardModel, Waits
+
+GHOSTS_PER_BLOCK = 4
+"""Ghosts for each block of capacity. Fewer hide returns of what left early, more only cost memory."""
+
+MAX_SHARED_CHILDREN = 8
+"""Children from which a block is too widely shared to tell whose turn a request continues."""
+
+FIRST_FIT_S = 20.0
+"""Age of the policy at its first fit; before it the oldest leaf leaves first and nothing is refused."""
+
+REFIT_GROWTH = 0.1
+"""A fit follows the last after this share of the time since the start: what is learned changes ever more slowly."""
+
+NAMED_PER_COHORT = 2.0
+"""Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
+
+MIN_COHORTS = 1024
+"""Cohorts below which empty ones are not worth looking for."""
+
+
+class HazardShadow:
+    """The policy as if every request were stored at once.
+
+    Args:
+        num_blocks: its capacity.
+
+    Attributes:
+        directory: the blocks that it knows.
+        model: what it has learned.
+        held: keys that the last call began to hold.
+        released: keys that it ceased to hold.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self.directory = Directory(GHOSTS_PER_BLOCK * num_blocks)
+        self.model = HazardModel()
+        self.held: list[OffloadKey] = []
+        self.released: list[OffloadKey] = []
+        self._candidates = Candidates(self.model.indices)
+        self._cohorts: list[Cohort] = []
+        self._max_cohorts = MIN_COHORTS
+        self._num_named = 0
+        self._now_s = 0.0
+        self._start_s: float | None = None
+        self._next_fit_s = 0.0
+
+    def serve(self, keys: Iterable[OffloadKey], now_s: float) -> tuple[int, Node | None]:
+        """Serve a request.
+
+        Args:
+            keys: its blocks, distinct, head first.
+            now_s: seconds, any origin; it does not run backwards.
+
+        Returns:
+            The length of its held prefix before it, and its last block.
+        """
+        self._tell_time(now_s)
+        chain, num_known = self.directory.chain_of(keys)
+        num_hits = 0
+        for node in chain:
+            if not node.is_held:
+                break
+            node.ticket = 0
+            num_hits += 1
+        self._name(chain, self._find_naming(chain, num_known))
+        self._candidates.renew(self._now_s)
+        self._hold(chain, num_hits)
+        return num_hits, chain[-1] if chain else None
+
+    def extend(self, tail: Node, keys: Sequence[OffloadKey]) -> Node:
+        """Let a request name more blocks than it came with: those of its answer.
+
+        Args:
+            tail: its last block so far.
+            keys: what follows it, distinct and unknown.
+
+        Returns:
+            Its last block; ``tail`` when that is forgotten.
+        """
+        self.held, self.released = [], []
+        if self.directory.nodes.get(tail.key) is not tail:
+            return tail
+        chain, _ = self.directory.chain_of(keys, tail)
+        naming = tail.cohort.naming
+        tail.cohort.num -= 1
+        tail.num_seen -= 1
+        tail.ticket = 0
+        self._put_in_cohorts([tail, *chain], naming)
+        if tail.is_held:
+            self._hold([tail, *chain], 1)
+        else:
+            self._bury([*_ghosts_up_to(tail), *chain])
+        return chain[-1]
+
+    def _tell_time(self, now_s: float) -> None:
+        self.held, self.released = [], []
+        self._now_s = now_s = max(self._now_s, now_s)
+        if self._start_s is None:
+            self._start_s, self._next_fit_s = now_s, now_s + FIRST_FIT_S
+        if now_s >= self._next_fit_s and self._num_named >= NAMED_PER_COHORT * len(self._cohorts):
+            self._next_fit_s = now_s + REFIT_GROWTH * (now_s - self._start_s)
+            self._num_named = 0
+            self._drop_empty_cohorts()
+            self.model.fit(self._waiting())
+            self._candidates.rebuild(now_s)
+        elif len(self._cohorts) > self._max_cohorts:
+            self._drop_empty_cohorts()
+
+    def _drop_empty_cohorts(self) -> None:
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.num]
+        self._max_cohorts = 2 * len(self._cohorts) + MIN_COHORTS
+
+    def _waiting(self) -> Waits:
+        cohorts = self._cohorts
+        return Waits(
+            [cohort.code for cohort in cohorts],
+            [self._now_s - cohort.naming.time_s for cohort in cohorts],
+            [cohort.num for cohort in cohorts],
+            [0] * len(cohorts),
+        )
+
+    def _find_naming(self, chain: Sequence[Node], num_known: int) -> Naming:
+        """Return what the request tells of its blocks. Pure."""
+        turn, gap_s = 0, None
+        if num_known:
+            last = chain[num_known - 1]
+            # The request's own first new block is a child by now.
+            if last.num_children - (num_known < len(chain)) < MAX_SHARED_CHILDREN:
+                before = last.cohort.naming
+                turn, gap_s = before.turn + 1, self._now_s - before.time_s
+        factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known)
+        return Naming(self._now_s, turn, request_code(factors))
+
+    def _name(self, chain: Sequence[Node], naming: Naming) -> None:
+        """End the waits of the blocks, and begin others."""
+        ended: dict[Cohort, int] = {}
+        for node in takewhile(lambda node: node.num_seen, chain):
+            ended[node.cohort] = ended.get(node.cohort, 0) + 1
+        for cohort, num in ended.items():
+            cohort.num -= num
+            self.model.record(cohort.code, naming.time_s - cohort.naming.time_s, num, is_reuse=True)
+        self._put_in_cohorts(chain, naming)
+
+    def _put_in_cohorts(self, chain: Sequence[Node], naming: Naming) -> None:
+        """Set the class of each block; a loop without calls, because every named block passes through it."""
+        cohorts: dict[int, Cohort] = {}
+        request = naming.request_code
+        for node in chain:
+            seen = node.num_seen = node.num_seen + 1
+            children = node.num_children
+            code = (
+                STRATUM_BASE[children if children < BRANCHING_CHILDREN else BRANCHING_CHILDREN]  # noqa: FURB136
+                + SEEN_BASE[seen if seen < MAX_SEEN else MAX_SEEN]  # noqa: FURB136 - a call of min costs more
+                + request
+            )
+            cohort = cohorts.get(code)
+            if cohort is None:
+                cohort = cohorts[code] = Cohort(naming, code)
+            cohort.num += 1
+            node.cohort = cohort
+        self._cohorts += cohorts.values()
+        self._num_named += len(chain)
+
+    def _hold(self, chain: Sequence[Node], num_held: int) -> None:
+        """Hold the blocks of ``chain`` behind the first ``num_held``, as far as they are worth their room."""
+        directory = self.directory
+        for node in chain[num_held:] if num_held or _is_root(chain) else ():
+            if directory.num_held >= self._num_blocks and not self._has_made_room(node):
+                break
+            directory.hold(node)
+            self.held.append(node.key)
+            num_held += 1
+        if num_held and not chain[num_held - 1].num_held_children:
+            self._candidates.add(chain[num_held - 1], self._now_s)
+        self._bury(chain[num_held:])
+
+    def _bury(self, nodes: Sequence[Node]) -> None:
+        """Remember blocks that are not held as ghosts, whose parents are held or among them."""
+        self.directory.bury(nodes)
+        for ghost in self.directory.forget_oldest():
+            ghost.cohort.num -= 1
+            age_s = self._now_s - ghost.cohort.naming.time_s
+            self.model.record(ghost.cohort.code, age_s, 1, is_reuse=False)
+
+    def _has_made_room(self, node: Node) -> bool:
+        """Release the leaf with the lowest index, unless that of ``node`` is lower."""
+        victim = self._candidates.pop()
+        if victim is None:
+            return False
+        index, leaf = victim
+        if self.model.is_fitted and self.model.indices[node.cohort.code][0] < index:
+            self._candidates.add(leaf, self._now_s)
+            return False
+        self.directory.release(leaf)
+        self.released.append(leaf.key)
+        parent = leaf.parent
+        # The blocks of the request that is being served are no candidates.
+        if (
+            parent is not None
+            and not parent.num_held_children
+            and parent.cohort.naming is not node.cohort.naming
+        ):
+            self._candidates.add(parent, self._now_s)
+        return True
+
+
+def _is_root(chain: Sequence[Node]) -> bool:
+    return bool(chain) and chain[0].parent is None
+
+
+def _ghosts_up_to(tail: Node) -> list[Node]:
+    """Return the blocks of a prefix that are not held, to ``tail``, head first. Pure."""
+    ghosts = []
+    node: Node | None = tail
+    while node is not None and not node.is_held:
+        ghosts.append(node)
+        node = node.parent
+    return ghosts[::-1]

@@ -1,0 +1,54 @@
+"""What else a policy may want to know and to say: whole requests when they arrive, and which blocks are worth storing.
+
+Both contracts are optional and small. A manager passes them on to its policy when the policy has them; an engine's
+connector and a replay call the same manager methods, so that a policy learns in production what it learned in a replay.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.base import OffloadKey
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedRequest:
+    """A request, as it is known when it arrives.
+
+    Attributes:
+        req_id: the engine's name of it.
+        chains: for each KV group the keys of its full blocks, head first; each key stands for its whole prefix.
+        arrival_s: when, in seconds on the manager's clock.
+        hints: what the client says of it, its ``kv_transfer_params``.
+    """
+
+    req_id: str
+    chains: tuple[Sequence[OffloadKey], ...]
+    arrival_s: float
+    hints: Mapping[str, Any] = field(default_factory=dict)  # Any: a client's JSON, checked where it is read
+
+
+class RequestLearner(ABC):
+    """A policy that learns from requests. Without these calls it orders blocks by what it is told of blocks."""
+
+    @abstractmethod
+    def note_request(self, request: ArrivedRequest) -> None:
+        """Learn that a request arrived; once for each, before any other call is made for it."""
+
+    @abstractmethod
+    def note_finished(self, req_id: str) -> None:
+        """Forget what only the running request needed; unknown ones are ignored."""
+
+
+class AdmissionControl(ABC):
+    """A policy that refuses blocks which are worth less than those they would replace."""
+
+    @abstractmethod
+    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        """Return those of ``keys`` that shall be stored, in order; of each KV group none after the first refused.
+
+        Args:
+            keys: what a request offers, head first within each group. They may go on where its arrival ended.
+            req_id: the request.
+        """
