@@ -231,6 +231,28 @@ def test_traffic_counts_blocks_bytes_and_writes_per_unique_block() -> None:
     assert (disk.num_read_blocks, disk.read_bytes) == (0, 0)
 
 
+def test_no_link_moves_more_than_its_bandwidth_allows() -> None:
+    speed = LinkSpeed(1e9, 10.0, num_streams=2)
+    tier = TierModel("disk", 100, speed, settings=TierSettings(job_timeout_s=15.0))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=100)
+    trace = trace_of(*(request(4.0 * number, *range(9 * number, 9 * number + 3)) for number in range(20)))
+
+    found = simulate(trace, engine, HostModel(100, speed=FAST, tiers=(tier,)))
+    disk = found.tiers[1]
+
+    assert 0 < disk.written_bytes <= speed.write_bytes_per_s * found.duration_s
+    assert disk.num_written_blocks < 60
+
+
+def test_a_tier_that_drains_ends_at_its_time_out() -> None:
+    tier = TierModel("disk", 100, LinkSpeed(1e9, 1.0), settings=TierSettings(job_timeout_s=15.0))
+
+    found = simulate(trace_of(request(0, 1, 2, 3)), ENGINE, HostModel(100, speed=FAST, tiers=(tier,)))
+
+    assert found.tiers[1].num_written_blocks == 1
+    assert found.duration_s == pytest.approx(103.0)
+
+
 def test_periods_follow_each_other_without_gaps() -> None:
     found = simulate(trace_of(request(0, 1), request(35, 2)), ENGINE, None, period_s=10.0)
 

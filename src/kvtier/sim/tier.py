@@ -52,8 +52,8 @@ class SimulatedTier(SecondaryTierManager):
 
     Attributes:
         link: the way to it.
-        num_written_blocks: blocks written to it.
-        num_read_blocks: blocks read from it.
+        num_written_blocks: blocks that its link has written; those of jobs that were given up before are not among them.
+        num_read_blocks: blocks that its link has read.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class SimulatedTier(SecondaryTierManager):
     ) -> None:
         super().__init__(config, primary_kv_view)
         self.settings = model.settings
+        self._timeline = timeline
         self.link = Link(timeline, model.speed)
         self.num_written_blocks = 0
         self.num_read_blocks = 0
@@ -96,8 +97,7 @@ class SimulatedTier(SecondaryTierManager):
         self._submit(job, held, partial(self._end_load, job, held))
 
     def get_finished(self) -> list[JobResult]:
-        """Return what has ended since the last call, after giving up what is overdue."""
-        self.link.give_up_older_than(self.settings.job_timeout_s)
+        """Return what has ended since the last call; what is overdue has been given up when its time came."""
         results, self._results = self._results, []
         return results
 
@@ -125,22 +125,30 @@ class SimulatedTier(SecondaryTierManager):
         fitting = [self._directory.prepare_store([key], DIRECTORY) for key in keys]
         return [key for output in fitting if output is not None for key in output.keys_to_store]
 
-    def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: partial[None]) -> None:
-        if job.is_promotion:
-            self.num_read_blocks += len(moving)
-        else:
-            self.num_written_blocks += len(moving)
+    def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: Callable[[int], object]) -> None:
+        overdue_s = self._timeline() + self.settings.job_timeout_s
+        overdue = self._timeline.at(overdue_s, self._give_up_overdue)
+
+        def end(num_moved: int) -> None:
+            self._timeline.cancel(overdue)
+            on_end(num_moved)
+
         self.link.submit(
-            is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=on_end
+            is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=end
         )
 
+    def _give_up_overdue(self) -> None:
+        self.link.give_up_older_than(self.settings.job_timeout_s)
+
     def _end_store(self, job: JobMetadata, missing: list[OffloadKey], num_moved: int) -> None:
+        self.num_written_blocks += num_moved
         self._directory.complete_store(missing[:num_moved], DIRECTORY)
         self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
         held = frozenset(key for key in job.keys if self._directory.lookup(key, DIRECTORY))
         self._report(job, held, is_fault=num_moved < len(missing))
 
     def _end_load(self, job: JobMetadata, held: list[OffloadKey], num_moved: int) -> None:
+        self.num_read_blocks += num_moved
         self._directory.complete_load(held, DIRECTORY)
         self._report(job, frozenset(held[:num_moved]), is_fault=num_moved < len(held))
 
