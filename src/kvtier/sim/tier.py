@@ -52,7 +52,7 @@ class SimulatedTier(SecondaryTierManager):
 
     Attributes:
         link: the way to it.
-        num_written_blocks: blocks that its link has written; those of jobs that were given up before are not among them.
+        num_written_blocks: blocks that its link has written; those that were given up before are not among them.
         num_read_blocks: blocks that its link has read.
     """
 

@@ -16,7 +16,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        # In order of time, then of planning. A number without an action was cancelled: a heap gives its middle away dearly.
+        # By time, then by planning. A number without an action was cancelled: taking it out of a heap costs a pass.
         self._times: list[tuple[float, int]] = []
         self._actions: dict[int, Callable[[], object]] = {}
         self._numbers = count()
