@@ -6,6 +6,7 @@ of the primary tier, used as this tier's directory; when its jobs end is up to a
 that it holds already, does not evict what it is reading, and ends jobs that nobody has begun after their time-out.
 """
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ConfigError
 from kvtier.sim.link import Link, LinkSpeed
 from kvtier.sim.timeline import Timeline
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
@@ -25,11 +27,14 @@ class TierModel:
     """A secondary tier to simulate.
 
     Attributes:
-        name: what it is called in results; unique in its chain.
+        name: what it is called in results, of letters, digits, "_" and "-"; unique in its chain.
         num_blocks: its capacity.
         speed: the link to it.
         cache_policy: registered name of the policy that orders it.
         settings: the settings that every tier has. Budgets in bytes count one byte for a block.
+
+    Raises:
+        ConfigError: the name has other characters: a dot would cut it in the names of counters.
     """
 
     name: str
@@ -37,6 +42,10 @@ class TierModel:
     speed: LinkSpeed
     cache_policy: str = "lru"
     settings: TierSettings = field(default_factory=TierSettings)
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is None:
+            raise ConfigError("name", self.name, 'a tier is named with letters, digits, "_" and "-"')
 
 
 class SimulatedTier(SecondaryTierManager):

@@ -21,7 +21,7 @@ MAX_HASH_ID = 2**63
 """Ids become keys of eight bytes."""
 
 MAX_TIME_S = 1e13
-"""Behind any calendar. Up to here a float tells milliseconds apart; a clock much later stands still when they are added."""
+"""Behind any calendar. Up to here a float tells milliseconds apart; a much later clock stands still when they pass."""
 
 MAX_WHOLE = 2**63
 """Above any count of tokens; unlimited digits would overflow when they become seconds."""
