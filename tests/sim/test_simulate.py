@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Collection
 
 import pytest
@@ -267,6 +268,36 @@ def test_a_trace_that_begins_late_has_no_periods_before_it() -> None:
     assert [one.begin_s for one in late.periods] == [2**30 // 60 * 60]
     assert late.duration_s == pytest.approx(early.duration_s, abs=1e-4) == pytest.approx(6.0, abs=1e-4)
     assert late.tiers[1].busy_ratio == pytest.approx(0.5, abs=1e-4)
+
+
+def test_memory_follows_the_trace_and_the_result_the_capacities() -> None:
+    trace = trace_of(*(request(10.0 * number, number % 4, 7) for number in range(20)))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=10**15)
+    host = HostModel(10**15, tiers=(TierModel("disk", 10**15, FAST),))
+    tracemalloc.start()
+
+    found = simulate(trace, engine, host)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_bytes < 10_000_000
+    assert [one.capacity_blocks for one in found.tiers] == [10**15, 10**15]
+    assert found.counters["primary.capacity_blocks"] == 10**15
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3fifo"])
+def test_more_room_than_the_trace_has_blocks_changes_nothing(policy: str) -> None:
+    trace = trace_of(*(request(number / 3, *range(number % 4), 50 + number % 7) for number in range(40)))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=5)
+    disk = TierModel(
+        "disk", 9, LinkSpeed(300, 200, 0.1, 2), settings=TierSettings(max_in_flight_store_bytes=3)
+    )
+
+    def hits(num_blocks: int) -> dict[str, int]:
+        tiers = (dataclasses.replace(disk, num_blocks=num_blocks),)
+        return dict(simulate(trace, engine, HostModel(num_blocks, policy, tiers=tiers)).total.hit_tokens)
+
+    assert hits(22) == hits(10**6)
 
 
 def test_equal_input_gives_an_equal_result() -> None:
