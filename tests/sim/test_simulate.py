@@ -15,7 +15,7 @@ from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import DEVICE, Spread, spread_of
+from kvtier.sim.results import DEVICE, MAX_PERIODS, Spread, spread_of
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
@@ -258,6 +258,15 @@ def test_periods_follow_each_other_without_gaps() -> None:
     found = simulate(trace_of(request(0, 1), request(35, 2)), ENGINE, None, period_s=10.0)
 
     assert [(one.begin_s, one.num_requests) for one in found.periods] == [(0, 1), (10, 0), (20, 0), (30, 1)]
+
+
+def test_a_trace_over_ages_has_longer_periods_and_not_millions() -> None:
+    found = simulate(trace_of(request(0, 1), request(35, 2), request(1.7e12, 3)), ENGINE, None)
+
+    assert 2 <= len(found.periods) <= MAX_PERIODS
+    assert sum(one.num_requests for one in found.periods) == 3
+    assert found.period_s == found.periods[1].begin_s == pytest.approx(1.7e12 / MAX_PERIODS, rel=0.01)
+    assert simulate(trace_of(request(0, 1)), ENGINE, None).period_s == 60.0
 
 
 def test_a_trace_that_begins_late_has_no_periods_before_it() -> None:

@@ -10,7 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import Simulation, TierTraffic, split_into_periods, summarise
+from kvtier.sim.results import Simulation, TierTraffic, choose_period, split_into_periods, summarise
 from kvtier.sim.trace import Trace
 
 DEFAULT_PERIOD_S = 60.0
@@ -31,7 +31,7 @@ def simulate(
         trace: the requests.
         engine: the engine; its blocks are as long as the trace's.
         host: host memory and the tiers behind it; None for an engine without offloading.
-        period_s: length of the periods of the result.
+        period_s: length of the periods of the result; they are longer where there would be over MAX_PERIODS.
         on_request: called after each request, for a progress bar.
 
     Raises:
@@ -55,9 +55,11 @@ def simulate(
     simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique)
     simulated.run(requests)
     duration_s = simulated.timeline() - (requests[0].arrival_s if requests else 0.0)
+    chosen_s = choose_period(served, period_s)
     return Simulation(
         total=summarise(served),
-        periods=split_into_periods(served, period_s),
+        periods=split_into_periods(served, chosen_s),
+        period_s=chosen_s,
         num_rejected=simulated.num_rejected,
         duration_s=duration_s,
         tiers=_traffic_of(simulated, engine, host, num_unique, duration_s) if host else (),

@@ -34,7 +34,7 @@ class RowsWithoutBytes:
 
     def create_kv_memoryview(self) -> memoryview:
         """Return the rows."""
-        return memoryview(self._rows)
+        return self._rows.data
 
     def cleanup(self) -> None:
         """Do nothing."""

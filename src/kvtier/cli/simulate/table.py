@@ -10,9 +10,9 @@ from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.trace import Trace
 
-SATURATION_FACTOR = 30
+SATURATION_FACTOR = 100
 """Nine in ten requests wait at most so many times as long as a prompt takes to compute, or the engine is called
-saturated. A busy hour of a chat service reaches some tens, too little hardware hundreds; less would warn of bursts."""
+saturated. A busy hour of a chat service reaches 30, too little hardware many hundreds; less would warn of bursts."""
 
 NOTHING = "-"
 """Stands for a number that nothing was measured for."""
