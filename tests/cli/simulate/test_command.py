@@ -85,21 +85,31 @@ def test_when_nothing_was_served_there_are_no_numbers_and_the_status_says_so(
 
 
 def test_a_saturated_engine_is_told_in_one_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = trace.read_text().splitlines()
-    trace.write_text("".join(f"{line}\n" for line in lines for _ in range(100)))
-
     def warnings(*arguments: str) -> list[str]:
         assert run(trace, *arguments) == 0
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
 
-    (warning,) = warnings("--decode", "1", "--prefill", "100")
+    assert warnings() == []
+    lines = trace.read_text().splitlines()
+    trace.write_text("".join(f"{line}\n" for line in lines for _ in range(500)))
+    (warning,) = warnings("--prefill", "100")
     assert "the engine is saturated (without, lru)" in warning
-    assert warnings("--prefill", "1000000") == []
 
 
 def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--help"]) == 0
     assert "Raises" not in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_costs_the_file_and_not_the_tables(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, "--json", "/dev/full")
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert "--json='/dev/full': cannot be written" in printed.err
+    assert "Prompt tokens by origin" in printed.out
 
 
 def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ It parses, calls and prints. Everything that can be wrong with the arguments is 
 """
 
 import json
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -83,11 +82,12 @@ def simulate(
         [parse_tier(text, engine.block_bytes) for text in tier or ()],
         store_threshold,
     )
-    with nullcontext() if json_file is None else open_json(json_file) as file:
-        found = run_all(trace, engine, scenarios, Console(stderr=True))
-        print_simulations(trace, engine, found, make_console())
-        if file is not None:
-            file.write(json.dumps({name: one.to_json() for name, one in found.items()}, indent=1) + "\n")
+    if json_file is not None:
+        check_writable(json_file)
+    found = run_all(trace, engine, scenarios, Console(stderr=True))
+    print_simulations(trace, engine, found, make_console())
+    if json_file is not None:
+        write_json(json_file, found)
     if not any(one.total.num_requests for one in found.values()):
         raise typer.Exit(NOTHING_SERVED_STATUS)
 
@@ -113,14 +113,26 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
 
 
-def open_json(path: Path) -> TextIO:
+def check_writable(path: Path) -> None:
     """Open the file of the results before there are any, so that a wrong path costs no simulation.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written. What it holds stays until there are results.
     """
     try:
-        return path.open("w")
+        path.open("a").close()
     except OSError as error:
         remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
         raise ConfigError("--json", str(path), remedy) from error
+
+
+def write_json(path: Path, found: dict[str, Simulation]) -> None:
+    """Write the results.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps({name: one.to_json() for name, one in found.items()}, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError("--json", str(path), f"cannot be written: {error.strerror}") from error
