@@ -1,41 +1,35 @@
 """Count what each eviction policy finds on a recorded trace of requests: the table of docs/policies.md.
 
-It simulates no time and no tier below: requests are served one after the other by the primary tier's manager, in
-the order of an engine's calls. A trace has one JSON object a line, whose ``hash_ids`` name the blocks of one prompt
-from its head, equal ids for equal blocks behind equal prefixes; the file may be compressed with gzip.
+It simulates no time and no tier below: ``kvtier.sim.host_replay`` serves the requests one after the other. The trace is
+a file of any format that ``kvtier simulate`` reads, plain or compressed with gzip.
 
     python -m scripts.policy_hits conversation.jsonl.gz --percent 1 5 20 --policy lru arc
 """
 
 import argparse
-import gzip
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from kvtier.base import OffloadKey, ReqContext, make_offload_key
-from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.sim.belady import count_belady_hits
-
-REQUEST = ReqContext("replayed")
+from kvtier.sim.formats.registry import read_trace
+from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
+from kvtier.sim.trace import Trace
 
 
 def main() -> None:
     """Print a table of the prefix hit ratio in percent, by policy and by capacity in percent of the unique blocks."""
     options = read_options()
-    requests = read_requests(options.trace)
-    accesses = [key for keys in requests for key in keys]
-    capacities = [round(len(set(accesses)) * percent / 100) for percent in options.percent]
+    trace = read_trace(options.trace)
+    capacities = [blocks_of_share(trace, percent / 100) for percent in options.percent]
     print("| policy |", *(f"{percent:g} |" for percent in options.percent))
     print("|---|", *("---:|" for _ in capacities))
     for policy in options.policy:
-        hits = [
-            count_prefix_hits(CPUOffloadingManager(capacity, policy), requests, options.chunk_blocks)
-            for capacity in capacities
-        ]
-        print_row(policy, hits, len(accesses))
-    print_row("Belady", [count_belady_hits(accesses, capacity) for capacity in capacities], len(accesses))
+        caches = [HostCache(capacity, policy, chunk_blocks=options.chunk_blocks) for capacity in capacities]
+        print_row(policy, (replay_host(trace, cache).num_hits for cache in caches), trace.num_accesses)
+    accesses = list_accesses(trace)
+    bounds = (count_belady_hits(accesses, capacity) for capacity in capacities)
+    print_row("Belady", bounds, trace.num_accesses)
 
 
 def read_options() -> argparse.Namespace:
@@ -55,56 +49,9 @@ def print_row(name: str, hits: Iterable[int], num_accesses: int) -> None:
     print(f"| {name} |", *(f"{100 * num_hits / num_accesses:.2f} |" for num_hits in hits), flush=True)
 
 
-def read_requests(path: Path) -> list[list[OffloadKey]]:
-    """Return the keys of each request of a trace, in order."""
-    data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
-    return [[trace_key(number) for number in json.loads(line)["hash_ids"]] for line in lines]
-
-
-def trace_key(number: int) -> OffloadKey:
-    """Return the key of a block that a trace names by a number. Pure."""
-    return make_offload_key(number.to_bytes(8, "big"), 0)
-
-
-def count_prefix_hits(
-    manager: CPUOffloadingManager, requests: Iterable[Sequence[OffloadKey]], chunk_blocks: int | None = None
-) -> int:
-    """Serve ``requests`` one after the other; return how many blocks were found, each prefix up to its first miss.
-
-    As the connector does it: touched on arrival, loaded and touched, stored as far as there is room, and touched again
-    while the writes are in flight, chunk after chunk.
-
-    Args:
-        manager: of the primary tier.
-        requests: the keys of each, head of the prefix first.
-        chunk_blocks: blocks of a prompt that are stored at a time; None for all.
-    """
-    num_hits = 0
-    for keys in requests:
-        manager.touch(keys, REQUEST)
-        num_held = next((idx for idx, key in enumerate(keys) if not manager.lookup(key, REQUEST)), len(keys))
-        num_hits += num_held
-        if num_held:
-            manager.prepare_load(keys[:num_held], REQUEST)
-            manager.complete_load(keys[:num_held], REQUEST)
-            manager.touch(keys, REQUEST)
-        step = chunk_blocks or len(keys)
-        for end in range(step, len(keys) + step, step):
-            store_what_fits(manager, keys[:end])
-    return num_hits
-
-
-def store_what_fits(manager: CPUOffloadingManager, keys: Sequence[OffloadKey]) -> None:
-    """Store what is missing of ``keys``, half as many after each refusal."""
-    num_offered = len(keys)
-    while num_offered:
-        output = manager.prepare_store(keys[:num_offered], REQUEST)
-        if output is not None:
-            manager.touch(keys[:num_offered], REQUEST)
-            manager.complete_store(output.keys_to_store, REQUEST)
-            return
-        num_offered //= 2
+def list_accesses(trace: Trace) -> list[int]:
+    """Return the ids that the requests of ``trace`` name, in order, repeats included. Pure."""
+    return [hash_id for request in trace.requests for hash_id in request.hash_ids]
 
 
 if __name__ == "__main__":

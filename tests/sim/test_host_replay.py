@@ -63,6 +63,17 @@ def test_a_host_full_of_the_request_s_own_blocks_stores_nothing_more() -> None:
     assert (found.num_hits, found.num_stored) == (2, 2)
 
 
+def test_a_prompt_stored_in_chunks_has_its_head_most_recent_and_later_chunks_replace_earlier_ones() -> None:
+    prompts = trace_of((1, 2, 3, 4), (5,), (1, 2, 3))
+
+    found = replay_host(prompts, HostCache(4, chunk_blocks=2))
+
+    assert (found.num_hits, found.num_stored) == (3, 5)
+    assert replay_host(trace_of((1, 2, 3, 4), (1, 2)), HostCache(2, chunk_blocks=2)).num_hits == 0
+    with pytest.raises(ConfigError, match="chunk_blocks=0"):
+        replay_host(prompts, HostCache(4, chunk_blocks=0))
+
+
 def test_the_result_counts_what_was_written_and_what_left() -> None:
     found = replay_host(trace_of((1, 2), (3, 4), (1, 2)), HostCache(2))
 
@@ -102,6 +113,12 @@ def test_what_the_production_manager_refuses_is_refused() -> None:
 
 def test_lru_tail_first_gives_the_specified_hit_ratios_to_two_decimals(conversation: Trace) -> None:
     assert percents(conversation, SHARES) == [4.40, 5.25, 7.93, 19.58, 27.89, 34.53, 36.31]
+
+
+def test_arc_tail_first_gives_the_documented_hit_ratios(conversation: Trace) -> None:
+    caches = [HostCache(blocks_of_share(conversation, share), "arc") for share in (0.01, 0.05)]
+
+    assert [round(100 * replay_host(conversation, cache).hit_ratio, 2) for cache in caches] == [6.52, 20.99]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import tracemalloc
 from collections.abc import Collection
 
 import pytest
@@ -14,7 +15,7 @@ from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import DEVICE, Spread, spread_of
+from kvtier.sim.results import DEVICE, MAX_PERIODS, Spread, spread_of
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
@@ -231,10 +232,41 @@ def test_traffic_counts_blocks_bytes_and_writes_per_unique_block() -> None:
     assert (disk.num_read_blocks, disk.read_bytes) == (0, 0)
 
 
+def test_no_link_moves_more_than_its_bandwidth_allows() -> None:
+    speed = LinkSpeed(1e9, 10.0, num_streams=2)
+    tier = TierModel("disk", 100, speed, settings=TierSettings(job_timeout_s=15.0))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=100)
+    trace = trace_of(*(request(4.0 * number, *range(9 * number, 9 * number + 3)) for number in range(20)))
+
+    found = simulate(trace, engine, HostModel(100, speed=FAST, tiers=(tier,)))
+    disk = found.tiers[1]
+
+    assert 0 < disk.written_bytes <= speed.write_bytes_per_s * found.duration_s
+    assert disk.num_written_blocks < 60
+
+
+def test_a_tier_that_drains_ends_at_its_time_out() -> None:
+    tier = TierModel("disk", 100, LinkSpeed(1e9, 1.0), settings=TierSettings(job_timeout_s=15.0))
+
+    found = simulate(trace_of(request(0, 1, 2, 3)), ENGINE, HostModel(100, speed=FAST, tiers=(tier,)))
+
+    assert found.tiers[1].num_written_blocks == 1
+    assert found.duration_s == pytest.approx(103.0)
+
+
 def test_periods_follow_each_other_without_gaps() -> None:
     found = simulate(trace_of(request(0, 1), request(35, 2)), ENGINE, None, period_s=10.0)
 
     assert [(one.begin_s, one.num_requests) for one in found.periods] == [(0, 1), (10, 0), (20, 0), (30, 1)]
+
+
+def test_a_trace_over_ages_has_longer_periods_and_not_millions() -> None:
+    found = simulate(trace_of(request(0, 1), request(35, 2), request(1.7e12, 3)), ENGINE, None)
+
+    assert 2 <= len(found.periods) <= MAX_PERIODS
+    assert sum(one.num_requests for one in found.periods) == 3
+    assert found.period_s == found.periods[1].begin_s == pytest.approx(1.7e12 / MAX_PERIODS, rel=0.01)
+    assert simulate(trace_of(request(0, 1)), ENGINE, None).period_s == 60.0
 
 
 def test_a_trace_that_begins_late_has_no_periods_before_it() -> None:
@@ -245,6 +277,36 @@ def test_a_trace_that_begins_late_has_no_periods_before_it() -> None:
     assert [one.begin_s for one in late.periods] == [2**30 // 60 * 60]
     assert late.duration_s == pytest.approx(early.duration_s, abs=1e-4) == pytest.approx(6.0, abs=1e-4)
     assert late.tiers[1].busy_ratio == pytest.approx(0.5, abs=1e-4)
+
+
+def test_memory_follows_the_trace_and_the_result_the_capacities() -> None:
+    trace = trace_of(*(request(10.0 * number, number % 4, 7) for number in range(20)))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=10**15)
+    host = HostModel(10**15, tiers=(TierModel("disk", 10**15, FAST),))
+    tracemalloc.start()
+
+    found = simulate(trace, engine, host)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_bytes < 10_000_000
+    assert [one.capacity_blocks for one in found.tiers] == [10**15, 10**15]
+    assert found.counters["primary.capacity_blocks"] == 10**15
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3fifo"])
+def test_more_room_than_the_trace_has_blocks_changes_nothing(policy: str) -> None:
+    trace = trace_of(*(request(number / 3, *range(number % 4), 50 + number % 7) for number in range(40)))
+    engine = dataclasses.replace(ENGINE, num_device_blocks=5)
+    disk = TierModel(
+        "disk", 9, LinkSpeed(300, 200, 0.1, 2), settings=TierSettings(max_in_flight_store_bytes=3)
+    )
+
+    def hits(num_blocks: int) -> dict[str, int]:
+        tiers = (dataclasses.replace(disk, num_blocks=num_blocks),)
+        return dict(simulate(trace, engine, HostModel(num_blocks, policy, tiers=tiers)).total.hit_tokens)
+
+    assert hits(22) == hits(10**6)
 
 
 def test_equal_input_gives_an_equal_result() -> None:

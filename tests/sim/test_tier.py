@@ -131,6 +131,35 @@ def test_what_nobody_has_begun_is_given_up_at_the_time_out_and_that_is_a_fault()
     assert driven.held(1, 2, 3, 4) == [1, 2]
 
 
+def test_what_was_given_up_was_not_written() -> None:
+    driven = Driven(8, job_timeout_s=1.5)
+    driven.submit(1, 2, 3, 4)
+    driven.after(9)
+
+    assert driven.tier.num_written_blocks == 2
+    assert driven.tier.link.traffic.written_bytes == 200
+
+
+def test_the_time_out_wakes_the_engine_without_being_asked() -> None:
+    driven = Driven(8, job_timeout_s=1.5)
+    driven.submit(1, 2, 3)
+    driven.submit(4)
+
+    driven.timeline.advance_to(1.5)
+
+    assert driven.num_wakes == 1
+    assert driven.timeline.next_s == 2.0
+
+
+def test_a_job_that_ends_in_time_leaves_no_time_out_behind() -> None:
+    driven = Driven(8)
+    driven.submit(1)
+
+    driven.timeline.advance_to(1.0)
+
+    assert driven.timeline.next_s is None
+
+
 def test_the_oldest_wait_is_told() -> None:
     driven = Driven(8)
     driven.submit(1, 2, 3)

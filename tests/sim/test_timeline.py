@@ -43,3 +43,30 @@ def test_nothing_is_planned_for_the_past() -> None:
 
     with pytest.raises(InvariantError, match="time runs forward"):
         timeline.at(1.0, lambda: None)
+
+
+def test_what_was_cancelled_does_not_happen_and_is_not_next() -> None:
+    timeline, seen = Timeline(), list[str]()
+    first = timeline.at(1.0, lambda: seen.append("first"))
+    second = timeline.at(2.0, lambda: seen.append("second"))
+    timeline.at(3.0, lambda: seen.append("third"))
+
+    timeline.cancel(second)
+    timeline.cancel(first)
+
+    assert timeline.next_s == 3.0
+    timeline.advance_to(5.0)
+    timeline.cancel(first)
+    assert seen == ["third"]
+
+
+def test_an_event_may_cancel_another_of_its_instant() -> None:
+    timeline, seen = Timeline(), list[str]()
+    numbers: list[int] = []
+    timeline.at(1.0, lambda: timeline.cancel(numbers[0]))
+    numbers.append(timeline.at(1.0, lambda: seen.append("cancelled")))
+    timeline.at(2.0, lambda: seen.append("later"))
+
+    timeline.advance_to(9.0)
+
+    assert (seen, timeline()) == (["later"], 9.0)

@@ -10,6 +10,7 @@ stderr says which), 130 interrupted.
 
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,13 @@ def make_app(invoked: str | None) -> "typer.Typer":
 
     for command in COMMANDS:
         function = command.load() if command.name == invoked else _not_loaded
-        app.command(command.name, short_help=command.summary)(function)
+        app.command(command.name, help=help_of(function), short_help=command.summary)(function)
     return app
+
+
+def help_of(function: Callable[..., Any]) -> str:
+    """Return what a command's docstring says to its users: its errors are for who reads the code."""
+    return (inspect.getdoc(function) or "").partition("\n\nRaises:")[0]
 
 
 def report(error: KVTierError) -> int:

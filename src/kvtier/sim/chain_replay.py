@@ -103,7 +103,7 @@ class _Chain:
         self._timeline = Timeline()
         self._is_woken = False
         engine = EngineModel(trace.block_tokens, block_bytes=1, num_device_blocks=1)
-        self.spec = SimulatedSpec(engine, host, self._timeline, self._wake)
+        self.spec = SimulatedSpec(engine, host, self._timeline, self._wake, trace.num_unique_blocks)
         self._manager = self.spec.get_manager()
         self.num_hits = 0
         self.num_host_hits = 0

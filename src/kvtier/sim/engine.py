@@ -45,6 +45,7 @@ class SimulatedEngine:
         model: the engine.
         host: what is behind it; None leaves offloading out.
         on_finished: told each request that has its whole answer, and each that never fits.
+        num_keys: full blocks that the requests have, at most; None when nobody has counted.
 
     Attributes:
         timeline: the time.
@@ -58,9 +59,10 @@ class SimulatedEngine:
         model: EngineModel,
         host: HostModel | None,
         on_finished: Callable[[SimulatedRequest], object],
+        num_keys: int | None = None,
     ) -> None:
         self.timeline = Timeline()
-        self.spec = SimulatedSpec(model, host, self.timeline, self._wake) if host else None
+        self.spec = SimulatedSpec(model, host, self.timeline, self._wake, num_keys) if host else None
         self.worker = (
             SimulatedWorker(self.timeline, host.speed, model.block_bytes, self._wake) if host else None
         )

@@ -2,14 +2,16 @@
 
 It has no device cache and no transfer, and its clock shows when the trace's requests arrived: every request meets the
 host as the last one left it, and cold starts count. The books and the order of leaving are those of
-``CPUOffloadingManager`` and of its registered policy, driven with the calls that the connector makes. For each
+``CPUOffloadingManager`` and of its registered policy, driven with the calls that the connector makes but for a refusal:
+the connector halves what it offers and tries again with the next step, the replay goes block by block. For each
 request, in the order of arrival:
 
 0. The manager is told of the request, for policies that learn from requests.
 1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
 2. Blocks that are held are pinned, also those behind the first miss, and all blocks are touched.
 3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
-   block until the first refusal. Then the writes complete and the pins end.
+   block until the first refusal. Then the writes complete and the pins end. With ``chunk_blocks`` this is done for so
+   many blocks of the prompt at a time, as by an engine that computes a long prompt in steps.
 
 The prefix hit ratio is the sum of p over the number of all blocks named. A capacity given as a fraction of the unique
 blocks is rounded to the nearest block, half to even. ``TouchOrder`` says how the blocks of one request are ranked
@@ -52,6 +54,7 @@ class HostCache:
         touch_order: how the blocks of one request are ranked.
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
+        chunk_blocks: blocks of a prompt that are stored at a time; None for all of them.
     """
 
     num_blocks: int
@@ -59,6 +62,7 @@ class HostCache:
     touch_order: TouchOrder = TouchOrder.TAIL_FIRST
     store_threshold: int = 1
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
+    chunk_blocks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +116,11 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
         on_request: called after each request, for a progress bar.
 
     Raises:
-        ConfigError: the capacity is below one block.
+        ConfigError: the capacity or a chunk is below one block.
         UnknownNameError: there is no such policy.
     """
+    if cache.chunk_blocks is not None and cache.chunk_blocks < 1:
+        raise ConfigError("chunk_blocks", cache.chunk_blocks, "a chunk has at least one block")
     now_s = 0.0
     manager = CPUOffloadingManager(
         cache.num_blocks,
@@ -127,7 +133,9 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
     num_hits = 0
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
-        num_hits += serve(manager, block_keys.of(request.hash_ids), str(number), cache.touch_order)
+        num_hits += serve(
+            manager, block_keys.of(request.hash_ids), str(number), cache.touch_order, cache.chunk_blocks
+        )
         if on_request is not None:
             on_request()
     stats = manager.stats()
@@ -141,19 +149,28 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
     )
 
 
-def serve(manager: CPUOffloadingManager, keys: list[OffloadKey], req_id: str, order: TouchOrder) -> int:
+def serve(
+    manager: CPUOffloadingManager,
+    keys: list[OffloadKey],
+    req_id: str,
+    order: TouchOrder,
+    chunk_blocks: int | None = None,
+) -> int:
     """Serve one request by the rules above and return the length of its held prefix."""
     context = ReqContext(req_id)
     manager.note_request([keys], context)
     answers = [manager.lookup(key, context) for key in keys]
     held = [key for key, is_held in zip(keys, answers, strict=True) if is_held]
-    missing = [key for key, is_held in zip(keys, answers, strict=True) if not is_held]
+    missing = {key for key, is_held in zip(keys, answers, strict=True) if not is_held}
     manager.prepare_load(held, context)
     manager.touch(keys[::-1] if order is TouchOrder.HEAD_FIRST else keys, context)
-    if missing:
-        stored = prepare_stores(manager, missing, context)
+    size = chunk_blocks or len(keys)
+    for begin in range(0, len(keys) if missing else 0, size):
+        stored = prepare_stores(
+            manager, [key for key in keys[begin : begin + size] if key in missing], context
+        )
         if order is TouchOrder.TAIL_FIRST:
-            manager.touch(keys, context)
+            manager.touch(keys[: begin + size], context)
         manager.complete_store(stored, context)
     manager.complete_load(held, context)
     manager.request_finished(context)

@@ -123,10 +123,10 @@ class Link:
 
     def give_up_older_than(self, age_s: float) -> None:
         """Drop the parts of jobs of at least that age that have not begun; those under way still end."""
-        limit_s = self._timeline() - age_s
+        now_s = self._timeline()
         for queue in (self._reads, self._writes):
             # Oldest first, and a part of a job that has begun is at the head.
-            while queue and queue[0].submitted_s <= limit_s:
+            while queue and queue[0].submitted_s + age_s <= now_s:
                 job = queue.popleft()
                 self._num_queued -= job.num_parts - job.num_begun
                 job.num_parts = job.num_begun

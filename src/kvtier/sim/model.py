@@ -54,6 +54,9 @@ class HostModel:
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
         lookup_deadline_s: seconds a request may wait for promotions.
+
+    Raises:
+        ConfigError: two tiers have one name, or one that a result uses, or the threshold is negative.
     """
 
     num_blocks: int
@@ -70,8 +73,11 @@ class HostModel:
         names = [tier.name for tier in self.tiers]
         for name in names:
             if names.count(name) > 1 or name in RESERVED_NAMES:
-                raise ConfigError("name", name, "each tier of a chain needs a name of its own")
+                remedy = f"each tier of a chain needs a name of its own, none of {', '.join(RESERVED_NAMES)}"
+                raise ConfigError("name", name, remedy)
+        if self.store_threshold < 0:
+            raise ConfigError("store_threshold", self.store_threshold, "must be a whole number from 0")
 
 
-RESERVED_NAMES = frozenset({"CPU", "device"})
-"""Sources of hits that are no secondary tier."""
+RESERVED_NAMES = ("CPU", "device", "computed")
+"""Where tokens of a result come from that no secondary tier had."""

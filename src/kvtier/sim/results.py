@@ -10,6 +10,10 @@ from typing import Any
 
 from kvtier.sim.request import SimulatedRequest
 
+MAX_PERIODS = 10_000
+"""A week of minutes. A trace with one timestamp of another unit would make millions of periods, nearly all empty; fewer
+would blur the burst that a long trace is searched for."""
+
 DEVICE = "device"
 """The source of tokens that the device cache had."""
 
@@ -88,6 +92,7 @@ class Simulation:
     Attributes:
         total: all requests that were served, as one period.
         periods: the same, split by arrival into stretches of equal length.
+        period_s: that length: what was asked for, or more where there would be over MAX_PERIODS.
         num_rejected: requests that need more device blocks than there are; they are in no period.
         duration_s: from the first arrival until the last transfer had ended.
         tiers: host memory, then the secondary tiers in the order in which they are asked.
@@ -96,6 +101,7 @@ class Simulation:
 
     total: Period
     periods: tuple[Period, ...]
+    period_s: float
     num_rejected: int
     duration_s: float
     tiers: tuple[TierTraffic, ...]
@@ -142,6 +148,14 @@ def summarise(requests: Sequence[SimulatedRequest], begin_s: float = 0.0) -> Per
         spread_of(request.first_token_s - request.arrival_s for request in requests),
         spread_of(request.admitted_s - request.arrival_s for request in requests),
     )
+
+
+def choose_period(requests: Sequence[SimulatedRequest], period_s: float) -> float:
+    """Return ``period_s``, or the length that makes at most MAX_PERIODS of the arrivals, if that is longer. Pure."""
+    arrivals_s = [request.arrival_s for request in requests]
+    span_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
+    # Neither the first period nor the last need be full.
+    return max(period_s, span_s / (MAX_PERIODS - 2))
 
 
 def split_into_periods(requests: Iterable[SimulatedRequest], period_s: float) -> tuple[Period, ...]:

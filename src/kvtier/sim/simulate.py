@@ -3,13 +3,14 @@
 It has no rule of its own. Nothing is drawn by chance, so there is no seed: equal input gives an equal result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvtier.errors import ConfigError
 from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import Simulation, TierTraffic, split_into_periods, summarise
+from kvtier.sim.results import Simulation, TierTraffic, choose_period, split_into_periods, summarise
 from kvtier.sim.trace import Trace
 
 DEFAULT_PERIOD_S = 60.0
@@ -30,7 +31,7 @@ def simulate(
         trace: the requests.
         engine: the engine; its blocks are as long as the trace's.
         host: host memory and the tiers behind it; None for an engine without offloading.
-        period_s: length of the periods of the result.
+        period_s: length of the periods of the result; they are longer where there would be over MAX_PERIODS.
         on_request: called after each request, for a progress bar.
 
     Raises:
@@ -50,18 +51,27 @@ def simulate(
             on_request()
 
     requests = [make_request(number, one, trace.block_tokens) for number, one in enumerate(trace.requests)]
-    simulated = SimulatedEngine(engine, host, note)
+    num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
+    simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique)
     simulated.run(requests)
     duration_s = simulated.timeline() - (requests[0].arrival_s if requests else 0.0)
-    num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
+    chosen_s = choose_period(served, period_s)
     return Simulation(
         total=summarise(served),
-        periods=split_into_periods(served, period_s),
+        periods=split_into_periods(served, chosen_s),
+        period_s=chosen_s,
         num_rejected=simulated.num_rejected,
         duration_s=duration_s,
         tiers=_traffic_of(simulated, engine, host, num_unique, duration_s) if host else (),
-        counters=simulated.stats(),
+        counters=simulated.stats() | ({"primary.capacity_blocks": float(host.num_blocks)} if host else {}),
     )
+
+
+def _bound_device(engine: EngineModel, requests: Sequence[SimulatedRequest]) -> EngineModel:
+    """Return ``engine`` with no more device blocks than all requests together could ever take. Pure."""
+    num_tokens = (request.num_prompt_tokens + request.num_output_tokens for request in requests)
+    num_blocks = sum(-(-number // engine.block_tokens) for number in num_tokens)
+    return replace(engine, num_device_blocks=min(engine.num_device_blocks, max(1, num_blocks)))
 
 
 def _traffic_of(

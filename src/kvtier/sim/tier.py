@@ -6,6 +6,7 @@ of the primary tier, used as this tier's directory; when its jobs end is up to a
 that it holds already, does not evict what it is reading, and ends jobs that nobody has begun after their time-out.
 """
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ConfigError
 from kvtier.sim.link import Link, LinkSpeed
 from kvtier.sim.timeline import Timeline
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
@@ -25,11 +27,14 @@ class TierModel:
     """A secondary tier to simulate.
 
     Attributes:
-        name: what it is called in results; unique in its chain.
+        name: what it is called in results, of letters, digits, "_" and "-"; unique in its chain.
         num_blocks: its capacity.
         speed: the link to it.
         cache_policy: registered name of the policy that orders it.
         settings: the settings that every tier has. Budgets in bytes count one byte for a block.
+
+    Raises:
+        ConfigError: the name has other characters: a dot would cut it in the names of counters.
     """
 
     name: str
@@ -37,6 +42,10 @@ class TierModel:
     speed: LinkSpeed
     cache_policy: str = "lru"
     settings: TierSettings = field(default_factory=TierSettings)
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is None:
+            raise ConfigError("name", self.name, 'a tier is named with letters, digits, "_" and "-"')
 
 
 class SimulatedTier(SecondaryTierManager):
@@ -52,8 +61,8 @@ class SimulatedTier(SecondaryTierManager):
 
     Attributes:
         link: the way to it.
-        num_written_blocks: blocks written to it.
-        num_read_blocks: blocks read from it.
+        num_written_blocks: blocks that its link has written; those that were given up before are not among them.
+        num_read_blocks: blocks that its link has read.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class SimulatedTier(SecondaryTierManager):
     ) -> None:
         super().__init__(config, primary_kv_view)
         self.settings = model.settings
+        self._timeline = timeline
         self.link = Link(timeline, model.speed)
         self.num_written_blocks = 0
         self.num_read_blocks = 0
@@ -96,8 +106,7 @@ class SimulatedTier(SecondaryTierManager):
         self._submit(job, held, partial(self._end_load, job, held))
 
     def get_finished(self) -> list[JobResult]:
-        """Return what has ended since the last call, after giving up what is overdue."""
-        self.link.give_up_older_than(self.settings.job_timeout_s)
+        """Return what has ended since the last call; what is overdue has been given up when its time came."""
         results, self._results = self._results, []
         return results
 
@@ -125,22 +134,30 @@ class SimulatedTier(SecondaryTierManager):
         fitting = [self._directory.prepare_store([key], DIRECTORY) for key in keys]
         return [key for output in fitting if output is not None for key in output.keys_to_store]
 
-    def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: partial[None]) -> None:
-        if job.is_promotion:
-            self.num_read_blocks += len(moving)
-        else:
-            self.num_written_blocks += len(moving)
+    def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: Callable[[int], object]) -> None:
+        overdue_s = self._timeline() + self.settings.job_timeout_s
+        overdue = self._timeline.at(overdue_s, self._give_up_overdue)
+
+        def end(num_moved: int) -> None:
+            self._timeline.cancel(overdue)
+            on_end(num_moved)
+
         self.link.submit(
-            is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=on_end
+            is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=end
         )
 
+    def _give_up_overdue(self) -> None:
+        self.link.give_up_older_than(self.settings.job_timeout_s)
+
     def _end_store(self, job: JobMetadata, missing: list[OffloadKey], num_moved: int) -> None:
+        self.num_written_blocks += num_moved
         self._directory.complete_store(missing[:num_moved], DIRECTORY)
         self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
         held = frozenset(key for key in job.keys if self._directory.lookup(key, DIRECTORY))
         self._report(job, held, is_fault=num_moved < len(missing))
 
     def _end_load(self, job: JobMetadata, held: list[OffloadKey], num_moved: int) -> None:
+        self.num_read_blocks += num_moved
         self._directory.complete_load(held, DIRECTORY)
         self._report(job, frozenset(held[:num_moved]), is_fault=num_moved < len(held))
 

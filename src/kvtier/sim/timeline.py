@@ -16,32 +16,44 @@ class Timeline:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._planned: list[tuple[float, int, Callable[[], object]]] = []
+        # By time, then by planning. A number without an action was cancelled: taking it out of a heap costs a pass.
+        self._times: list[tuple[float, int]] = []
+        self._actions: dict[int, Callable[[], object]] = {}
         self._numbers = count()
 
     def __call__(self) -> float:
         """Return the time now, in seconds from the start."""
         return self._now_s
 
-    def at(self, when_s: float, action: Callable[[], object]) -> None:
-        """Plan ``action`` for ``when_s``.
+    def at(self, when_s: float, action: Callable[[], object]) -> int:
+        """Plan ``action`` for ``when_s`` and return its number, for ``cancel``.
 
         Raises:
             InvariantError: that is in the past.
         """
         if when_s < self._now_s:
             raise InvariantError(f"an event is planned for {when_s} s at {self._now_s} s: time runs forward")
-        heappush(self._planned, (when_s, next(self._numbers), action))
+        number = next(self._numbers)
+        self._actions[number] = action
+        heappush(self._times, (when_s, number))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Forget an event; one that has run or was forgotten before is ignored."""
+        self._actions.pop(number, None)
+        while self._times and self._times[0][1] not in self._actions:
+            heappop(self._times)
 
     @property
     def next_s(self) -> float | None:
         """When the next event is planned, None when nothing is."""
-        return self._planned[0][0] if self._planned else None
+        return self._times[0][0] if self._times else None
 
     def advance_to(self, when_s: float) -> None:
         """Move to ``when_s`` and run what is planned until then, each event at its own time."""
-        planned = self._planned
-        while planned and planned[0][0] <= when_s:
-            self._now_s, _, action = heappop(planned)
-            action()
+        while self._times and self._times[0][0] <= when_s:
+            time_s, number = heappop(self._times)
+            if (action := self._actions.pop(number, None)) is not None:
+                self._now_s = time_s
+                action()
         self._now_s = max(self._now_s, when_s)

@@ -1,11 +1,19 @@
 """``kvtier simulate`` prints what it found, writes it as JSON, and refuses wrong arguments with one line."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvtier.cli.main import main
+from kvtier.cli.simulate.table import print_simulations
+from kvtier.sim.formats.registry import read_trace
+from kvtier.sim.link import LinkSpeed
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.simulate import simulate
+from kvtier.sim.tier import TierModel
 
 
 @pytest.fixture
@@ -41,6 +49,69 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     assert "3/3" in printed.err
 
 
+def test_no_number_is_cut_where_there_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = [f"--tier=a-tier-with-a-long-name-{number}:{4 + number}GiB:3GB/s" for number in range(5)]
+
+    assert run(trace, *tiers) == 0
+
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert "a-tier-with-a-long-name-4" in printed
+
+
+def test_two_tiers_fit_a_terminal_of_eighty_columns(trace: Path) -> None:
+    read = read_trace(trace)
+    engine = EngineModel(512, 2**19, num_device_blocks=4)
+    speed = LinkSpeed(1e9, 1e9)
+    host = HostModel(4, tiers=(TierModel("fs", 10**8, speed), TierModel("obj", 10**9, speed)))
+    console = Console(width=80, record=True, file=io.StringIO())
+
+    print_simulations(read, engine, {"s3fifo": simulate(read, engine, host)}, console)
+
+    printed = console.export_text()
+    assert "…" not in printed
+    assert "1,000,000,000" in printed
+
+
+def test_when_nothing_was_served_there_are_no_numbers_and_the_status_says_so(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, "--device", "1MiB")
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert status == 1
+    assert ["lru", "-", "-", "-"] in rows
+    assert ["lru", "-", "-", "-", "-", "0", "3"] in rows
+
+
+def test_a_saturated_engine_is_told_in_one_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def warnings(*arguments: str) -> list[str]:
+        assert run(trace, *arguments) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+
+    assert warnings() == []
+    lines = trace.read_text().splitlines()
+    trace.write_text("".join(f"{line}\n" for line in lines for _ in range(500)))
+    (warning,) = warnings("--prefill", "100")
+    assert "the engine is saturated (without, lru)" in warning
+
+
+def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--help"]) == 0
+    assert "Raises" not in capsys.readouterr().out
+
+
+def test_a_disk_that_fills_up_costs_the_file_and_not_the_tables(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, "--json", "/dev/full")
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert "--json='/dev/full': cannot be written" in printed.err
+    assert "Prompt tokens by origin" in printed.out
+
+
 def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
 
@@ -61,6 +132,8 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
         (["--policy", "lr"], "unknown eviction policy"),
         (["--format", "moon"], "unknown trace format"),
         (["--json", "/no/such/place/numbers.json"], "--json="),
+        (["--json", "/proc/numbers.json"], "--json="),
+        (["--json", "/"], "--json="),
         (["--prefill", "0"], "prefill_tokens_per_s="),
         (["--requests", "0"], "--requests=0"),
     ],

@@ -41,6 +41,8 @@ def test_a_tier_is_a_name_a_capacity_and_a_speed(text: str, tier: TierModel) -> 
         ("fs:1GiB:1GB", "a bandwidth ends in /s"),
         ("fs:1GiB:fast/s", "positive number of bytes"),
         ("fs:much:1GB/s", "positive number of bytes"),
+        ("a[/b]:1GiB:1GB/s", "letters, digits"),
+        ("a.b:1GiB:1GB/s", "letters, digits"),
         ("fs:99:1GB/s", "a block of the trace has 100 bytes"),
         ("fs:1GiB:1GB/s:soon", "a latency is a number with us, ms or s"),
         ("fs:1GiB:1GB/s:1ms:many", "STREAMS must be a whole number"),
@@ -67,6 +69,15 @@ def test_an_unknown_policy_and_none_at_all_are_refused() -> None:
         make_scenarios(["lruu"], 7, [], 0)
     with pytest.raises(ConfigError, match="name one of arc"):
         make_scenarios([], 7, [], 0)
+
+
+def test_a_policy_named_twice_a_negative_threshold_and_the_name_of_another_origin_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--policy='lru': is named twice"):
+        make_scenarios(["lru", "arc", "lru"], 7, [], 0)
+    with pytest.raises(ConfigError, match="store_threshold=-3"):
+        make_scenarios(["lru"], 7, [], -3)
+    with pytest.raises(ConfigError, match="name='computed'"):
+        make_scenarios(["lru"], 7, [parse_tier("computed:1000:3GB/s", 100)], 0)
 
 
 def test_the_engine_s_blocks_are_the_trace_s() -> None:

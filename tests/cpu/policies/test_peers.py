@@ -14,8 +14,9 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.sim.belady import count_belady_hits, list_next_accesses
+from kvtier.sim.formats.registry import read_trace
+from kvtier.sim.trace import BlockKeys
 from kvtier.testing.policy_suite import key_of, make_trace, replay
-from scripts.policy_hits import read_requests
 
 libcachesim = pytest.importorskip("libcachesim")
 
@@ -56,7 +57,8 @@ def make_stream(name: str) -> list[OffloadKey]:
         return make_trace(seed=9, length=30_000)
     if not CONVERSATION.exists():
         pytest.skip("the trace is not beside this checkout")
-    return [key for keys in read_requests(CONVERSATION) for key in keys][:100_000]
+    ids = [hash_id for request in read_trace(CONVERSATION).requests for hash_id in request.hash_ids]
+    return BlockKeys().of(ids[:100_000])
 
 
 STREAMS = ["skewed", "even", "loops", "drift", "conversation"]

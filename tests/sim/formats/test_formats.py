@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,8 +104,11 @@ def test_every_format_is_registered_under_the_name_of_its_file() -> None:
     [
         ("timestamp", -1, "timestamp must be a number from 0"),
         ("timestamp", "now", "timestamp must be a number from 0"),
+        ("timestamp", 10**400, "timestamp must be a number from 0 to 1e.16"),
+        ("timestamp", 1.1e16, "timestamp must be a number from 0"),
         ("timestamp", True, "timestamp must be a number from 0"),
         ("input_length", 1.5, "input_length must be a whole number"),
+        ("output_length", 10**400, "output_length must be a whole number from 0 to 2"),
         ("output_length", -1, "output_length must be a whole number"),
         ("hash_ids", 3, "hash_ids must be a list"),
         ("hash_ids", [3, "4"], "each of hash_ids must be a whole number"),
@@ -155,13 +159,24 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
         read_trace(path, "mooncake")
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "no JSON"), ("[1]", "must be a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "no JSON"), ("[1]", "must be a JSON object"), ("[" * 200_000, "no JSON")]
+)
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{json.dumps(MOONCAKE)}\n{text}\n")
 
     with pytest.raises(TraceError, match=f"trace.jsonl:2: .*{message}"):
         read_trace(path)
+
+
+def test_what_is_no_regular_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    for path in (pipe, tmp_path, Path("/dev/null")):
+        with pytest.raises(TraceError, match="write the trace to a file first"):
+            read_trace(path)
 
 
 def test_a_missing_and_a_damaged_file_are_refused(tmp_path: Path) -> None:

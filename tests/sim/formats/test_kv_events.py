@@ -63,6 +63,19 @@ def test_events_may_be_lists_as_they_are_sent(tmp_path: Path) -> None:
     assert chains(tmp_path, (5.0, [event, ["BlockRemoved", [1]], ["AllBlocksCleared"]])) == [(0.0, (0, 1))]
 
 
+def test_a_list_says_what_an_object_says_of_adapters_and_groups(tmp_path: Path) -> None:
+    groups = [0, 1]
+    lists = [
+        ["BlockStored", [70 + group], None, [], 16, None, "GPU", "adapter", None, group, "newer field"]
+        for group in groups
+    ]
+    objects = [
+        stored([70 + group], lora_name="adapter", extra_keys=None, group_idx=group) for group in groups
+    ]
+
+    assert chains(tmp_path, (5.0, [*lists])) == chains(tmp_path, (5.0, [*objects])) == [(0.0, (0,))]
+
+
 def test_stores_of_other_media_and_groups_are_left_out(tmp_path: Path) -> None:
     other = [stored([80], medium="CPU", block_size=0), stored([81], group_idx=1), stored([82], medium=None)]
 

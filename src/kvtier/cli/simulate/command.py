@@ -29,6 +29,12 @@ from kvtier.sim.results import Simulation
 from kvtier.sim.simulate import simulate as run_simulation
 from kvtier.sim.trace import Trace
 
+NOTHING_SERVED_STATUS = 1
+
+PLAIN_COLUMNS = 200
+"""Width where the output is no terminal: rich would take 80 columns there and cut numbers. A program that reads the
+rows loses nothing by more; with a handful of tiers they have about 120."""
+
 
 def simulate(
     trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")],
@@ -55,12 +61,12 @@ def simulate(
 ) -> None:
     """Replay a request trace through kvtier's own managers on simulated time, once without and once per policy.
 
+    Exit status 1 when no request could be served.
+
     Raises:
         ConfigError: a value that cannot work.
         TraceError: the trace cannot be read.
     """
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise ConfigError("--json", str(json_file), "must be a file in an existing directory")
     trace = take_first(read_trace(trace_file, trace_format), requests)
     engine = make_engine(
         trace,
@@ -76,10 +82,14 @@ def simulate(
         [parse_tier(text, engine.block_bytes) for text in tier or ()],
         store_threshold,
     )
+    if json_file is not None:
+        check_writable(json_file)
     found = run_all(trace, engine, scenarios, Console(stderr=True))
-    print_simulations(trace, found, Console())
+    print_simulations(trace, engine, found, make_console())
     if json_file is not None:
         write_json(json_file, found)
+    if not any(one.total.num_requests for one in found.values()):
+        raise typer.Exit(NOTHING_SERVED_STATUS)
 
 
 def run_all(
@@ -95,6 +105,25 @@ def run_all(
                 trace, engine, scenario.host, on_request=partial(progress.advance, task)
             )
     return found
+
+
+def make_console() -> Console:
+    """Return the console of the tables: as wide as the terminal, or wide enough for what is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
+
+
+def check_writable(path: Path) -> None:
+    """Open the file of the results before there are any, so that a wrong path costs no simulation.
+
+    Raises:
+        ConfigError: it cannot be written. What it holds stays until there are results.
+    """
+    try:
+        path.open("a").close()
+    except OSError as error:
+        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
+        raise ConfigError("--json", str(path), remedy) from error
 
 
 def write_json(path: Path, found: dict[str, Simulation]) -> None:

@@ -45,13 +45,15 @@ def make_scenarios(
 
     Raises:
         UnknownNameError: there is no such policy.
-        ConfigError: no policy is named, or two tiers have one name.
+        ConfigError: no policy is named or one twice, or two tiers have one name.
     """
     if not policies:
         raise ConfigError("--policy", "", f"name one of {', '.join(CACHE_POLICIES.names())}")
     for policy in policies:
         if policy not in CACHE_POLICIES:
             raise UnknownNameError("eviction policy for --policy", policy, CACHE_POLICIES.names())
+        if policies.count(policy) > 1:
+            raise ConfigError("--policy", policy, "is named twice: name each policy once")
     host = HostModel(host_blocks, tiers=tuple(tiers), store_threshold=store_threshold)
     hosts = [Scenario(policy, replace(host, cache_policy=policy)) for policy in policies]
     return [Scenario("without", None), *hosts]

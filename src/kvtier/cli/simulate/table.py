@@ -6,33 +6,53 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.trace import Trace
 
+SATURATION_FACTOR = 100
+"""Nine in ten requests wait at most so many times as long as a prompt takes to compute, or the engine is called
+saturated. A busy hour of a chat service reaches 30, too little hardware many hundreds; less would warn of bursts."""
 
-def print_simulations(trace: Trace, found: Mapping[str, Simulation], console: Console) -> None:
+NOTHING = "-"
+"""Stands for a number that nothing was measured for."""
+
+
+def print_simulations(
+    trace: Trace, engine: EngineModel, found: Mapping[str, Simulation], console: Console
+) -> None:
     """Print the tables and the lines that sum them up."""
     console.print(make_hit_table(found))
+    console.print(make_time_table(found))
     if traffic := make_traffic_table(found):
         console.print(traffic)
-    for line in summarise(trace, found):
+    for line in summarise(trace, engine, found):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def make_hit_table(found: Mapping[str, Simulation]) -> Table:
-    """Return where prompt tokens came from and what that did to the first token. Pure."""
-    tiers = _tier_names(found)
-    table = Table(title="Prompt tokens by origin, seconds to first token", box=box.SIMPLE, padding=(0, 1))
-    table.add_column("policy")
-    headings = (DEVICE, *tiers, "computed", "p50", "p90", "p99", "queue p90")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Return where prompt tokens came from. Pure."""
+    sources = (DEVICE, *_tier_names(found))
+    table = _make_table("Prompt tokens by origin", ("policy",), (*sources, "computed"))
     for name, one in found.items():
-        ratios = [one.hit_ratio(source) for source in (DEVICE, *tiers)]
-        first = one.total.first_token
-        times_s = (first.p50_s, first.p90_s, first.p99_s, one.total.queue.p90_s)
+        ratios = [one.hit_ratio(source) for source in sources]
         shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios))]
-        table.add_row(name, *shares, *(f"{time_s:.2f}" for time_s in times_s))
+        table.add_row(name, *(shares if one.total.num_requests else [NOTHING] * len(shares)))
+    return table
+
+
+def make_time_table(found: Mapping[str, Simulation]) -> Table:
+    """Return when the first token came, and how many requests were served at all. Pure."""
+    headings = ("p50", "p90", "p99", "queue p90", "served", "rejected")
+    table = _make_table("Seconds to first token", ("policy",), headings)
+    for name, one in found.items():
+        first = one.total.first_token
+        times_s = [
+            f"{time_s:.2f}" for time_s in (first.p50_s, first.p90_s, first.p99_s, one.total.queue.p90_s)
+        ]
+        if not one.total.num_requests:
+            times_s = [NOTHING] * len(times_s)
+        table.add_row(name, *times_s, f"{one.total.num_requests:,}", f"{one.num_rejected:,}")
     return table
 
 
@@ -53,17 +73,14 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
     ]
     if not rows:
         return None
-    table = Table(title="Traffic of each tier", box=box.SIMPLE, padding=(0, 1))
-    table.add_column("policy")
-    table.add_column("tier")
-    for heading in ("blocks", "written TB", "per unique block", "read TB", "link busy"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("blocks", "written TB", "per block", "read TB", "busy")
+    table = _make_table("Traffic of each tier", ("policy", "tier"), headings)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def summarise(trace: Trace, found: Mapping[str, Simulation]) -> Iterator[str]:
+def summarise(trace: Trace, engine: EngineModel, found: Mapping[str, Simulation]) -> Iterator[str]:
     """Yield what the tables leave out, in sentences. Pure."""
     yield (
         f"{len(trace.requests):,} requests in {trace.duration_s:,.0f} s, {trace.num_accesses:,} blocks of "
@@ -81,6 +98,28 @@ def summarise(trace: Trace, found: Mapping[str, Simulation]) -> Iterator[str]:
                 tier = counter.split(".")[2]
                 yield f"{name}: {tier} was overloaded {value:.0f} times and left out for some seconds each"
     yield "without: the same engine with its own prefix cache, nothing behind it"
+    if saturated := [name for name, one in found.items() if is_saturated(engine, one)]:
+        yield (
+            f"warning: the engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt "
+            "takes, so times tell of the queue; give more --prefill, --device or --max-running, or fewer --requests"
+        )
+
+
+def is_saturated(engine: EngineModel, one: Simulation) -> bool:
+    """Return whether requests wait for device blocks far longer than a prompt takes to compute. Pure."""
+    total = one.total
+    prefill_s = total.num_prompt_tokens / max(1, total.num_requests) / engine.prefill_tokens_per_s
+    return total.queue.p90_s > SATURATION_FACTOR * prefill_s
+
+
+def _make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return a table without rows. Pure."""
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _tier_names(found: Mapping[str, Simulation]) -> Sequence[str]:

@@ -23,7 +23,12 @@ from kvtier.sim.formats.lines import Line, read_lines
 from kvtier.sim.trace import TraceRequest
 
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
-STORED_FIELDS = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+STORED_FIELDS = (
+    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+    "extra_keys", "group_idx",
+)  # fmt: skip
+"""vLLM's order; what newer versions append behind these says nothing that is needed here."""
+
 DEVICE_MEDIA = (None, "GPU")
 
 JOIN_GAP_S = 2.0

@@ -1,7 +1,8 @@
 """Reads a file of JSON objects, one a line, and the typed fields of such an object.
 
-It knows no format. A reader streams: it holds one line at a time, so a trace may be larger than memory. Every
-complaint names the file, the line, the value and the remedy.
+It knows no format. It holds one line at a time, but opens the file once for each pass, so the file must be a regular
+one; what a caller keeps of the lines is the caller's: ``read_trace`` keeps each request. Every complaint names the
+file, the line, the value and the remedy.
 """
 
 import gzip
@@ -18,6 +19,12 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 MAX_HASH_ID = 2**63
 """Ids become keys of eight bytes."""
+
+MAX_TIME_S = 1e13
+"""Behind any calendar. Up to here a float tells milliseconds apart; a much later clock stands still when they pass."""
+
+MAX_WHOLE = 2**63
+"""Above any count of tokens; unlimited digits would overflow when they become seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +49,24 @@ class Line:
         """Return a time that is written in units of ``unit_s`` seconds.
 
         Raises:
-            TraceError: it is no number of zero or more.
+            TraceError: it is no number of zero or more, or more than MAX_TIME_S.
         """
         value = self._present(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self.fail(value, f"{name} must be a number from 0, measured from the start of the trace")
+        latest = MAX_TIME_S / unit_s
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= latest:
+            remedy = f"{name} must be a number from 0 to {latest:g}, measured from the start of the trace"
+            raise self.fail(value, remedy)
         return value * unit_s
 
     def whole(self, name: str) -> int:
         """Return a whole number of zero or more.
 
         Raises:
-            TraceError: it is none.
+            TraceError: it is none, or has more than 63 bits.
         """
         value = self._present(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.fail(value, f"{name} must be a whole number from 0")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_WHOLE:
+            raise self.fail(value, f"{name} must be a whole number from 0 to 2**63 - 1")
         return value
 
     def hash_ids(self, name: str = "hash_ids") -> tuple[int, ...]:
@@ -87,8 +96,13 @@ def read_lines(path: Path) -> Iterator[Line]:
     """Yield each object of ``path``, plain or compressed with gzip; blank lines are skipped.
 
     Raises:
-        TraceError: the file cannot be read, or a line holds no JSON object.
+        TraceError: the file cannot be read or is no regular one, or a line holds no JSON object.
     """
+    if path.exists() and not path.is_file():
+        # A pipe gives each line once, and finding the format alone reads the first ones.
+        raise TraceError(
+            path, None, "no regular file", "is read several times: write the trace to a file first"
+        )
     number = 0
     try:
         with path.open("rb") as raw:
@@ -110,7 +124,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 def _parse(path: Path, number: int, text: str) -> dict[str, Any]:  # Any: JSON
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(path, number, text.strip(), f"no JSON ({error}): write one object a line") from error
     if not isinstance(values, dict):
         raise TraceError(path, number, values, "must be a JSON object such as {...}")
