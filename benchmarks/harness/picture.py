@@ -26,6 +26,7 @@ def write_picture(title: str, measurements: Sequence[Measurement], x_label: str 
         ImportError: matplotlib is not installed.
         OSError, ValueError: the file cannot be written, or nobody knows its suffix.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     # A second table of the suite has another unit, and no place on the same axes.
@@ -42,7 +43,8 @@ def write_picture(title: str, measurements: Sequence[Measurement], x_label: str 
         _draw_ratios(axes, measurements)
     else:
         _draw_values(axes, measurements)
-    figure.savefig(path)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _draw_ratios(axes: "Axes", measurements: Sequence[Measurement]) -> None:
