@@ -14,7 +14,11 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.endpoint import Address
+from kvtier.tiering.valkey.link import LinkPool
 from kvtier.tiering.valkey.node import LEFT_ALONE_S
+from kvtier.tiering.valkey.resp import send_all
+from kvtier.tiering.valkey.settings import parse_settings
 
 SHORT_TIMEOUT_S = 0.5
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (ENVELOPE_BYTES + ROW_BYTES)) + ENVELOPE_BYTES + ROW_BYTES
@@ -140,3 +144,27 @@ def test_a_value_cut_off_never_counts_and_those_before_it_do(
     for slot, number in enumerate((1, 2)):
         assert np.array_equal(driver.rows[slot], content_of(number))
     assert driver.tier.stats()["io_error"] == 2
+
+
+def test_a_server_that_reads_no_more_ends_a_large_write_in_time(server: LiveServer) -> None:
+    link_pool = LinkPool(
+        parse_settings(
+            url=server.url,
+            cluster=False,
+            ttl_s=None,
+            timeout_s=SHORT_TIMEOUT_S,
+            ca_file=None,
+            num_threads=1,
+            environ={},
+        ),
+        Address("127.0.0.1", server.port),
+    )
+    link = link_pool.take()
+    server.pause()
+    try:
+        with pytest.raises(TimeoutError, match="nothing was taken in time"):
+            send_all(link.lend_socket(), [bytes(64 * 2**20)])
+    finally:
+        server.resume()
+        link_pool.give_back(link, is_clean=False)
+        link_pool.close()

@@ -58,6 +58,8 @@ class ReplyReader:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        # Encryption hands over record by record; a plain socket can fill a row in one call.
+        self._row_flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         self._buffer = bytearray(READ_AHEAD_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = 0
@@ -77,7 +79,7 @@ class ReplyReader:
         target[:num_done] = self._view[self._begin : self._begin + num_done]
         self._begin += num_done
         while num_done < len(target):
-            num_done += self._receive(target[num_done:])
+            num_done += self._receive(target[num_done:], self._row_flags)
 
     def skip(self, num_bytes: int) -> None:
         """Read ``num_bytes`` and forget them."""
@@ -95,8 +97,11 @@ class ReplyReader:
         self._begin, self._end = 0, num_left
         self._end += self._receive(self._view[num_left:])
 
-    def _receive(self, target: memoryview) -> int:
-        num_bytes = self._sock.recv_into(target)
+    def _receive(self, target: memoryview, flags: int = 0) -> int:
+        try:
+            num_bytes = self._sock.recv_into(target, 0, flags)
+        except BlockingIOError as error:  # how the kernel's own time-out shows itself
+            raise TimeoutError("nothing came in time") from error
         if num_bytes == 0:
             raise ProtocolError("the connection was closed within a reply")
         return num_bytes
@@ -135,7 +140,10 @@ def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
     views = [memoryview(buffer) for buffer in buffers]
     begin = 0
     while begin < len(views):
-        num_sent = sock.sendmsg(views[begin : begin + MAX_BUFFERS])
+        try:
+            num_sent = sock.sendmsg(views[begin : begin + MAX_BUFFERS])
+        except BlockingIOError as error:
+            raise TimeoutError("nothing was taken in time") from error
         while begin < len(views) and num_sent >= len(views[begin]):
             num_sent -= len(views[begin])
             begin += 1

@@ -43,21 +43,35 @@ COUNTS = (
 
 @dataclass(slots=True)
 class Landing:
-    """Where the value of one block goes.
+    """Where the value of one block goes, and what is thought of it there.
 
     Attributes:
         key: the block.
         row: its slot.
+        namespace_digest: the reader's.
         header: room for its envelope.
+        verdict: of what was read; of nothing read, damaged.
     """
 
     key: OffloadKey
     row: memoryview
+    namespace_digest: bytes
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
+    verdict: Verdict = Verdict.DAMAGED
 
     def read(self, reader: ReplyReader) -> Reply:
-        """Read the value into both."""
-        return read_value(reader, self.header, self.row)
+        """Read the value into both, and judge it while the processor's cache has it and the next one is on its way."""
+        reply = read_value(reader, self.header, self.row)
+        if reply.kind == "$":
+            self.verdict = self._judge(reply.number)
+        return reply
+
+    def _judge(self, num_bytes: int) -> Verdict:
+        if num_bytes == ENVELOPE_BYTES + len(self.row):
+            return check(self.header, self.row, self.key, self.namespace_digest, codec=RAW_NUMBER)
+        # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
+        envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else Verdict.DAMAGED
+        return envelope if isinstance(envelope, Verdict) else Verdict.DAMAGED
 
 
 class ValkeyBlockStore(BlockStore[ValkeySpace]):
@@ -118,7 +132,8 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
 
         Thread: any of the pool's; blocks.
         """
-        landings = [Landing(key, self._rows.row(slot)) for key, slot in zip(keys, slots, strict=True)]
+        digest = space.namespace.digest
+        landings = [Landing(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)]
         try:
             outcomes = self._run(
                 [_get_call(space, landing) for landing in landings], self._renewals(space, keys)
@@ -130,7 +145,7 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         damaged: list[OffloadKey] = []
         is_fault = False
         for landing, outcome in zip(landings, outcomes, strict=True):
-            failure = self._judge(space, landing, outcome)
+            failure = _failure_of(landing, outcome)
             if failure is None:
                 arrived.append(landing.key)
                 continue
@@ -186,27 +201,6 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         name = space.block_name(key)
         return Call(name, encode_set(name, header, row, self._ttl_ms))
 
-    def _judge(self, space: ValkeySpace, landing: Landing, outcome: Outcome) -> TierFailure | None:
-        """Return why a block did not arrive, None when it did."""
-        if not isinstance(outcome, Reply):
-            return TierFailure.IO_ERROR
-        if outcome.kind != "$":
-            return TierFailure.FOREIGN if outcome.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
-        if outcome.number < 0:
-            return TierFailure.ABSENT
-        verdict = self._verdict(space, landing, outcome.number)
-        if verdict is Verdict.OK:
-            return None
-        logger.warning("tier valkey: block %s is %s", landing.key.hex(), verdict.value)
-        return FAILURE_OF_VERDICT[verdict]
-
-    def _verdict(self, space: ValkeySpace, landing: Landing, num_bytes: int) -> Verdict:
-        if num_bytes == self._value_bytes:
-            return check(landing.header, landing.row, landing.key, space.namespace.digest, codec=RAW_NUMBER)
-        # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
-        envelope = unpack(landing.header) if num_bytes >= ENVELOPE_BYTES else Verdict.DAMAGED
-        return envelope if isinstance(envelope, Verdict) else Verdict.DAMAGED
-
     def _renewals(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[Call]:
         """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
         if self._ttl_ms is None:
@@ -227,6 +221,20 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
 def _get_call(space: ValkeySpace, landing: Landing) -> Call:
     name = space.block_name(landing.key)
     return Call(name, (encode(b"GET", name),), landing.read)
+
+
+def _failure_of(landing: Landing, outcome: Outcome) -> TierFailure | None:
+    """Return why a block did not arrive, None when it did."""
+    if not isinstance(outcome, Reply):
+        return TierFailure.IO_ERROR
+    if outcome.kind != "$":
+        return TierFailure.FOREIGN if outcome.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
+    if outcome.number < 0:
+        return TierFailure.ABSENT
+    if landing.verdict is Verdict.OK:
+        return None
+    logger.warning("tier valkey: block %s is %s", landing.key.hex(), landing.verdict.value)
+    return FAILURE_OF_VERDICT[landing.verdict]
 
 
 def _is_done(outcome: Outcome) -> bool:
