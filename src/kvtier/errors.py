@@ -221,3 +221,18 @@ class RestartError(KVTierError, RuntimeError):
 
 class LayerLoadError(KVTierError):
     """A load failed that a step was computing with: what it computed is worthless, and is computed anew."""
+
+
+class SimulationDiedError(KVTierError, RuntimeError):
+    """A process ended before its simulation did.
+
+    Attributes:
+        num_processes: how many ran at the same time.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+        super().__init__(
+            f"one of {num_processes} simulating processes was ended from outside, by lack of memory perhaps: "
+            "ask for fewer at a time"
+        )

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from kvtier.cli.main import main
-from kvtier.cli.simulate.table import print_simulations
+from kvtier.cli.simulate.comparison import Comparison
+from kvtier.cli.simulate.table import print_comparison
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.simulate import simulate
+from kvtier.sim.sweep import plan_cases, run_cases
 from kvtier.sim.tier import TierModel
 
 
@@ -41,12 +42,12 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
     assert status == 0
-    assert ["without", "0.0%", "0.0%", "0.0%", "100.0%"] in [row[:5] for row in rows]
-    assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%"] in [row[:5] for row in rows]
+    assert ["without", "0.0%", "0.0%", "0.0%", "100.0%", "75.0%"] in [row[:6] for row in rows]
+    assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%", "75.0%"] in [row[:6] for row in rows]
     assert ["lru", "fs", "2,048"] in [row[:3] for row in rows]
     assert "lru: 1,536 tokens loaded instead of computed (25.0%)" in printed.out
     assert "3 requests in 120 s, 12 blocks of 512 tokens, 8 of them unique" in printed.out
-    assert "3/3" in printed.err
+    assert "9/9" in printed.err
 
 
 def test_no_number_is_cut_where_there_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +67,9 @@ def test_two_tiers_fit_a_terminal_of_eighty_columns(trace: Path) -> None:
     host = HostModel(4, tiers=(TierModel("fs", 10**8, speed), TierModel("obj", 10**9, speed)))
     console = Console(width=80, record=True, file=io.StringIO())
 
-    print_simulations(read, engine, {"s3fifo": simulate(read, engine, host)}, console)
+    cases = plan_cases(engine, host, ["s3fifo"])
+    found = run_cases(read, cases)
+    print_comparison(Comparison("", read, engine, host, None, tuple(cases), tuple(found)), console)
 
     printed = console.export_text()
     assert "…" not in printed
@@ -80,7 +83,7 @@ def test_when_nothing_was_served_there_are_no_numbers_and_the_status_says_so(
 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert status == 1
-    assert ["lru", "-", "-", "-"] in rows
+    assert ["lru", "-", "-", "-", "-"] in rows
     assert ["lru", "-", "-", "-", "-", "0", "3"] in rows
 
 
@@ -134,6 +137,12 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
         (["--json", "/no/such/place/numbers.json"], "--json="),
         (["--json", "/proc/numbers.json"], "--json="),
         (["--json", "/"], "--json="),
+        (["--html", "/no/such/place/page.html"], "--html="),
+        (["--html", "/"], "--html="),
+        (["--sweep", "host"], "--sweep='host': must be PLACE=SIZE"),
+        (["--sweep", "hots=1GiB,2GiB"], "unknown place to sweep 'hots': did you mean 'host'"),
+        (["--tier-setting", "fs.cascade=on_evict"], "unknown tier for --tier-setting 'fs'"),
+        (["--jobs", "0"], "--jobs=0"),
         (["--prefill", "0"], "prefill_tokens_per_s="),
         (["--requests", "0"], "--requests=0"),
     ],
