@@ -10,11 +10,12 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -168,6 +169,7 @@ def open_browser(program: str, folder: Path) -> Iterator[Browser]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     os.close(from_test)
     os.close(to_test)
@@ -180,4 +182,7 @@ def open_browser(program: str, folder: Path) -> Iterator[Browser]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # What it had started ends a little later by itself, or now.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         os.close(from_browser)

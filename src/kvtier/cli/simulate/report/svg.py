@@ -182,8 +182,9 @@ def _draw_bars(figure: "Figure", chart: BarChart) -> None:
     left = [0.0] * len(chart.bars)
     last = len(chart.segments) - 1
     for number, segment in enumerate(chart.segments):
-        # What was computed is what is left: it takes the colour of what others are compared against.
-        colour = _colour(0 if number == last else number + 1)
+        # What was computed is what is left: it takes the colour of what others are compared against. Places take
+        # colours from the other end than policies do.
+        colour = _colour(0 if number == last else NUM_COLOURS - number)
         axes.barh(positions, segment.widths, left=left, height=0.7, color=colour, label=segment.name)
         left = [begin + width for begin, width in zip(left, segment.widths, strict=True)]
     for position, mark in enumerate(chart.marks):
@@ -192,5 +193,6 @@ def _draw_bars(figure: "Figure", chart: BarChart) -> None:
     axes.set_yticks(list(positions), chart.bars)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
+    axes.set_axisbelow(True)
     axes.set(xlabel=chart.x_label, xlim=(0, 100))
     figure.legend(loc="outside lower center", ncols=6)
