@@ -10,7 +10,6 @@ from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.sim.bound import count_bound_tokens
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.request import make_request
 from kvtier.sim.results import Simulation
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
@@ -68,14 +67,15 @@ def test_no_request_at_all_has_a_bound_of_nothing() -> None:
     assert bound_of() == 0
 
 
-def test_requests_count_in_the_order_of_their_admission() -> None:
-    first, second = (make_request(number, prompt(0, number, 9), BLOCK_TOKENS) for number in range(2))
-    again = make_request(2, prompt(0, 0, 8), BLOCK_TOKENS)
-    engine = dataclasses.replace(ENGINE, num_device_blocks=2)
+def test_requests_count_in_the_order_of_their_admission_and_not_in_that_of_their_ends() -> None:
+    engine = dataclasses.replace(
+        ENGINE, num_device_blocks=8, prefill_tokens_per_s=1000, decode_tokens_per_s=0.1
+    )
+    long = (1, 2, 3, 4, 5)
+    before = [TraceRequest(0, 55, 0, long), TraceRequest(10, 55, 5, long)]
+    while_it_runs = [TraceRequest(11.0 + number, 15, 0, (10 + number % 7,)) for number in range(14)]
 
-    assert count_bound_tokens([first, again, second], engine, None) == 10
-    assert count_bound_tokens([first, second, again], engine, None) == 10
-    assert count_bound_tokens([first, second, second, again], engine, None) == 10
+    assert bound_of(*before, *while_it_runs, engine=engine) == 10 * (5 + 7)
 
 
 @st.composite
