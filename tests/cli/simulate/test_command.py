@@ -127,6 +127,53 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     assert written["without"]["num_saved_tokens"] == 0
 
 
+def test_a_sweep_is_one_table_with_a_row_for_each_size_and_policy(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, "--sweep", "host=16MiB,2MiB", "--policy", "lru,arc")
+
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert status == 0
+    assert [row[:7] for row in rows if row[1:2] in (["without"], ["lru"], ["arc"])] == [
+        ["-", "without", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["2MiB", "lru", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["2MiB", "arc", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["16MiB", "lru", "25.0%", "25.0%", "0.0%", "25.0%", "0.10"],
+        ["16MiB", "arc", "25.0%", "25.0%", "0.0%", "25.0%", "0.10"],
+    ]
+    assert "15/15" in printed.err
+
+
+def test_processes_write_the_same_json(trace: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+
+    for jobs, file in zip(("1", "2"), files, strict=True):
+        assert run(trace, "--sweep", "host=2MiB,16MiB", "--jobs", jobs, "--json", str(file)) == 0
+
+    assert files[0].read_text() == files[1].read_text()
+    assert [run["size"] for run in json.loads(files[0].read_text())["runs"]] == [None, "2MiB", "16MiB"]
+
+
+def test_the_page_says_what_was_asked(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+
+    assert run(trace, "--tier", "fs:1GiB:3GB/s", "--tier-setting", "fs.fill=true", "--html", str(page)) == 0
+
+    text = page.read_text()
+    assert f"kvtier simulate {trace} --device 2MiB --host 2MiB --tier fs:1GiB:3GB/s" in text
+    assert "fill on" in text
+
+
+def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("older")
+
+    assert run(trace, "--html", str(page), "--json", "/no/such/place/numbers.json") == 2
+
+    assert page.read_text() == "older"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
