@@ -80,10 +80,12 @@ def simulate(
     cases = plan_cases(engine, base, policies, swept)
     outputs = Outputs(json_file, html_file, command_line(context))
     outputs.check_writable()
-    found = run_all(trace, cases, jobs, Console(stderr=True))
+    progress = Console(stderr=True)
+    found = run_all(trace, cases, jobs, progress)
     comparison = Comparison(str(trace_file), trace, engine, base, swept, tuple(cases), tuple(found))
     print_comparison(comparison, make_console())
-    outputs.write(comparison)
+    with progress.status("writing"):
+        outputs.write(comparison)
     if not any(one.total.num_requests for one in found):
         raise typer.Exit(NOTHING_SERVED_STATUS)
 

@@ -12,7 +12,8 @@ from kvtier.sim.sweep import Size, Sweep
 SWEEP_FORM = "PLACE=SIZE,SIZE,... or PLACE=FROM..TO:HOW_MANY such as host=64GiB,128GiB or fs=1TiB..16TiB:5"
 
 MAX_SIZES = 16
-"""Sizes of one sweep. A page has four plots for each; with three policies it stays near two megabytes at so many."""
+"""Sizes of one sweep. A page has four plots for each; with three policies and a tier it stays below
+two megabytes at so many, and is drawn in a quarter of a minute."""
 
 UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 

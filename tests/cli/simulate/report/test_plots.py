@@ -11,6 +11,7 @@ from kvtier.cli.simulate.report.plots import (
     plot_origins,
     plot_writes,
 )
+from kvtier.sim.sweep import Size, Sweep
 
 
 def test_hits_are_one_line_for_each_policy_below_the_bound() -> None:
@@ -31,6 +32,18 @@ def test_hits_are_one_line_for_each_policy_below_the_bound() -> None:
         assert all(value <= bound for value, bound in zip(line.y, lines[BOUND].y, strict=True))
     assert [label for _, label in chart.x_ticks] == ["4MiB", "32MiB"]
     assert "lru" in chart.description
+
+
+@pytest.mark.parametrize(("place", "is_flat"), [("device", False), ("disk", True)])
+def test_the_engine_without_offloading_has_a_point_at_each_size(place: str, *, is_flat: bool) -> None:
+    comparison = compare(sweep=Sweep(place, (Size(6, "6MiB"), Size(30, "30MiB"))))
+
+    chart = plot_hits(comparison)
+
+    assert chart is not None
+    without = chart.panels[0].lines[0]
+    assert (without.name, len(without.y)) == ("without", 2)
+    assert (without.y[0] == without.y[1]) is is_flat
 
 
 def test_without_a_sweep_there_is_no_line_over_capacity() -> None:

@@ -93,6 +93,7 @@ def embed(drawing: str, chart: LineChart | BarChart) -> str:
     inner = drawing[drawing.index(">", view_box.end()) + 1 :]
     inner = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", inner, flags=re.DOTALL)
     inner = re.sub(r'<g id="series_([0-9]+)[^"]*">', r'<g class="series series-\1">', inner)
+    inner = re.sub(r'<g id="[^"]*">', "<g>", inner)  # nothing points at a group
     inner = re.sub(r'\bid="([^"]+)"', rf'id="{chart.name}-\1"', inner)
     inner = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{chart.name}-\1"', inner)
     inner = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart.name}-\1)", inner)
