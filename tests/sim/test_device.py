@@ -68,6 +68,23 @@ def test_a_block_that_two_requests_have_computed_is_found_once() -> None:
     assert pool.find_prefix([A]) == first
 
 
+def test_held_is_what_somebody_uses_or_what_can_be_found() -> None:
+    pool = DevicePool(5)
+    assert pool.num_held == 0
+
+    taken = pool.take([], 3)
+    assert pool.num_held == 3
+    pool.name(taken[:2], [A, B])
+    pool.give_back(taken)
+    assert pool.num_held == 2
+    assert pool.num_free == 5
+
+    prefix = pool.take(pool.find_prefix([A, B]), 3)
+    assert pool.num_held == 5
+    pool.give_back(prefix)
+    assert pool.num_held == 2
+
+
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one block"):
         DevicePool(0)

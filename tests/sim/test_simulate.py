@@ -15,7 +15,7 @@ from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import DEVICE, MAX_PERIODS, Spread, spread_of
+from kvtier.sim.results import DEVICE, MAX_PERIODS, Spread, quantiles_of, spread_of
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
@@ -352,6 +352,54 @@ def test_a_result_is_json() -> None:
 def test_percentiles_are_of_the_nearest_rank() -> None:
     assert spread_of([4.0, 1.0, 2.0, 3.0]) == Spread(2.5, 2.0, 4.0, 4.0, 4.0)
     assert spread_of([]) == Spread(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_few_times_are_all_kept_and_many_as_two_hundred_of_the_nearest_rank() -> None:
+    assert quantiles_of([3.0, 1.0, 2.0]) == (1.0, 2.0, 3.0)
+    assert quantiles_of([]) == ()
+    many = quantiles_of(float(number) for number in range(1, 1001))
+    assert many == tuple(float(number) for number in range(5, 1001, 5))
+    assert quantiles_of(map(float, range(201)))[-1] == 200.0
+
+
+def test_the_quantiles_of_a_run_agree_with_its_spread() -> None:
+    trace = trace_of(*(request(number, number % 3, 9) for number in range(20)))
+
+    found = simulate(trace, ENGINE, None)
+
+    quantiles_s = found.first_token_quantiles_s
+    assert (quantiles_s[9], quantiles_s[17], quantiles_s[-1]) == (
+        found.total.first_token.p50_s,
+        found.total.first_token.p90_s,
+        found.total.first_token.max_s,
+    )
+
+
+def test_the_history_shows_how_device_host_and_tier_fill_up() -> None:
+    disk = TierModel("disk", 100, LinkSpeed(1e9, 100.0))
+
+    found = simulate(
+        trace_of(request(7, 1, 2, 3), request(20, 4, num_output_tokens=0)),
+        ENGINE,
+        HostModel(9, speed=FAST, tiers=(disk,)),
+    )
+    history = found.history
+
+    at_19_s, end = history.at_s.index(19.0), -1
+    assert history.at_s[0] == 7.0
+    assert history.at_s[end] == 7.0 + found.duration_s
+    assert [history.held_blocks[place][at_19_s] for place in (DEVICE, "CPU", "disk")] == [3, 3, 3]
+    assert [history.held_blocks[place][end] for place in (DEVICE, "CPU", "disk")] == [4, 4, 4]
+    assert {name: written[end] for name, written in history.written_blocks.items()} == {
+        tier.name: tier.num_written_blocks for tier in found.tiers
+    }
+
+
+def test_without_offloading_the_history_has_the_device_alone() -> None:
+    history = simulate(trace_of(request(0, 1)), ENGINE, None).history
+
+    assert set(history.held_blocks) == {DEVICE}
+    assert history.written_blocks == {}
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:

@@ -12,7 +12,9 @@ import heapq
 from collections.abc import Hashable, Sequence
 
 
-def count_belady_hits(accesses: Sequence[Hashable], cache_capacity: int) -> int:
+def count_belady_hits(
+    accesses: Sequence[Hashable], cache_capacity: int, is_counted: Sequence[bool] | None = None
+) -> int:
     """Return how many of ``accesses`` find their block held, at best. Pure.
 
     Every miss takes its block in, as it must when a store comes before the next access. Time grows with the length
@@ -21,25 +23,30 @@ def count_belady_hits(accesses: Sequence[Hashable], cache_capacity: int) -> int:
     Args:
         accesses: block names in the order in which they are asked for.
         cache_capacity: blocks that are held at most.
+        is_counted: for each access whether finding its block counts; None when each does. The others take their
+            block in as any miss, and no block is worth holding for them.
 
     Raises:
         ValueError: ``cache_capacity`` is below one.
     """
     if cache_capacity < 1:
         raise ValueError(f"cache_capacity is {cache_capacity}, expected at least one block")
-    next_accesses = list_next_accesses(accesses)
-    next_of: dict[Hashable, int] = {}
-    # Farthest first, as negated positions. A block that was used since it was entered leaves an entry of the past
-    # behind, which can never be met: the entries of the future are farther and of held blocks alone.
-    farthest: list[tuple[int, int]] = []
+    counted = [True] * len(accesses) if is_counted is None else is_counted
+    never = len(accesses)
+    next_accesses = [at if at < never and counted[at] else never for at in list_next_accesses(accesses)]
+    # The last access of each held block. An entry of the heap that is not of the last access is of the past.
+    last_of: dict[Hashable, int] = {}
+    farthest: list[tuple[int, int]] = []  # as negated positions
     num_hits = 0
-    for position, key in enumerate(accesses):
-        if key in next_of:
-            num_hits += 1
-        elif len(next_of) == cache_capacity:
-            _, last_access = heapq.heappop(farthest)
-            del next_of[accesses[last_access]]
-        next_of[key] = next_accesses[position]
+    for position, (key, is_hit_counted) in enumerate(zip(accesses, counted, strict=True)):
+        if key in last_of:
+            num_hits += is_hit_counted
+        elif len(last_of) == cache_capacity:
+            victim = heapq.heappop(farthest)[1]
+            while last_of.get(accesses[victim]) != victim:
+                victim = heapq.heappop(farthest)[1]
+            del last_of[accesses[victim]]
+        last_of[key] = position
         heapq.heappush(farthest, (-next_accesses[position], position))
     return num_hits
 

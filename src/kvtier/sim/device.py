@@ -30,11 +30,17 @@ class DevicePool:
         self._cached: dict[bytes, int] = {}
         # Those that nobody uses, the one to be given away next first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_empty = num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody uses, whatever they still hold."""
         return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that somebody uses or whose content can be found."""
+        return self.num_blocks - self._num_empty
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks of the leading run of ``hashes`` that are held. Pure."""
@@ -65,6 +71,7 @@ class DevicePool:
             self._num_users[block_id] += 1
         new = [self._free.popitem(last=False)[0] for _ in range(num_new)]
         for block_id in new:
+            self._num_empty -= self._hashes[block_id] is None
             self._forget(block_id)
             self._num_users[block_id] = 1
         return [*prefix, *new]
@@ -83,6 +90,7 @@ class DevicePool:
             self._num_users[block_id] -= 1
             if self._num_users[block_id] == 0:
                 self._free[block_id] = None
+                self._num_empty += self._hashes[block_id] is None
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

@@ -46,12 +46,14 @@ class SimulatedEngine:
         host: what is behind it; None leaves offloading out.
         on_finished: told each request that has its whole answer, and each that never fits.
         num_keys: full blocks that the requests have, at most; None when nobody has counted.
+        on_advance: told, before time moves on, until when nothing will change.
 
     Attributes:
         timeline: the time.
         spec: the managers; None without offloading.
         worker: the links; None without offloading.
         num_rejected: requests that need more device blocks than there are.
+        admitted: requests in the order in which they got device blocks: what each had found is counted then.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SimulatedEngine:
         host: HostModel | None,
         on_finished: Callable[[SimulatedRequest], object],
         num_keys: int | None = None,
+        on_advance: Callable[[float], object] | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.spec = SimulatedSpec(model, host, self.timeline, self._wake, num_keys) if host else None
@@ -67,6 +70,8 @@ class SimulatedEngine:
             SimulatedWorker(self.timeline, host.speed, model.block_bytes, self._wake) if host else None
         )
         self.num_rejected = 0
+        self.admitted: list[SimulatedRequest] = []
+        self._on_advance = on_advance
         self._model = model
         self._connector = OffloadingConnectorScheduler(self.spec) if self.spec else None
         self._pool = DevicePool(model.num_device_blocks)
@@ -98,11 +103,18 @@ class SimulatedEngine:
                 times.append(timeline() + HEARTBEAT_S)
             if not times:
                 return
+            if self._on_advance is not None:
+                self._on_advance(min(times))
             timeline.advance_to(min(times))
 
     def stats(self) -> dict[str, float]:
         """Return what the connector and the managers have counted; nothing without offloading."""
         return {} if self._connector is None else self._connector.stats()
+
+    @property
+    def num_held_device_blocks(self) -> int:
+        """Device blocks that a request uses or that can be found."""
+        return self._pool.num_held
 
     def _step(self) -> None:
         self._has_news = False
@@ -170,6 +182,7 @@ class SimulatedEngine:
         request.num_device_tokens = len(prefix) * self._model.block_tokens
         request.num_computed_tokens = request.num_device_tokens + num_loadable
         request.admitted_s = self.timeline()
+        self.admitted.append(request)
         self._num_running += 1
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)

@@ -5,14 +5,18 @@ the rest, which were computed. All values are plain, so that ``to_json`` loses n
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtier.sim.history import History
 from kvtier.sim.request import SimulatedRequest
 
 MAX_PERIODS = 10_000
 """A week of minutes. A trace with one timestamp of another unit would make millions of periods, nearly all empty; fewer
 would blur the burst that a long trace is searched for."""
+
+MAX_QUANTILES = 200
+"""Steps of half a percent: the last in a hundred still show. More would make files longer and no picture finer."""
 
 DEVICE = "device"
 """The source of tokens that the device cache had."""
@@ -97,6 +101,11 @@ class Simulation:
         duration_s: from the first arrival until the last transfer had ended.
         tiers: host memory, then the secondary tiers in the order in which they are asked.
         counters: what the production connector and managers have counted, by their names.
+        first_token_quantiles_s: number i of n is the time within which a share of (i + 1) / n of the served requests
+            had their first token; one for each request, at most MAX_QUANTILES.
+        history: how full device, host memory and tiers were, and what had been written to them.
+        num_bound_tokens: the most tokens that need not have been computed, had the future been known and all memory
+            been one (``kvtier.sim.bound``); None when nobody has asked for it.
     """
 
     total: Period
@@ -106,6 +115,22 @@ class Simulation:
     duration_s: float
     tiers: tuple[TierTraffic, ...]
     counters: Mapping[str, float]
+    first_token_quantiles_s: tuple[float, ...] = ()
+    history: History = field(default_factory=History)
+    num_bound_tokens: int | None = None
+
+    @property
+    def saved_ratio(self) -> float:
+        """Share of the prompt tokens that were not computed, whatever had them, from 0 to 1."""
+        return sum(self.hit_ratio(source) for source in self.total.hit_tokens)
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """The most that ``saved_ratio`` could have been; None when nobody has asked for it."""
+        if self.num_bound_tokens is None:
+            return None
+        total = self.total
+        return self.num_bound_tokens / total.num_prompt_tokens if total.num_prompt_tokens else 0.0
 
     @property
     def num_saved_tokens(self) -> int:
@@ -132,6 +157,13 @@ def spread_of(times_s: Iterable[float]) -> Spread:
         return ordered[-(-percent * len(ordered) // 100) - 1]
 
     return Spread(sum(ordered) / len(ordered), rank(50), rank(90), rank(99), ordered[-1])
+
+
+def quantiles_of(times_s: Iterable[float]) -> tuple[float, ...]:
+    """Return ``times_s`` in order, or MAX_QUANTILES of them by the nearest rank when there are more. Pure."""
+    ordered = sorted(times_s)
+    num = min(len(ordered), MAX_QUANTILES)
+    return tuple(ordered[-(-part * len(ordered) // num) - 1] for part in range(1, num + 1))
 
 
 def summarise(requests: Sequence[SimulatedRequest], begin_s: float = 0.0) -> Period:

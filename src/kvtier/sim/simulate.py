@@ -7,10 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtier.errors import ConfigError
+from kvtier.sim.bound import count_bound_tokens
 from kvtier.sim.engine import SimulatedEngine
+from kvtier.sim.history import HistoryRecorder, Reading
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_request
-from kvtier.sim.results import Simulation, TierTraffic, choose_period, split_into_periods, summarise
+from kvtier.sim.results import (
+    DEVICE,
+    Simulation,
+    TierTraffic,
+    choose_period,
+    quantiles_of,
+    split_into_periods,
+    summarise,
+)
 from kvtier.sim.trace import Trace
 
 DEFAULT_PERIOD_S = 60.0
@@ -24,6 +34,7 @@ def simulate(
     *,
     period_s: float = DEFAULT_PERIOD_S,
     on_request: Callable[[], object] | None = None,
+    finds_bound: bool = False,
 ) -> Simulation:
     """Serve ``trace`` on ``engine``.
 
@@ -33,6 +44,7 @@ def simulate(
         host: host memory and the tiers behind it; None for an engine without offloading.
         period_s: length of the periods of the result; they are longer where there would be over MAX_PERIODS.
         on_request: called after each request, for a progress bar.
+        finds_bound: whether to look for the bound that no policy exceeds; takes about a tenth longer.
 
     Raises:
         ConfigError: the blocks differ in length, or a period has none.
@@ -52,9 +64,11 @@ def simulate(
 
     requests = [make_request(number, one, trace.block_tokens) for number, one in enumerate(trace.requests)]
     num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
-    simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique)
+    begin_s = requests[0].arrival_s if requests else 0.0
+    recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
+    simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique, recorder.note_until)
     simulated.run(requests)
-    duration_s = simulated.timeline() - (requests[0].arrival_s if requests else 0.0)
+    duration_s = simulated.timeline() - begin_s
     chosen_s = choose_period(served, period_s)
     return Simulation(
         total=summarise(served),
@@ -64,7 +78,22 @@ def simulate(
         duration_s=duration_s,
         tiers=_traffic_of(simulated, engine, host, num_unique, duration_s) if host else (),
         counters=simulated.stats() | ({"primary.capacity_blocks": float(host.num_blocks)} if host else {}),
+        first_token_quantiles_s=quantiles_of(one.first_token_s - one.arrival_s for one in served),
+        history=recorder.finish(simulated.timeline()),
+        num_bound_tokens=count_bound_tokens(simulated.admitted, engine, host) if finds_bound else None,
     )
+
+
+def _read(simulated: SimulatedEngine, host: HostModel | None) -> Reading:
+    """Return how full each place is now, and what has been written to it."""
+    held, written = {DEVICE: simulated.num_held_device_blocks}, {}
+    if host is not None and simulated.spec is not None:
+        primary = simulated.spec.get_manager().primary.stats()
+        held["CPU"], written["CPU"] = int(primary["primary.held_blocks"]), int(primary["primary.stored"])
+        for model, tier in zip(host.tiers, simulated.spec.tiers, strict=True):
+            held[model.name] = int(tier.stats()["held_blocks"])
+            written[model.name] = tier.num_written_blocks
+    return Reading(held, written)
 
 
 def _bound_device(engine: EngineModel, requests: Sequence[SimulatedRequest]) -> EngineModel:

@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from kvtier.cli.main import main
-from kvtier.cli.simulate.table import print_simulations
+from kvtier.cli.simulate.comparison import Comparison
+from kvtier.cli.simulate.table import print_comparison
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.simulate import simulate
+from kvtier.sim.sweep import plan_cases, run_cases
 from kvtier.sim.tier import TierModel
 
 
@@ -41,12 +42,12 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
     assert status == 0
-    assert ["without", "0.0%", "0.0%", "0.0%", "100.0%"] in [row[:5] for row in rows]
-    assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%"] in [row[:5] for row in rows]
+    assert ["without", "0.0%", "0.0%", "0.0%", "100.0%", "75.0%"] in [row[:6] for row in rows]
+    assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%", "75.0%"] in [row[:6] for row in rows]
     assert ["lru", "fs", "2,048"] in [row[:3] for row in rows]
     assert "lru: 1,536 tokens loaded instead of computed (25.0%)" in printed.out
     assert "3 requests in 120 s, 12 blocks of 512 tokens, 8 of them unique" in printed.out
-    assert "3/3" in printed.err
+    assert "9/9" in printed.err
 
 
 def test_no_number_is_cut_where_there_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +67,9 @@ def test_two_tiers_fit_a_terminal_of_eighty_columns(trace: Path) -> None:
     host = HostModel(4, tiers=(TierModel("fs", 10**8, speed), TierModel("obj", 10**9, speed)))
     console = Console(width=80, record=True, file=io.StringIO())
 
-    print_simulations(read, engine, {"s3fifo": simulate(read, engine, host)}, console)
+    cases = plan_cases(engine, host, ["s3fifo"])
+    found = run_cases(read, cases)
+    print_comparison(Comparison("", read, engine, host, None, tuple(cases), tuple(found)), console)
 
     printed = console.export_text()
     assert "…" not in printed
@@ -80,7 +83,7 @@ def test_when_nothing_was_served_there_are_no_numbers_and_the_status_says_so(
 
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert status == 1
-    assert ["lru", "-", "-", "-"] in rows
+    assert ["lru", "-", "-", "-", "-"] in rows
     assert ["lru", "-", "-", "-", "-", "0", "3"] in rows
 
 
@@ -124,6 +127,53 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     assert written["without"]["num_saved_tokens"] == 0
 
 
+def test_a_sweep_is_one_table_with_a_row_for_each_size_and_policy(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, "--sweep", "host=16MiB,2MiB", "--policy", "lru,arc")
+
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert status == 0
+    assert [row[:7] for row in rows if row[1:2] in (["without"], ["lru"], ["arc"])] == [
+        ["-", "without", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["2MiB", "lru", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["2MiB", "arc", "0.0%", "25.0%", "0.0%", "0.0%", "0.10"],
+        ["16MiB", "lru", "25.0%", "25.0%", "0.0%", "25.0%", "0.10"],
+        ["16MiB", "arc", "25.0%", "25.0%", "0.0%", "25.0%", "0.10"],
+    ]
+    assert "15/15" in printed.err
+
+
+def test_processes_write_the_same_json(trace: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+
+    for jobs, file in zip(("1", "2"), files, strict=True):
+        assert run(trace, "--sweep", "host=2MiB,16MiB", "--jobs", jobs, "--json", str(file)) == 0
+
+    assert files[0].read_text() == files[1].read_text()
+    assert [run["size"] for run in json.loads(files[0].read_text())["runs"]] == [None, "2MiB", "16MiB"]
+
+
+def test_the_page_says_what_was_asked(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+
+    assert run(trace, "--tier", "fs:1GiB:3GB/s", "--tier-setting", "fs.fill=true", "--html", str(page)) == 0
+
+    text = page.read_text()
+    assert f"kvtier simulate {trace} --device 2MiB --host 2MiB --tier fs:1GiB:3GB/s" in text
+    assert "fill on" in text
+
+
+def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("older")
+
+    assert run(trace, "--html", str(page), "--json", "/no/such/place/numbers.json") == 2
+
+    assert page.read_text() == "older"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,6 +184,12 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
         (["--json", "/no/such/place/numbers.json"], "--json="),
         (["--json", "/proc/numbers.json"], "--json="),
         (["--json", "/"], "--json="),
+        (["--html", "/no/such/place/page.html"], "--html="),
+        (["--html", "/"], "--html="),
+        (["--sweep", "host"], "--sweep='host': must be PLACE=SIZE"),
+        (["--sweep", "hots=1GiB,2GiB"], "unknown place to sweep 'hots': did you mean 'host'"),
+        (["--tier-setting", "fs.cascade=on_evict"], "unknown tier for --tier-setting 'fs'"),
+        (["--jobs", "0"], "--jobs=0"),
         (["--prefill", "0"], "prefill_tokens_per_s="),
         (["--requests", "0"], "--requests=0"),
     ],

@@ -3,11 +3,11 @@
 import pytest
 
 from kvtier.cli.simulate.options import (
-    Scenario,
     blocks_of,
     make_engine,
-    make_scenarios,
+    make_host,
     parse_tier,
+    split_names,
     take_first,
 )
 from kvtier.errors import ConfigError, UnknownNameError
@@ -54,30 +54,32 @@ def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
         parse_tier(text, block_bytes=100)
 
 
-def test_there_is_one_run_without_offloading_and_one_for_each_policy() -> None:
+def test_host_memory_has_the_tiers_behind_it_and_begins_with_the_first_policy() -> None:
     tiers = [parse_tier("fs:1000:3GB/s", 100)]
 
-    assert make_scenarios(["lru", "arc"], 7, tiers, 2) == [
-        Scenario("without", None),
-        Scenario("lru", HostModel(7, "lru", tiers=tuple(tiers), store_threshold=2)),
-        Scenario("arc", HostModel(7, "arc", tiers=tuple(tiers), store_threshold=2)),
-    ]
+    assert make_host(["arc", "lru"], 7, tiers, 2) == HostModel(
+        7, "arc", tiers=tuple(tiers), store_threshold=2
+    )
+
+
+def test_names_stand_between_commas() -> None:
+    assert split_names(" lru, arc,,") == ["lru", "arc"]
 
 
 def test_an_unknown_policy_and_none_at_all_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'lru'"):
-        make_scenarios(["lruu"], 7, [], 0)
+        make_host(["lruu"], 7, [], 0)
     with pytest.raises(ConfigError, match="name one of arc"):
-        make_scenarios([], 7, [], 0)
+        make_host([], 7, [], 0)
 
 
 def test_a_policy_named_twice_a_negative_threshold_and_the_name_of_another_origin_are_refused() -> None:
     with pytest.raises(ConfigError, match="--policy='lru': is named twice"):
-        make_scenarios(["lru", "arc", "lru"], 7, [], 0)
+        make_host(["lru", "arc", "lru"], 7, [], 0)
     with pytest.raises(ConfigError, match="store_threshold=-3"):
-        make_scenarios(["lru"], 7, [], -3)
+        make_host(["lru"], 7, [], -3)
     with pytest.raises(ConfigError, match="name='computed'"):
-        make_scenarios(["lru"], 7, [parse_tier("computed:1000:3GB/s", 100)], 0)
+        make_host(["lru"], 7, [parse_tier("computed:1000:3GB/s", 100)], 0)
 
 
 def test_the_engine_s_blocks_are_the_trace_s() -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from kvtier.config import parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
@@ -25,23 +24,10 @@ DEFAULT_NUM_STREAMS = 8
 TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """One run of a simulation.
-
-    Attributes:
-        name: what the table calls it.
-        host: host memory and tiers; None without offloading.
-    """
-
-    name: str
-    host: HostModel | None
-
-
-def make_scenarios(
-    policies: Sequence[str], host_blocks: int, tiers: Sequence[TierModel], store_threshold: int
-) -> list[Scenario]:
-    """Return a run without offloading, then one for each policy of host memory.
+def make_host(
+    policies: Sequence[str], num_blocks: int, tiers: Sequence[TierModel], store_threshold: int
+) -> HostModel:
+    """Return host memory, under the first of the policies.
 
     Raises:
         UnknownNameError: there is no such policy.
@@ -54,9 +40,12 @@ def make_scenarios(
             raise UnknownNameError("eviction policy for --policy", policy, CACHE_POLICIES.names())
         if policies.count(policy) > 1:
             raise ConfigError("--policy", policy, "is named twice: name each policy once")
-    host = HostModel(host_blocks, tiers=tuple(tiers), store_threshold=store_threshold)
-    hosts = [Scenario(policy, replace(host, cache_policy=policy)) for policy in policies]
-    return [Scenario("without", None), *hosts]
+    return HostModel(num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold)
+
+
+def split_names(text: str) -> list[str]:
+    """Return the names between commas. Pure."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def blocks_of(option: str, size: str, block_bytes: int) -> int:

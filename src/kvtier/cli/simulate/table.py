@@ -1,4 +1,4 @@
-"""Shows simulations of one trace side by side, one row each. It computes nothing but shares and differences."""
+"""Shows simulations of one trace side by side in a terminal. It computes nothing but shares."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,9 +6,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.simulate.comparison import Comparison
 from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
-from kvtier.sim.trace import Trace
 
 SATURATION_FACTOR = 100
 """Nine in ten requests wait at most so many times as long as a prompt takes to compute, or the engine is called
@@ -17,26 +17,55 @@ saturated. A busy hour of a chat service reaches 30, too little hardware many hu
 NOTHING = "-"
 """Stands for a number that nothing was measured for."""
 
+BOUND_NOTE = (
+    "the bound (at most found, at least computed): device, host and tiers as one memory that knows the future; "
+    "no policy passes it, none is expected to reach it"
+)
 
-def print_simulations(
-    trace: Trace, engine: EngineModel, found: Mapping[str, Simulation], console: Console
-) -> None:
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the tables and the lines that sum them up."""
-    console.print(make_hit_table(found))
-    console.print(make_time_table(found))
-    if traffic := make_traffic_table(found):
-        console.print(traffic)
-    for line in summarise(trace, engine, found):
+    for table in make_tables(comparison):
+        console.print(table)
+    for line in summarise(comparison):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def make_tables(comparison: Comparison) -> list[Table]:
+    """Return one table where one place was swept, else one for each kind of number. Pure."""
+    if comparison.sweep is not None:
+        return [make_sweep_table(comparison)]
+    found = comparison.by_label
+    tables = [make_hit_table(found), make_time_table(found), make_traffic_table(found)]
+    return [table for table in tables if table is not None]
+
+
+def make_sweep_table(comparison: Comparison) -> Table:
+    """Return hits and times, one row for each size and policy. Pure."""
+    sources = (DEVICE, *_tier_names(comparison.by_label))
+    place = comparison.sweep.place if comparison.sweep else ""
+    headings = ("found", "at most", *sources, "p50", "p90", "served")
+    table = _make_table("Prompt tokens not computed, and seconds to first token", (place, "policy"), headings)
+    for case, one in zip(comparison.cases, comparison.found, strict=True):
+        ratios = [one.saved_ratio, one.bound_ratio or 0.0, *(one.hit_ratio(source) for source in sources)]
+        numbers = [f"{ratio:.1%}" for ratio in ratios]
+        numbers += [f"{one.total.first_token.p50_s:.2f}", f"{one.total.first_token.p90_s:.2f}"]
+        if not one.total.num_requests:
+            numbers = [NOTHING] * len(numbers)
+        size = case.size.label if case.size else NOTHING
+        table.add_row(size, case.policy, *numbers, f"{one.total.num_requests:,}")
+    return table
 
 
 def make_hit_table(found: Mapping[str, Simulation]) -> Table:
     """Return where prompt tokens came from. Pure."""
     sources = (DEVICE, *_tier_names(found))
-    table = _make_table("Prompt tokens by origin", ("policy",), (*sources, "computed"))
+    headings = (*sources, "computed", "at least")
+    table = _make_table("Prompt tokens by origin", ("policy",), headings)
     for name, one in found.items():
         ratios = [one.hit_ratio(source) for source in sources]
-        shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios))]
+        least = 1 - (one.bound_ratio or 0.0)
+        shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios), least)]
         table.add_row(name, *(shares if one.total.num_requests else [NOTHING] * len(shares)))
     return table
 
@@ -80,29 +109,50 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
     return table
 
 
-def summarise(trace: Trace, engine: EngineModel, found: Mapping[str, Simulation]) -> Iterator[str]:
+def summarise(comparison: Comparison) -> Iterator[str]:
     """Yield what the tables leave out, in sentences. Pure."""
+    trace, found = comparison.trace, comparison.by_label
     yield (
         f"{len(trace.requests):,} requests in {trace.duration_s:,.0f} s, {trace.num_accesses:,} blocks of "
         f"{trace.block_tokens} tokens, {trace.num_unique_blocks:,} of them unique"
     )
     for name, one in found.items():
-        if one.num_saved_tokens:
+        if one.num_saved_tokens and comparison.sweep is None:
             share = one.num_saved_tokens / one.total.num_prompt_tokens
             yield f"{name}: {one.num_saved_tokens:,} tokens loaded instead of computed ({share:.1%})"
-        if one.num_rejected:
-            yield f"{name}: {one.num_rejected} requests need more device blocks than there are"
+    for num_rejected, names in group_rejected(found).items():
+        yield f"{names}: {num_rejected} requests need more device blocks than there are"
     for name, one in found.items():
-        for counter, value in one.counters.items():
-            if counter.endswith(".breaker_openings") and value:
-                tier = counter.split(".")[2]
-                yield f"{name}: {tier} was overloaded {value:.0f} times and left out for some seconds each"
+        for tier, number in breaker_openings(one).items():
+            yield f"{name}: {tier} was overloaded {number} times and left out for some seconds each"
     yield "without: the same engine with its own prefix cache, nothing behind it"
-    if saturated := [name for name, one in found.items() if is_saturated(engine, one)]:
+    yield BOUND_NOTE
+    if saturated := [name for name, one in found.items() if is_saturated(comparison.engine, one)]:
         yield (
             f"warning: the engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt "
             "takes, so times tell of the queue; give more --prefill, --device or --max-running, or fewer --requests"
         )
+
+
+def group_rejected(found: Mapping[str, Simulation]) -> dict[int, str]:
+    """Return how many requests never fitted, and which simulations that was so in; nothing where all did. Pure."""
+    numbers = sorted({one.num_rejected for one in found.values() if one.num_rejected})
+    if len(numbers) == 1 and all(one.num_rejected for one in found.values()):
+        return {numbers[0]: "all"}
+    return {
+        number: ", ".join(name for name, one in found.items() if one.num_rejected == number)
+        for number in numbers
+    }
+
+
+def breaker_openings(one: Simulation) -> dict[str, int]:
+    """Return how often each overloaded tier was left out. Pure."""
+    ending = ".breaker_openings"
+    return {
+        counter.split(".")[2]: int(value)
+        for counter, value in one.counters.items()
+        if counter.endswith(ending) and value
+    }
 
 
 def is_saturated(engine: EngineModel, one: Simulation) -> bool:

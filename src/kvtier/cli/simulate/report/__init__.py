@@ -1,0 +1,1 @@
+"""The page of ``kvtier simulate --html``: tables, plots and words in one file that loads nothing."""

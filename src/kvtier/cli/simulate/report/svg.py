@@ -1,0 +1,199 @@
+"""Draws charts with matplotlib as SVG that stands in a page: it takes the page's colours and fonts and loads nothing.
+
+Matplotlib writes colours as numbers. Each colour of a chart is therefore one of a few numbers that stand for a
+variable of the page's style sheet, so that one drawing is legible on a light and on a dark ground. Its output is made
+equal for equal charts: no date, and names that follow from the content.
+"""
+
+import html
+import importlib.util
+import io
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from kvtier.cli.simulate.report.chart import BarChart, Line, LineChart
+from kvtier.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT_MODULE = "matplotlib"
+WIDTH_INCHES, PANEL_INCHES, BAR_INCHES, EDGE_INCHES = 7.2, 2.3, 0.34, 1.2
+SINGLE_INCHES = 3.4
+NUM_COLUMNS = 2
+
+NUM_COLOURS = 8
+"""Colours of the style sheet; after so many they begin again, with other strokes."""
+
+TEXT_COLOUR, GRID_COLOUR, FIRST_COLOUR = "#000000", "#0000fe", 0x000100
+"""Numbers that stand for the page's text, its faint lines, and its first series. A drawing has no others."""
+
+MAX_MARKERS = 24
+"""Points of a line that are drawn as points: as many as a sweep has sizes. More would hide the line."""
+
+MANY_TICKS = 7
+"""Labels that fit side by side; more are turned."""
+
+HEAD_ROOM = 1.03
+"""A line along the upper end of an axis would be cut in half without."""
+
+STROKES = ("-", "--", "-.", ":")
+SETTINGS = {"svg.fonttype": "none", "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False,
+            "axes.spines.right": False, "axes.grid": True, "grid.color": GRID_COLOUR, "grid.linewidth": 0.6,
+            "figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0,
+            "legend.edgecolor": "none", "legend.fontsize": 9.0, "lines.linewidth": 1.7}  # fmt: skip
+
+
+def require_plot() -> None:
+    """Refuse to begin what could not be drawn at its end.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec(PLOT_MODULE) is None:
+        raise MissingExtraError(PLOT_MODULE, "plot")
+
+
+def draw(chart: LineChart | BarChart) -> str:
+    """Return an ``svg`` element with the chart's title and description in it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    require_plot()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    settings: Any = SETTINGS | {
+        "svg.hashsalt": chart.name
+    }  # Any: its names are a closed type of matplotlib's
+    with rc_context(settings):
+        figure = Figure(layout="constrained")
+        if isinstance(chart, BarChart):
+            _draw_bars(figure, chart)
+        else:
+            _draw_panels(figure, chart)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return embed(buffer.getvalue(), chart)
+
+
+def embed(drawing: str, chart: LineChart | BarChart) -> str:
+    """Return matplotlib's SVG as an element of a page. Pure.
+
+    Args:
+        drawing: a whole SVG file.
+        chart: what it shows; its name makes the names in the drawing unique on the page.
+    """
+    view_box = re.search(r'viewBox="([-0-9. ]+)"', drawing)
+    assert view_box is not None, "matplotlib gives each drawing a view box"
+    inner = drawing[drawing.index(">", view_box.end()) + 1 :]
+    inner = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", inner, flags=re.DOTALL)
+    inner = re.sub(r'<g id="series_([0-9]+)[^"]*">', r'<g class="series series-\1">', inner)
+    inner = re.sub(r'<g id="[^"]*">', "<g>", inner)  # nothing points at a group
+    inner = re.sub(r'\bid="([^"]+)"', rf'id="{chart.name}-\1"', inner)
+    inner = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{chart.name}-\1"', inner)
+    inner = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart.name}-\1)", inner)
+    inner = re.sub(r" ?font-family: [^;\"]+;?", "", inner)
+    inner = re.sub(r"#([0-9a-f]{6})\b", _name_colour, inner)
+    inner = re.sub(
+        r"(\.[0-9]{2})[0-9]+", r"\1", inner
+    )  # hundredths of a point are enough, and half the bytes
+    inner = re.sub(r"\n\s*", "\n", inner)
+    label, words = f"{chart.name}-title", f"{chart.name}-description"
+    return (
+        f'<svg class="chart" role="img" aria-labelledby="{label} {words}" viewBox="{view_box[1]}">'
+        f'<title id="{label}">{html.escape(chart.title)}</title>'
+        f'<desc id="{words}">{html.escape(chart.description)}</desc>{inner}'
+    )
+
+
+def _name_colour(found: re.Match[str]) -> str:
+    number = int(found[1], 16)
+    if found[0] == TEXT_COLOUR:
+        return "currentColor"
+    if found[0] == GRID_COLOUR:
+        return "var(--grid)"
+    if FIRST_COLOUR <= number <= FIRST_COLOUR + NUM_COLOURS:
+        return f"var(--series-{number - FIRST_COLOUR})"
+    return found[0]
+
+
+def _colour(series: int) -> str:
+    """Return the number that stands for a series: 0 for what is compared against, then around the colours."""
+    around = (series - 1) % NUM_COLOURS + 1 if series else 0
+    return f"#{FIRST_COLOUR + around:06x}"
+
+
+def _draw_panels(figure: "Figure", chart: LineChart) -> None:
+    num_panels = len(chart.panels)
+    num_columns = min(NUM_COLUMNS, num_panels)
+    num_rows = math.ceil(num_panels / num_columns)
+    height = SINGLE_INCHES if num_panels == 1 else EDGE_INCHES + PANEL_INCHES * num_rows
+    figure.set_size_inches(WIDTH_INCHES, height)
+    grid = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes, panel in zip(grid, chart.panels, strict=False):
+        axes.set_title(panel.title)
+        for number, line in enumerate(panel.lines):
+            _draw_line(axes, line, number)
+        if chart.is_log_x:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+        if chart.x_ticks:
+            _set_ticks(axes, chart)
+        axes.set_ylim(0.0, chart.y_max and chart.y_max * HEAD_ROOM)
+        axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+    for axes in grid[num_panels:]:
+        axes.set_visible(False)
+    handles: dict[str, Artist] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5)
+
+
+def _draw_line(axes: "Axes", line: Line, number: int) -> None:
+    stroke = (0, (1, 1)) if line.is_bound else STROKES[line.series % len(STROKES)]
+    colour = TEXT_COLOUR if line.is_bound else _colour(line.series)
+    style = "steps-post" if line.is_step else "default"
+    marker = "o" if len(line.x) <= MAX_MARKERS and not line.is_step else ""
+    (drawn,) = axes.plot(
+        line.x, line.y, color=colour, linestyle=stroke, drawstyle=style, marker=marker, markersize=3.5,
+        label=line.name,
+    )  # fmt: skip
+    if not line.is_bound:
+        drawn.set_gid(f"series_{line.series}_{number}")
+
+
+def _set_ticks(axes: "Axes", chart: LineChart) -> None:
+    positions = [position for position, _ in chart.x_ticks]
+    axes.set_xticks(
+        positions, [label for _, label in chart.x_ticks], rotation=45 if len(positions) > MANY_TICKS else 0
+    )
+    axes.set_xticks([], minor=True)
+
+
+def _draw_bars(figure: "Figure", chart: BarChart) -> None:
+    figure.set_size_inches(WIDTH_INCHES, EDGE_INCHES + BAR_INCHES * len(chart.bars))
+    axes = figure.add_subplot()
+    positions = range(len(chart.bars))
+    left = [0.0] * len(chart.bars)
+    last = len(chart.segments) - 1
+    for number, segment in enumerate(chart.segments):
+        # What was computed is what is left: it takes the colour of what others are compared against. Places take
+        # colours from the other end than policies do.
+        colour = _colour(0 if number == last else NUM_COLOURS - number)
+        axes.barh(positions, segment.widths, left=left, height=0.7, color=colour, label=segment.name)
+        left = [begin + width for begin, width in zip(left, segment.widths, strict=True)]
+    for position, mark in enumerate(chart.marks):
+        if mark is not None:
+            axes.plot([mark, mark], [position - 0.45, position + 0.45], color=TEXT_COLOUR, linewidth=1.5)
+    axes.set_yticks(list(positions), chart.bars)
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_axisbelow(True)
+    axes.set(xlabel=chart.x_label, xlim=(0, 100))
+    figure.legend(loc="outside lower center", ncols=6)

@@ -1,0 +1,93 @@
+"""Tables have the numbers of the results, exact behind what is shown, and escape what comes from outside."""
+
+import dataclasses
+
+from tests.cli.simulate.compared import compare, compare_host_sizes
+
+from kvtier.cli.simulate.report.tables import (
+    Cell,
+    Table,
+    render_facts,
+    render_table,
+    tabulate_results,
+    tabulate_traffic,
+    tabulate_watched,
+)
+
+
+def test_each_simulation_is_a_row_with_exact_values_behind_its_text() -> None:
+    comparison = compare_host_sizes()
+
+    table = tabulate_results(comparison)
+
+    assert table.headings[:5] == ("host", "policy", "device", "CPU", "disk")
+    assert [(row[0].text, row[1].text) for row in table.rows] == [
+        ("-", "without"),
+        ("4MiB", "lru"),
+        ("4MiB", "arc"),
+        ("32MiB", "lru"),
+        ("32MiB", "arc"),
+    ]
+    for row, one in zip(table.rows, comparison.found, strict=True):
+        cells = dict(zip(table.headings, row, strict=True))
+        assert cells["not computed"] == Cell(f"{one.saved_ratio:.1%}", one.saved_ratio)
+        assert cells["at most"].value == one.bound_ratio
+        assert cells["p90 s"].value == one.total.first_token.p90_s
+        assert cells["served"].value == 30
+
+
+def test_when_nothing_was_served_nothing_was_measured() -> None:
+    comparison = compare(engine=dataclasses.replace(compare().engine, num_device_blocks=2))
+
+    (row, *_) = tabulate_results(comparison).rows
+
+    assert {cell.text for cell in row[1:-2]} == {"-"}
+    assert [cell.value for cell in row[-2:]] == [0, 30]
+
+
+def test_traffic_is_a_row_for_each_policy_and_place() -> None:
+    comparison = compare()
+
+    table = tabulate_traffic(comparison, None, "0")
+
+    assert [(row[0].text, row[1].text) for row in table.rows] == [
+        ("lru", "CPU"),
+        ("lru", "disk"),
+        ("arc", "CPU"),
+        ("arc", "disk"),
+    ]
+    disk = comparison.found[1].tiers[1]
+    assert table.rows[1][3].value == disk.written_bytes / 1e9
+    assert table.rows[1][4].value == disk.writes_per_unique_block
+
+
+def test_counters_are_shown_when_they_tell_of_work_left_out() -> None:
+    comparison = compare(["lru"])
+    without, lru = comparison.found
+    calm = dataclasses.replace(comparison, found=(without, dataclasses.replace(lru, counters={})))
+    counters = {"tier.0.disk.declined_cascades": 7.0, "tier.0.disk.errors": 0.0, "primary.stored": 9.0}
+    busy = dataclasses.replace(calm, found=(without, dataclasses.replace(lru, counters=counters)))
+
+    table = tabulate_watched(busy)
+
+    assert tabulate_watched(calm) is None
+    assert table is not None
+    assert [[cell.text for cell in row[:3]] for row in table.rows] == [
+        ["lru", "tier.0.disk.declined_cascades", "7"]
+    ]
+
+
+def test_what_comes_from_outside_is_escaped() -> None:
+    table = Table("t", "<caption>", ("<a>",), ((Cell("<script>"),),))
+
+    rendered = render_table(table) + render_facts([("<name>", '"<value>"')])
+
+    assert "<script>" not in rendered
+    for text in (
+        "&lt;caption&gt;",
+        "&lt;a&gt;",
+        "&lt;script&gt;",
+        "&lt;name&gt;",
+        "&quot;&lt;value&gt;&quot;",
+    ):
+        assert text in rendered
