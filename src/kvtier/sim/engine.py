@@ -229,7 +229,8 @@ class SimulatedEngine:
         self._on_finished(request)
 
     def _num_blocks(self, request: SimulatedRequest) -> int:
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        # Keys and values of an answer's last token are never computed.
+        num_tokens = request.num_prompt_tokens + max(0, request.num_output_tokens - 1)
         return -(-num_tokens // self._model.block_tokens)
 
     def _name(self, request: SimulatedRequest, num_tokens: int) -> None:

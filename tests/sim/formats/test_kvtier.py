@@ -32,7 +32,9 @@ END = TraceEnd(len(LINES), 4, is_full=True)
 
 def record(path: Path, lines: list[TraceLine], end: TraceEnd | None = END) -> Path:
     file = TraceFile(path, 10**6)
-    for line in [TraceHeader(BLOCK_TOKENS), *lines, *([] if end is None else [end])]:
+    parts: list[TraceHeader | TraceLine | TraceEnd] = [TraceHeader(BLOCK_TOKENS), *lines]
+    parts += [] if end is None else [end]
+    for line in parts:
         file.write(line.to_line())
     if end is not None:
         file.close()
