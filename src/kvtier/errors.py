@@ -221,3 +221,15 @@ class RestartError(KVTierError, RuntimeError):
 
 class LayerLoadError(KVTierError):
     """A load failed that a step was computing with: what it computed is worthless, and is computed anew."""
+
+
+class EventMessageError(KVTierError, ValueError):
+    """A message that was heard is none of vLLM's KV-event publisher.
+
+    Attributes:
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"no message of a KV-event publisher ({reason}): is the endpoint another service's?")
