@@ -14,16 +14,16 @@ from kvtier.sim.formats.registry import read_trace
 
 ENGINE = """
 import sys
-from tests.connector.fakes import FakeRequest, make_config
-from kvtier.connector import ConnectorRole, OffloadingConnector
+from tests.connector.fakes import FakeRequest, FakeSpec, make_config
+from kvtier.connector.offloading_connector import make_scheduler
 settings = dict(part.split("=", 1) for part in sys.argv[2:])
 for engine in range(int(sys.argv[1])):
-    connector = OffloadingConnector(make_config(cpu_bytes_to_use="1MiB", **settings), ConnectorRole.SCHEDULER)
+    half = make_scheduler(FakeSpec(make_config(**settings)))
     for number in range(5 + engine):
         request = FakeRequest(str(number), [7] * (4 * number + 5))
-        connector.connector_scheduler.get_num_new_matched_tokens(request, 0)
-        connector.connector_scheduler.request_finished(request)
-    connector.shutdown()
+        half.get_num_new_matched_tokens(request, 0)
+        half.request_finished(request)
+    half.shutdown()
 print("the engine's own output")
 """
 """Engines that answer five requests and more, one after another, with settings from the command line."""
@@ -111,9 +111,9 @@ def test_the_command_s_exit_status_is_returned(out: Path, code: int) -> None:
 def test_a_command_that_a_signal_has_ended_has_a_shell_s_status(
     out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killed = ENGINE.replace("    connector.shutdown()", "    import time; time.sleep(0)") + (
+    killed = ENGINE.replace("    half.shutdown()", "    import time") + (
         "\nimport os, signal, time\n"
-        "while connector.connector_scheduler.recorder.stats()['recorder.requests'] < 5: time.sleep(0)\n"
+        "while half.recorder.stats()['recorder.requests'] < 5: time.sleep(0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
 
