@@ -240,8 +240,21 @@ def test_a_full_recording_ends_says_so_and_is_read(tmp_path: Path, name: str) ->
     assert recorder.stats()["recorder.dropped_requests"] == 200 - num_kept
 
 
+def test_the_last_line_has_room_at_any_limit(tmp_path: Path) -> None:
+    for max_bytes in range(4096, 4496, 8):
+        path = tmp_path / str(max_bytes)
+        recorder = make_recorder(path, ManualClock(), max_bytes)
+        for number in range(30):
+            recorder.note_arrival(str(number))
+            recorder.note_end(str(number), 20 * HASH_TOKENS, 0, [bytes([block]) for block in range(20)])
+        recorder.close()
+
+        assert path.stat().st_size <= max_bytes
+        assert read_end(path) is not None
+
+
 class FailingFile(TraceFile):
-    """A file on a disk that is full after three lines, in the middle of the fourth."""
+    """A file on a disk that is full in the middle of the fourth line, and has room again behind it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, 10**6)
@@ -249,7 +262,7 @@ class FailingFile(TraceFile):
 
     def write(self, line: bytes) -> None:
         self.num_lines += 1
-        if self.num_lines > 3:
+        if self.num_lines == 4:
             super().write(line[:10])
             raise OSError(28, "No space left on device")
         super().write(line)

@@ -1,7 +1,9 @@
 """A trace's file is private and new, never larger than allowed, and whole up to wherever it was cut."""
 
 import gzip
+import random
 import stat
+import zlib
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,6 @@ def test_each_line_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path, name:
 
 
 def readable(content: bytes, *, is_zipped: bool) -> bytes:
-    import zlib
-
     return zlib.decompressobj(wbits=31).decompress(content) if is_zipped else content
 
 
@@ -53,8 +53,6 @@ def test_a_compressed_file_is_one_that_gzip_reads(tmp_path: Path) -> None:
 def test_a_file_whose_writer_asks_for_room_never_exceeds_its_limit(
     tmp_path: Path, name: str, is_random: bool
 ) -> None:
-    import random
-
     chance = random.Random(0)
     max_bytes = 20_000
     file = TraceFile(tmp_path / name, max_bytes)
@@ -68,6 +66,20 @@ def test_a_file_whose_writer_asks_for_room_never_exceeds_its_limit(
 
     assert (tmp_path / name).stat().st_size <= max_bytes
     assert is_random is False or file.num_bytes > 0.8 * max_bytes
+
+
+@pytest.mark.parametrize("name", ["trace", "trace.gz"])
+def test_what_cannot_be_compressed_stays_within_any_limit(tmp_path: Path, name: str) -> None:
+    chance = random.Random(0)
+    for max_bytes in range(2000, 2300, 3):
+        folder = tmp_path / str(max_bytes)
+        folder.mkdir()
+        file = TraceFile(folder / name, max_bytes)
+        while file.has_room(100):
+            file.write(chance.randbytes(100))
+        file.close()
+
+        assert file.num_bytes == (folder / name).stat().st_size <= max_bytes
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def predict(trace: Trace, sizes: Sizes, tier: str) -> list[Hits]:
 def compare(real: Sequence[Hits], predicted: Sequence[Hits], tier: str) -> list[tuple[int, Hits, Hits]]:
     """Return the requests whose tokens came from elsewhere, each with what was found and what was predicted."""
     names = {"device": "device", "host": "CPU", tier: tier}
-    differences = []
+    differences: list[tuple[int, Hits, Hits]] = []
     for number, (found, told) in enumerate(zip(real, predicted, strict=True)):
         expected = {name: told.get(simulated, 0) for name, simulated in names.items()}
         actual = {name: found.get(name, 0) for name in names}

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import zmq
-from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
+from tests.e2e.vllm.answers import Answer
+from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, PROMPT_TOKENS, WHOLE_TOKENS, make_prompt
 
@@ -21,6 +23,7 @@ from kvtier.sim.formats.registry import detect_format, read_trace
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.simulate import simulate
+from kvtier.sim.trace import make_trace
 
 NUM_BLOCKS = WHOLE_TOKENS // BLOCK_TOKENS
 NUM_SHARED_BLOCKS = 10
@@ -29,6 +32,10 @@ NUM_SHARED_TOKENS = NUM_SHARED_BLOCKS * BLOCK_TOKENS
 MAX_TUNE_IN_PROMPTS = 60
 """Prompts to compute until a subscriber hears the first: a subscription takes effect after the connection does."""
 
+BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
+"""Four layers, keys and values, two heads of 64 float32 numbers."""
+
+PAUSE_S = 60.0
 GUARD_S = 60.0
 POLL_S = 0.05
 
@@ -68,28 +75,31 @@ def test_the_recorded_trace_has_each_request_its_lengths_and_its_shared_blocks(
 
 
 def test_the_simulator_finds_in_the_recorded_trace_the_hits_that_vllm_had(llama: str, tmp_path: Path) -> None:
-    # The pool holds the last prompt and half of the one before. Answers of one token leave no block of their own.
-    path, num_device_blocks, num_slots = tmp_path / "trace.jsonl", 48, 200
-    row_bytes = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
-    settings = {"cpu_bytes_to_use": num_slots * row_bytes, "record_trace": str(path)}
-    turns = [make_prompt(seed) for seed in (1, 2, 1, 2, 3, 1)]
-    turns += [make_prompt(1)[:500], make_prompt(3), make_prompt(3)]
+    # The pool holds two prompts and a quarter. Answers of one token leave no block of their own.
+    path, num_device_blocks, num_slots = tmp_path / "trace.jsonl", 72, 80
+    settings = {"cpu_bytes_to_use": num_slots * BLOCK_BYTES, "record_trace": str(path)}
+    order = (1, 2, 1, 3, 1, 2, 4, 3, 3, 1, 2, 2)
+    turns = [
+        make_prompt(seed, 992 if number % 3 == 2 else PROMPT_TOKENS) for number, seed in enumerate(order)
+    ]
+    answers: list[Answer] = []
+    # vLLM keeps one block of its pool for itself.
     with EngineProcess(EngineOptions(llama, settings, num_device_blocks=num_device_blocks + 1)) as engine:
-        answers = []
         for turn in turns:
             answers += engine.call("generate", [turn], {"temperature": 0.0, "max_tokens": 1})
             engine.call("settle")
-    # vLLM keeps one block of its pool for itself. Arrivals are moved apart, as no request met another.
-    trace = read_trace(path)
+    recorded = read_trace(path)
+    apart = [replace(one, arrival_s=PAUSE_S * number) for number, one in enumerate(recorded.requests)]
     speed = LinkSpeed(1e12, 1e12)
-    model = EngineModel(BLOCK_TOKENS, row_bytes, num_device_blocks, prefill_tokens_per_s=1e9)
+    model = EngineModel(BLOCK_TOKENS, BLOCK_BYTES, num_device_blocks, max_step_tokens=CHUNK_TOKENS)
 
-    found = simulate(trace, model, HostModel(num_slots, speed=speed), period_s=1e6)
+    found = simulate(
+        make_trace(apart, BLOCK_TOKENS), model, HostModel(num_slots, speed=speed), period_s=PAUSE_S
+    )
 
-    real = sum(answer.num_cached_tokens for answer in answers)
-    assert sum(found.total.hit_tokens.values()) == real
-    assert found.total.hit_tokens["CPU"] >= WHOLE_TOKENS
-    assert found.total.hit_tokens["device"] >= WHOLE_TOKENS
+    predicted = [sum(period.hit_tokens.values()) for period in found.periods]
+    assert predicted == [answer.num_cached_tokens for answer in answers]
+    assert min(found.total.hit_tokens[source] for source in ("CPU", "device")) >= NUM_SHARED_TOKENS
 
 
 def free_endpoint() -> str:
