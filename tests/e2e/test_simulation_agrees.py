@@ -158,7 +158,9 @@ def assert_agree(
     assert [one.num_prompt_tokens for one in recorded.requests] == [len(prompt) for prompt in prompts]
     assert [one.arrival_s for one in recorded.requests] == [PAUSE_S * n for n in range(NUM_REQUESTS)]
     assert differences == []
-    totals = {name: sum(found.get(name, 0) for found in real) for name in ("device", "host", tier["type"])}
+    # A host that is smaller than the device holds nothing that the device has lost; it is there for what it evicts.
+    names = ("device", "host", tier["type"]) if sizes.host >= sizes.device else ("device", tier["type"])
+    totals = {name: sum(found.get(name, 0) for found in real) for name in names}
     assert min(totals.values()) >= 2 * BLOCK_TOKENS, totals
 
 
@@ -172,7 +174,7 @@ def test_hits_of_device_host_and_files_are_those_of_the_real_engine(
     assert_agree(model, seed, sizes, tmp_path / "trace.jsonl", tier)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(12, 12, 23), Sizes(16, 20, 31)], ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(12, 12, 23), Sizes(16, 12, 23), Sizes(16, 20, 31)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_hits_are_those_of_the_real_engine_when_the_tier_evicts_too(
     model: LlamaForCausalLM, tmp_path: Path, seed: int, sizes: Sizes
