@@ -70,6 +70,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),
+    "msgspec": ("cli.record",),
+    "zmq": ("cli.record",),
     "pytest": ("testing",),
     "hypothesis": ("testing",),
 }

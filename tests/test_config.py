@@ -58,6 +58,9 @@ def test_every_setting_is_read() -> None:
         "cuda_copier": "kernel",
         "instance_id": "one",
         "tenant_salt": "salt",
+        "record_trace": "/traces/engine.jsonl",
+        "record_max_bytes": "2 MB",
+        "record_salt_file": "/secrets/salt",
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
@@ -76,6 +79,9 @@ def test_every_setting_is_read() -> None:
         cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
+        record_trace="/traces/engine.jsonl",
+        record_max_bytes=2_000_000,
+        record_salt_file="/secrets/salt",
         secondary_tiers=({"type": "fs"},),
     )
 

@@ -115,6 +115,9 @@ class Settings:
         cuda_copier: how bytes are moved between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None takes the engine's id.
         tenant_salt: separates tenants that must not share blocks.
+        record_trace: absolute path of a trace of the requests; None records none.
+        record_max_bytes: what that file may take; None leaves it to the recorder.
+        record_salt_file: file with the secret of the trace's ids; None draws one.
         secondary_tiers: one mapping per tier, in the order in which they are asked.
     """
 
@@ -132,6 +135,9 @@ class Settings:
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = ""
+    record_trace: str | None = None
+    record_max_bytes: int | None = None
+    record_salt_file: str | None = None
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
 
 
@@ -167,6 +173,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
+        record_trace=read.text("record_trace", "") or None,
+        record_max_bytes=read.size_bytes("record_max_bytes", None),
+        record_salt_file=read.text("record_salt_file", "") or None,
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
 

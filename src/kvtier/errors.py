@@ -252,3 +252,15 @@ class SimulationDiedError(KVTierError, RuntimeError):
             f"one of {num_processes} simulating processes was ended from outside, by lack of memory perhaps: "
             "ask for fewer at a time"
         )
+
+
+class EventMessageError(KVTierError, ValueError):
+    """A message that was heard is none of vLLM's KV-event publisher.
+
+    Attributes:
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"no message of a KV-event publisher ({reason}): is the endpoint another service's?")

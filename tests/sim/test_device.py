@@ -31,6 +31,15 @@ def test_the_tail_of_a_prefix_is_given_away_first() -> None:
     assert len(pool.find_prefix([A, B, C])) == 2
 
 
+def test_blocks_that_nobody_can_ask_for_are_used_again_before_those_that_hold_a_prefix() -> None:
+    pool = filled(4, A, B)
+    partial = pool.take([], 1)
+    pool.give_back(partial)
+
+    assert pool.take([], 1) == partial
+    assert len(pool.find_prefix([A, B])) == 2
+
+
 def test_a_prefix_in_use_is_not_given_away() -> None:
     pool = filled(3, A, B)
     pool.take(pool.find_prefix([A, B]), 1)

@@ -97,6 +97,23 @@ def test_what_the_device_has_is_not_computed_but_for_the_last_block() -> None:
     assert done[1].first_token_s == 10 + 1.0
 
 
+def test_an_engine_that_computes_only_the_last_token_of_a_held_prompt_uses_all_its_blocks() -> None:
+    engine = dataclasses.replace(ENGINE, is_last_block_computed=False)
+
+    done = serve(trace_of(request(0, 1, 2), request(60, 1, 2), request(120, 1, 2, 3)), engine)
+
+    assert [one.num_device_tokens for one in done] == [0, 2 * BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS]
+    assert done[0].block_ids[:2] == done[1].block_ids[:2] == done[2].block_ids[:2]
+
+
+def test_the_last_token_of_an_answer_takes_no_room() -> None:
+    engine = dataclasses.replace(ENGINE, num_device_blocks=1)
+
+    fits, too_long = (simulate(trace_of(request(0, 1, num_output_tokens=n)), engine, None) for n in (1, 2))
+
+    assert (fits.num_rejected, too_long.num_rejected) == (0, 1)
+
+
 def test_what_the_device_gave_away_is_loaded_from_the_host() -> None:
     trace = trace_of(request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3))
     host = HostModel(num_blocks=100, speed=LinkSpeed(100.0, 1e9, latency_s=0.5))

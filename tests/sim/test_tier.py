@@ -90,6 +90,19 @@ def test_a_touch_keeps_a_block_from_leaving_next() -> None:
     assert driven.held(1, 2) == [1]
 
 
+def test_a_block_that_is_stored_again_does_not_leave_next() -> None:
+    driven = Driven(2)
+    driven.submit(1)
+    driven.submit(2)
+    driven.after(2)
+
+    driven.submit(1)
+    driven.submit(3)
+    driven.after(2)
+
+    assert driven.held(1, 2, 3) == [1, 3]
+
+
 def test_what_is_being_read_does_not_leave_and_may_when_it_has_been_read() -> None:
     driven = Driven(1)
     driven.submit(1)

@@ -31,6 +31,8 @@ EXTRA_OF_MODULE = {
     "torch": "transformers",
     "transformers": "transformers",
     "matplotlib": "plot",
+    "msgspec": "record",
+    "zmq": "record",
 }
 """Module that a command may miss -> the extra of the package that brings it."""
 
@@ -63,6 +65,7 @@ COMMANDS = (
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
+    Command("record", "kvtier.cli.record.command", "Record what a live engine is asked, as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
 )
 

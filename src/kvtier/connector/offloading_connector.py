@@ -1,7 +1,12 @@
 """The connector of one process: builds the spec, then the half that the process runs."""
 
+import time
+from collections.abc import Callable
+
+from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
 from kvtier.connector.common import ConnectorRole
+from kvtier.connector.recorder import open_recorder
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
@@ -26,7 +31,7 @@ class OffloadingConnector:
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
         if role is ConnectorRole.SCHEDULER:
-            self.connector_scheduler = OffloadingConnectorScheduler(self.spec)
+            self.connector_scheduler = make_scheduler(self.spec)
         else:
             self.connector_worker = OffloadingConnectorWorker(self.spec)
 
@@ -48,3 +53,24 @@ class OffloadingConnector:
 
     def __repr__(self) -> str:
         return f"OffloadingConnector({self.role.value}, {type(self.spec).__name__})"
+
+
+def make_scheduler(
+    spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic
+) -> OffloadingConnectorScheduler:
+    """Return the scheduler half, with a recorder when the settings or the environment ask for one.
+
+    Args:
+        spec: builds the manager.
+        clock: seconds, monotonic; the recorder's.
+
+    Raises:
+        ConfigError: a trace cannot be recorded as asked.
+    """
+    recorder = open_recorder(spec.config, clock=clock)
+    try:
+        return OffloadingConnectorScheduler(spec, recorder)
+    except BaseException:
+        if recorder is not None:
+            recorder.close()
+        raise

@@ -3,7 +3,7 @@
 It moves no byte and never blocks. What it decides lives beside it: how much of a prefix can be loaded
 (prefix_search), which device blocks a load writes (load_planner), which tiers it comes from (hit_sources), what
 can be stored (store_planner), which stores others must wait for (fences), what is in flight (transfer_jobs),
-whether it may start at all (handshake). The order of a step stands in ``protocols``.
+whether it may start at all (handshake), what is recorded (recorder). The order of a step stands in ``protocols``.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -45,8 +45,10 @@ from kvtier.connector.protocols import (
     Request,
     SchedulerOutput,
 )
+from kvtier.connector.recorder import TraceRecorder
 from kvtier.connector.request_state import RequestState, make_request_state
 from kvtier.connector.store_planner import list_storable_blocks, offer_blocks
+from kvtier.connector.trace_line import StopReason
 from kvtier.connector.transfer_jobs import JobKind, OpenJob, TransferJobs
 from kvtier.errors import BlockNotReadyError
 
@@ -61,14 +63,17 @@ class OffloadingConnectorScheduler:
 
     Args:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
+        recorder: writes a trace of the requests; None records nothing.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         counters: what was decided so far.
         layerwise: what is loaded while its request computes.
+        recorder: the recorder; an engine that knows when a request came tells it before the first search.
     """
 
-    def __init__(self, spec: OffloadingSpec) -> None:
+    def __init__(self, spec: OffloadingSpec, recorder: TraceRecorder | None = None) -> None:
+        self.recorder = recorder
         self.manager = spec.get_manager()
         self.counters = SchedulerCounters()
         self.layerwise = LayerAdmission(spec)
@@ -115,6 +120,8 @@ class OffloadingConnectorScheduler:
             )
             state.grow_keys(self._layouts)
             self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
+            if self.recorder is not None:
+                self.recorder.note_arrival(request.request_id)
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
             return WAIT if self._handshake.is_awaited else NOTHING
@@ -227,8 +234,15 @@ class OffloadingConnectorScheduler:
             else:
                 self._end_store(job)
 
-    def request_finished(self, request: Request) -> tuple[bool, None]:
+    def request_finished(
+        self, request: Request, stop: StopReason = StopReason.UNKNOWN, *, is_traffic: bool = True
+    ) -> tuple[bool, None]:
         """Forget a request that ended or was aborted; its jobs go on.
+
+        Args:
+            request: the request, with what it has generated.
+            stop: why its answer ended.
+            is_traffic: whether somebody has asked it; the engine's own requests are not recorded.
 
         Returns:
             False, the engine may free its device blocks (unfinished stores fence them), and no parameters.
@@ -236,6 +250,11 @@ class OffloadingConnectorScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self.manager.request_finished(state.context)
+        if self.recorder is not None:
+            if state is None or not is_traffic:
+                self.recorder.forget(request.request_id)
+            else:
+                record_request(self.recorder, state, stop)
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
@@ -279,11 +298,16 @@ class OffloadingConnectorScheduler:
             "connector.fenced_jobs": float(len(self._fences)),
             "connector.requests": float(len(self._requests)),
         }
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges}
+        recorded = {} if self.recorder is None else self.recorder.stats()
+        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **recorded}
 
     def shutdown(self) -> None:
-        """End the manager; idempotent."""
+        """End the manager and the recording, in which requests that have not ended stand as far as they got."""
         self.manager.shutdown()
+        if self.recorder is not None:
+            for state in self._requests.values():
+                record_request(self.recorder, state, StopReason.UNKNOWN)
+            self.recorder.close()
 
     def _maximal_prefix_lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
         return maximal_prefix_lookup(self.manager, keys, req_context)
@@ -361,6 +385,13 @@ class OffloadingConnectorScheduler:
         keys = state.keys_by_position(self._layouts, end_token)
         if keys:
             self.manager.touch(keys, state.context)
+
+
+def record_request(recorder: TraceRecorder, state: RequestState, stop: StopReason) -> None:
+    """Record a request under the blocks of its first KV group; their content is that of the others'."""
+    request = state.request
+    num_output_tokens = request.num_tokens - request.num_prompt_tokens
+    recorder.note_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
 
 
 def _still_waits(

@@ -2,7 +2,7 @@
 
 It is the engine's own cache and no rule of kvtier's: it follows what vLLM does. A block that nobody uses keeps its
 content until its number is needed; a request's blocks are given back tail first, so that of one prefix the tail
-leaves first.
+leaves first. A block whose content nobody can ask for, such as a partial one, is used again before any other.
 """
 
 from collections import OrderedDict
@@ -85,12 +85,14 @@ class DevicePool:
                 self._hashes[block_id] = block_hash
 
     def give_back(self, block_ids: Sequence[int]) -> None:
-        """End one use of each block, the last of them to be given away first."""
+        """End one use of each block; those without a name are given away first, then the last of the others."""
         for block_id in reversed(block_ids):
             self._num_users[block_id] -= 1
             if self._num_users[block_id] == 0:
                 self._free[block_id] = None
-                self._num_empty += self._hashes[block_id] is None
+                if self._hashes[block_id] is None:
+                    self._num_empty += 1
+                    self._free.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

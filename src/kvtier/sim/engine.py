@@ -168,8 +168,9 @@ class SimulatedEngine:
         self._has_undecided = bool(undecided)
 
     def _find_on_device(self, request: SimulatedRequest) -> list[int]:
-        """Return the device blocks of the request's prefix, all of them but one token at most."""
-        num_usable = (request.num_prompt_tokens - 1) // self._model.block_tokens
+        """Return the device blocks of the request's prefix; in any case one token is left to compute."""
+        num_tokens = request.num_prompt_tokens - self._model.is_last_block_computed
+        num_usable = num_tokens // self._model.block_tokens
         return self._pool.find_prefix(request.block_hashes[:num_usable])
 
     def _ask(self, request: SimulatedRequest, num_device_tokens: int) -> int | None:
@@ -179,7 +180,8 @@ class SimulatedEngine:
 
     def _start(self, request: SimulatedRequest, prefix: list[int], num_loadable: int) -> None:
         request.block_ids = self._pool.take(prefix, self._num_blocks(request) - len(prefix))
-        request.num_device_tokens = len(prefix) * self._model.block_tokens
+        num_held_tokens = len(prefix) * self._model.block_tokens
+        request.num_device_tokens = min(num_held_tokens, request.num_prompt_tokens - 1)
         request.num_computed_tokens = request.num_device_tokens + num_loadable
         request.admitted_s = self.timeline()
         self.admitted.append(request)
@@ -242,7 +244,8 @@ class SimulatedEngine:
         self._on_finished(request)
 
     def _num_blocks(self, request: SimulatedRequest) -> int:
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        # Keys and values of an answer's last token are never computed.
+        num_tokens = request.num_prompt_tokens + max(0, request.num_output_tokens - 1)
         return -(-num_tokens // self._model.block_tokens)
 
     def _name(self, request: SimulatedRequest, num_tokens: int) -> None:

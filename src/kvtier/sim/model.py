@@ -23,9 +23,11 @@ class EngineModel:
         prefill_tokens_per_s: prompt tokens computed in a second, all requests together.
         decode_tokens_per_s: tokens that each running request generates in a second.
         max_step_tokens: prompt tokens computed in one step; longer prompts take several.
+        is_last_block_computed: whether of a prompt of whole blocks that the device holds the last block is computed
+            again, as in vLLM; otherwise only its last token is, as in the embedded engine.
 
     Raises:
-        ConfigError: one of them is not above zero.
+        ConfigError: one of the numbers is not above zero.
     """
 
     block_tokens: int
@@ -35,9 +37,10 @@ class EngineModel:
     prefill_tokens_per_s: float = 20_000.0
     decode_tokens_per_s: float = 40.0
     max_step_tokens: int = 8192
+    is_last_block_computed: bool = True
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
+        for name in set(self.__dataclass_fields__) - {"is_last_block_computed"}:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a finite number above zero")
 

@@ -96,6 +96,8 @@ class SimulatedTier(SecondaryTierManager):
 
     def submit_store(self, job: JobMetadata) -> None:
         """Write what the tier does not hold yet, as far as there is room."""
+        held = [key for key in job.keys if self._directory.lookup(key, DIRECTORY)]
+        self._directory.touch(held, DIRECTORY)
         missing = self._make_room(job.keys)
         self._submit(job, missing, partial(self._end_store, job, missing))
 

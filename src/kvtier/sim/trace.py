@@ -6,19 +6,11 @@ equal ids mean equal content and equal prefix, so that an id is all that a key n
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 from kvtier.base import OffloadKey, make_offload_key
+from kvtier.connector.trace_line import StopReason as StopReason
 
 ID_BYTES = 8
-
-
-class StopReason(Enum):
-    """Why a turn ended, as traces write it."""
-
-    UNKNOWN = 0
-    TOOL_USE = 1
-    END_TURN = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,9 @@ def test_a_missing_field_is_named_with_those_that_are_there(write: Write) -> Non
 def test_an_unknown_format_is_refused(write: Write) -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'mooncake'"):
         read_trace(write(MOONCAKE), "moon_cake")
-    with pytest.raises(TraceError, match="the format is not recognised, known are kv_events, mooncake"):
+    with pytest.raises(
+        TraceError, match="the format is not recognised, known are kv_events, kvtier, mooncake"
+    ):
         read_trace(write({"a": 1}))
 
 

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
-from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.offloading_connector import make_scheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
@@ -52,7 +52,7 @@ class ConnectorLink:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
-        self._scheduler = OffloadingConnectorScheduler(scheduler_spec)
+        self._scheduler = make_scheduler(scheduler_spec, clock)
         # Whoever waits here pauses between two steps; pausing in each step as well would delay the first token.
         self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
@@ -159,7 +159,7 @@ class ConnectorLink:
         """End the request; its last stores are started, in a step without tokens, and not waited for."""
         with DeferredInterrupt():
             self.wait_for_load(request)
-            self._scheduler.request_finished(request)
+            self._scheduler.request_finished(request, request.stop, is_traffic=request.is_traffic)
             self.step(StepPlan(finished_req_ids=frozenset({request.request_id})))
 
     def drain(self, timeout_s: float) -> bool:

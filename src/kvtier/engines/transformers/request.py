@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvtier.connector.trace_line import StopReason
 from kvtier.engines.transformers.block_hash import extend_block_hashes
 from kvtier.errors import ConfigError
 
@@ -38,6 +39,8 @@ class Request:
         first_token_s: clock reading at its first token.
         ended_s: clock reading at its end; None until then.
         logits: of each output token, when they are kept.
+        stop: why its answer ended, for a recorded trace.
+        is_traffic: whether somebody has asked it; what only hands over computed blocks is not recorded.
     """
 
     request_id: str
@@ -58,6 +61,8 @@ class Request:
     first_token_s: float = 0.0
     ended_s: float | None = None
     logits: list[torch.Tensor] | None = None
+    stop: StopReason = StopReason.UNKNOWN
+    is_traffic: bool = True
 
     def __post_init__(self) -> None:
         self._extend_hashes()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvtier.connector.trace_line import StopReason
 from kvtier.engines.transformers.block_hash import make_root_digest
 from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.config import EngineConfig
@@ -108,6 +109,8 @@ class RequestServer:
             while not params.is_last(token_id, len(request.output_ids)):
                 yield token_id
                 token_id = self._compute_next(request, sampler)
+            if token_id in params.eos_token_ids:
+                request.stop = StopReason.END_TURN
         # The request has ended before its last token is out: who stops reading there has left nothing open.
         yield token_id
 
@@ -131,6 +134,7 @@ class RequestServer:
             sequence: keys and values that the engine's own model computed for them.
         """
         request = self.make_request(token_ids, kv_transfer_params={"skip_load": True})
+        request.is_traffic = False
         with self._serving(request):
             self._scheduler.admit(request)
             num_missing = request.num_tokens - request.num_computed_tokens

@@ -14,11 +14,12 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.trace_line import StopReason
 from kvtier.engines.vllm.adapters import AdapterSalts
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.events import translate_events
@@ -47,7 +48,9 @@ class SchedulerHooks:
         return False
 
     def on_new_request(self, request: Request) -> None:
-        """Do nothing: a request is known from its first search on."""
+        """Note when the request came, if requests are recorded; otherwise it is known from its first search on."""
+        if self._scheduler.recorder is not None:
+            self._scheduler.recorder.note_arrival(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -109,13 +112,13 @@ class SchedulerHooks:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
-        return self._scheduler.request_finished(request)
+        return self._scheduler.request_finished(request, stop_of(request))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Forget a request of a model with several KV groups."""
-        return self._scheduler.request_finished(request)
+        return self._scheduler.request_finished(request, stop_of(request))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return, for vLLM's publisher, what tiers have gained and lost since the last call."""
@@ -129,3 +132,9 @@ class SchedulerHooks:
         """Forget every block; nothing stored before is found again."""
         self._scheduler.reset()
         return True
+
+
+def stop_of(request: Request) -> StopReason:
+    """Return why a request ended, for a recorded trace; a call of a tool ends like any turn here. Pure."""
+    is_end = request.status is RequestStatus.FINISHED_STOPPED
+    return StopReason.END_TURN if is_end else StopReason.UNKNOWN

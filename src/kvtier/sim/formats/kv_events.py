@@ -62,7 +62,7 @@ class KVEventsFormat(TraceFormat):
         """Yield the requests in the order in which they ended: each has by then been silent for ``JOIN_GAP_S``."""
         joiner = _Joiner(cls.block_tokens_of(path))
         first_s: float | None = None
-        for line in read_lines(path):
+        for line in read_lines(path, may_be_cut=True):
             time_s = line.seconds("ts")
             first_s = time_s if first_s is None else first_s
             now_s = max(0.0, time_s - first_s)
@@ -75,7 +75,7 @@ class KVEventsFormat(TraceFormat):
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:
         """Return the block size of the first store of the log."""
-        for line in read_lines(path):
+        for line in read_lines(path, may_be_cut=True):
             for event in _events_of(line):
                 if event.get("type") == STORED and _is_device_store(event):
                     return _block_size_of(line, event)

@@ -7,6 +7,7 @@ file, the line, the value and the remedy.
 
 import gzip
 import json
+import logging
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import TraceError
+
+logger = logging.getLogger(__name__)
 
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -92,12 +95,32 @@ class Line:
         return self.values[name]
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[Line]:
     """Yield each object of ``path``, plain or compressed with gzip; blank lines are skipped.
+
+    Args:
+        path: the file.
+        may_be_cut: whether it may end within a line, as the file of a writer that was killed; that line is left out,
+            and the log says so.
 
     Raises:
         TraceError: the file cannot be read or is no regular one, or a line holds no JSON object.
     """
+    for number, text in _read_texts(path, may_be_cut=may_be_cut):
+        if text.isspace():
+            continue
+        try:
+            line = Line(path, number, _parse(path, number, text))
+        except TraceError:
+            if not may_be_cut or text.endswith("\n"):
+                raise
+            _tell_cut(path, number)
+            return
+        yield line
+
+
+def _read_texts(path: Path, *, may_be_cut: bool) -> Iterator[tuple[int, str]]:
+    """Yield each line as it stands, with its number from 1; the last one may lack its line feed."""
     if path.exists() and not path.is_file():
         # A pipe gives each line once, and finding the format alone reads the first ones.
         raise TraceError(
@@ -110,15 +133,21 @@ def read_lines(path: Path) -> Iterator[Line]:
         opener = gzip.open if is_zipped else open
         with opener(path, "rt", encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
-                if not text.isspace():
-                    yield Line(path, number, _parse(path, number, text))
+                yield number, text
     except OSError as error:
         raise TraceError(
             path, None, error.strerror or str(error), "cannot be read: check the path"
         ) from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        if may_be_cut and isinstance(error, EOFError):
+            _tell_cut(path, number + 1)
+            return
         remedy = "the file is damaged or cut short behind this line: fetch it again"
         raise TraceError(path, number, str(error), remedy) from error
+
+
+def _tell_cut(path: Path, number: int) -> None:
+    logger.warning("%s ends within line %d: its writer was killed; what stands before is read", path, number)
 
 
 def _parse(path: Path, number: int, text: str) -> dict[str, Any]:  # Any: JSON

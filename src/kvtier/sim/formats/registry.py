@@ -15,6 +15,7 @@ TRACE_FORMATS: Registry[type[TraceFormat]] = Registry(
         "shared": "kvtier.sim.formats.shared:SharedFormat",
         "mooncake": "kvtier.sim.formats.mooncake:MooncakeFormat",
         "qwen_bailian": "kvtier.sim.formats.qwen_bailian:QwenBailianFormat",
+        "kvtier": "kvtier.sim.formats.kvtier:KVTierFormat",
         "kv_events": "kvtier.sim.formats.kv_events:KVEventsFormat",
     },
 )

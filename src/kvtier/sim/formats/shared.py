@@ -33,11 +33,16 @@ class SharedFormat(TraceFormat):
                 num_tokens,
                 line.whole("output_length"),
                 ids,
-                _stop_of(line),
+                stop_of(line),
             )
 
 
-def _stop_of(line: Line) -> StopReason:
+def stop_of(line: Line) -> StopReason:
+    """Return why the turn of a line ended.
+
+    Raises:
+        TraceError: it names a reason that there is not.
+    """
     value = line.values.get("stop", 0)
     if type(value) is int:
         for reason in StopReason:

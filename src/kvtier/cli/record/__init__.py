@@ -1,0 +1,1 @@
+"""``kvtier record``: a trace of what a live engine is asked, under salted ids."""

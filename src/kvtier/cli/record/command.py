@@ -1,0 +1,119 @@
+"""``kvtier record OUT``: write a trace of a live engine, so that ``kvtier simulate`` can replay its traffic.
+
+It parses, calls and prints. Two ways: run an engine with the recorder of its kvtier connector switched on, or listen to
+the KV events that a running vLLM publishes. What is said goes to stderr: stdout is the command's.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.record.child import run_command
+from kvtier.cli.record.report import describe_recordings, find_recordings
+from kvtier.config import parse_bytes
+from kvtier.connector.recorder import (
+    MAX_BYTES_VARIABLE,
+    MIN_BYTES,
+    SALT_FILE_VARIABLE,
+    TRACE_VARIABLE,
+)
+from kvtier.connector.trace_file import TraceFile
+from kvtier.connector.trace_salt import draw_salt, read_salt_file
+from kvtier.errors import ConfigError
+
+DEFAULT_MAX_SIZE = "1GiB"
+"""That of the recorder itself."""
+
+NOTHING_RECORDED_STATUS = 1
+
+
+def record(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new file; gzip if it ends in .gz.")],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Starts an engine with kvtier.")
+    ] = None,
+    kv_events: Annotated[
+        str | None,
+        typer.Option("--kv-events", metavar="ENDPOINT", help="Listen to vLLM's KV events instead."),
+    ] = None,
+    bind: Annotated[bool, typer.Option("--bind", help="vLLM connects to ENDPOINT.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Listen so long.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Listen to so many batches.")] = None,
+    max_size: Annotated[str, typer.Option(help="What OUT may take.")] = DEFAULT_MAX_SIZE,
+    salt_file: Annotated[
+        Path | None, typer.Option(help="Secret of the ids; else one is drawn and forgotten.")
+    ] = None,
+) -> None:
+    """Record what a live engine is asked: when, how long, which blocks are shared. No text, salted ids.
+
+    Runs COMMAND with recording switched on in every kvtier connector in it; its exit status is returned, 1 when nothing
+    was recorded. With --kv-events it listens to a running vLLM until Ctrl-C.
+
+    Raises:
+        ConfigError: an argument cannot work.
+    """
+    if (kv_events is None) == (not command):
+        raise ConfigError("record", str(out), "give either -- COMMAND ... or --kv-events ENDPOINT")
+    if kv_events is None and (bind or seconds is not None or batches is not None):
+        raise ConfigError("record", str(out), "--bind, --seconds and --batches go with --kv-events")
+    max_bytes = parse_bytes("--max-size", max_size)
+    if max_bytes < MIN_BYTES:
+        raise ConfigError("--max-size", max_size, f"must be at least {MIN_BYTES}: no request would fit")
+    out = out.absolute()
+    if os.path.lexists(out):
+        raise ConfigError("OUT", str(out), "exists: name a new file, or move it away")
+    status = (
+        _run(out, command or [], max_bytes, salt_file)
+        if kv_events is None
+        else _listen(out, kv_events, max_bytes, salt_file, is_bound=bind, seconds=seconds, batches=batches)
+    )
+    raise typer.Exit(status)
+
+
+def _run(out: Path, command: list[str], max_bytes: int, salt_file: Path | None) -> int:
+    variables = {TRACE_VARIABLE: str(out), MAX_BYTES_VARIABLE: str(max_bytes)}
+    if salt_file is not None:
+        read_salt_file(salt_file)
+        variables[SALT_FILE_VARIABLE] = str(salt_file.absolute())
+    before = find_recordings(out)
+    status = run_command(command, {**os.environ, **variables})
+    recordings = [path for path in find_recordings(out) if path not in before]
+    for line in describe_recordings(recordings):
+        _tell(line)
+    if not recordings:
+        _tell(
+            "nothing is recorded: no engine with a kvtier connector was started, or its record_trace names a file"
+        )
+    return status or (0 if recordings else NOTHING_RECORDED_STATUS)
+
+
+def _listen(
+    out: Path,
+    endpoint: str,
+    max_bytes: int,
+    salt_file: Path | None,
+    *,
+    is_bound: bool,
+    seconds: float | None,
+    batches: int | None,
+) -> int:
+    # Its libraries are an extra that the other way does without.
+    from kvtier.cli.record.listening import Listening, describe_log, listen
+
+    salt = draw_salt() if salt_file is None else read_salt_file(salt_file)
+    try:
+        file = TraceFile(out, max_bytes)
+    except OSError as error:
+        raise ConfigError("OUT", str(out), f"cannot be made: {error.strerror}") from error
+    log = listen(Listening(endpoint, is_bound, seconds, batches), file, salt, _tell)
+    for line in describe_log(log, out):
+        _tell(line)
+    if log.counts.num_stored_blocks:
+        _tell(f"kvtier simulate {out}")
+    return 0 if log.counts.num_stored_blocks else NOTHING_RECORDED_STATUS
+
+
+def _tell(line: str) -> None:
+    typer.echo(f"kvtier: {line}", err=True)

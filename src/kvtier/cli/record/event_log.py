@@ -1,0 +1,153 @@
+"""Writes KV events as a log that the simulator reads, with salted ids for hashes and nothing else that tells of text.
+
+vLLM's events carry token ids, names of adapters, cache salts and sessions. What is written is listed here, field by
+field; a field that is not listed, and an event of an unknown kind, is left out. Numbers that are missing between two
+batches are counted: a subscriber that is too slow, or that came late, has not heard everything.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.cli.record.event_batch import EventBatch
+from kvtier.connector.trace_file import TraceFile
+from kvtier.connector.trace_salt import TraceSalt
+from kvtier.sim.formats.kv_events import CLEARED, REMOVED, STORED, STORED_FIELDS
+
+REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx")
+MEDIUM = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+OTHER_MEDIUM = "other"
+
+
+@dataclass(slots=True)
+class EventCounts:
+    """What was heard.
+
+    Attributes:
+        num_batches: batches that were written.
+        num_stored_blocks: blocks in stores that were written.
+        num_missing_batches: numbers that were left out between two batches.
+        num_restarts: how often numbers began anew.
+        num_foreign_batches: batches of other replicas than the first one heard.
+        num_left_out_events: events of an unknown kind or shape.
+        first_sequence: number of the first batch; None when there was none.
+        rank: the replica; None when none was heard.
+    """
+
+    num_batches: int = 0
+    num_stored_blocks: int = 0
+    num_missing_batches: int = 0
+    num_restarts: int = 0
+    num_foreign_batches: int = 0
+    num_left_out_events: int = 0
+    first_sequence: int | None = None
+    rank: int | None = None
+
+
+class EventLog:
+    """Takes batches of one replica, the first that it hears.
+
+    Args:
+        file: where to.
+        salt: makes the ids.
+
+    Attributes:
+        counts: what was heard so far.
+        is_full: whether the file has reached its limit; nothing is written from then on.
+    """
+
+    def __init__(self, file: TraceFile, salt: TraceSalt) -> None:
+        self.counts = EventCounts()
+        self.is_full = False
+        self._file = file
+        self._salt = salt
+        self._first_s = 0.0
+        self._last_sequence = -1
+
+    def take(self, batch: EventBatch) -> None:
+        """Write a batch, without what is not listed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        counts = self.counts
+        if counts.first_sequence is None:
+            counts.first_sequence, counts.rank = batch.sequence, batch.rank
+            self._first_s, self._last_sequence = batch.time_s, batch.sequence - 1
+        if batch.rank != counts.rank:
+            counts.num_foreign_batches += 1
+            return
+        if batch.sequence > self._last_sequence:
+            counts.num_missing_batches += batch.sequence - self._last_sequence - 1
+        else:
+            counts.num_restarts += 1
+        self._last_sequence = batch.sequence
+        events = [self._anonymise(event) for event in batch.events]
+        kept = [event for event in events if event is not None]
+        line = {"ts": round(max(0.0, batch.time_s - self._first_s), 6), "events": kept}
+        self._write(json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n")
+        if self.is_full:
+            return
+        counts.num_batches += 1
+        counts.num_left_out_events += len(events) - len(kept)
+        counts.num_stored_blocks += sum(len(one["block_hashes"]) for one in kept if one["type"] == STORED)
+
+    def close(self) -> None:
+        """End the file; idempotent."""
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        self.is_full |= not self._file.has_room(len(line))
+        if not self.is_full:
+            self._file.write(line)
+
+    def _anonymise(self, event: object) -> dict[str, Any] | None:  # Any: JSON
+        """Return what may be written of an event; None when it is of an unknown kind or shape."""
+        fields = _fields_of(event)
+        kind = fields.get("type")
+        if kind == CLEARED:
+            return {"type": CLEARED}
+        ids = self._ids_of(fields.get("block_hashes"))
+        if kind not in (STORED, REMOVED) or ids is None:
+            return None
+        kept: dict[str, Any] = {"type": kind, "block_hashes": ids, "medium": _medium_of(fields)}
+        if kind == STORED:
+            parent = fields.get("parent_block_hash")
+            parent_ids = self._ids_of([] if parent is None else [parent])
+            block_size = fields.get("block_size")
+            if parent_ids is None or type(block_size) is not int:
+                return None
+            kept |= {"parent_block_hash": next(iter(parent_ids), None), "block_size": block_size}
+        group_idx = fields.get("group_idx")
+        return kept | ({"group_idx": group_idx} if type(group_idx) is int else {})
+
+    def _ids_of(self, hashes: object) -> list[int] | None:
+        if not isinstance(hashes, list):
+            return None
+        names = [_name_of(block_hash) for block_hash in hashes]
+        return [self._salt.id_of(name) for name in names if name is not None] if None not in names else None
+
+
+def _fields_of(event: object) -> Mapping[str, Any]:  # Any: msgpack
+    """Return an event's fields by name; vLLM has written them as a list in older releases."""
+    if isinstance(event, dict):
+        return event
+    if isinstance(event, list) and event:
+        names = STORED_FIELDS if event[0] == STORED else REMOVED_FIELDS
+        return dict(zip(names, event, strict=False))
+    return {}
+
+
+def _medium_of(fields: Mapping[str, Any]) -> str | None:  # Any: msgpack
+    medium = fields.get("medium")
+    if medium is None:
+        return None
+    return medium if isinstance(medium, str) and MEDIUM.fullmatch(medium) else OTHER_MEDIUM
+
+
+def _name_of(block_hash: object) -> bytes | None:
+    if isinstance(block_hash, bytes):
+        return b"b" + block_hash
+    return b"i%d" % block_hash if type(block_hash) is int else None

@@ -1,0 +1,99 @@
+"""The lines of a recorded trace: one for the recording, one for each request, one for the end.
+
+It writes no file and makes no id. A line is one JSON object:
+
+    {"kvtier_trace": 1, "block_tokens": 16}
+    {"timestamp": 12.5, "input_length": 70, "output_length": 8, "hash_ids": [5, 7, 9, 11], "stop": 2}
+    {"kvtier_trace_end": 1, "requests": 1, "dropped": 0, "is_full": false}
+
+``timestamp`` is when the request came, in milliseconds from the start of the recording. ``hash_ids`` has one id for
+each full block of the prompt; a partial last block has none, for engines name full blocks only. Requests stand in the
+order in which they ended. The last line is missing where a recording did not end in order.
+"""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+
+TRACE_MARK = "kvtier_trace"
+END_MARK = "kvtier_trace_end"
+VERSION = 1
+"""A reader refuses other versions: their fields may mean something else."""
+
+
+class StopReason(Enum):
+    """Why a turn ended, as traces write it."""
+
+    UNKNOWN = 0
+    TOOL_USE = 1
+    END_TURN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """The first line.
+
+    Attributes:
+        block_tokens: prompt tokens that one id stands for.
+    """
+
+    block_tokens: int
+
+    def to_line(self) -> bytes:
+        """Return the line with its end."""
+        return _to_line({TRACE_MARK: VERSION, "block_tokens": self.block_tokens})
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """One request.
+
+    Attributes:
+        arrival_s: when it came, from the start of the recording.
+        num_prompt_tokens: length of its prompt.
+        num_output_tokens: length of its answer, as far as it got.
+        hash_ids: one id for each full block of the prompt, head first.
+        stop: why its answer ended.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    hash_ids: tuple[int, ...]
+    stop: StopReason
+
+    def to_line(self) -> bytes:
+        """Return the line with its end; times to a microsecond."""
+        return _to_line(
+            {
+                "timestamp": round(self.arrival_s * 1000, 3),
+                "input_length": self.num_prompt_tokens,
+                "output_length": self.num_output_tokens,
+                "hash_ids": self.hash_ids,
+                "stop": self.stop.value,
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEnd:
+    """The last line of a recording that ended in order.
+
+    Attributes:
+        num_requests: lines of requests before it.
+        num_dropped: requests that ended before it and were not written.
+        is_full: whether it ended because the file had reached its limit.
+    """
+
+    num_requests: int
+    num_dropped: int
+    is_full: bool
+
+    def to_line(self) -> bytes:
+        """Return the line with its end."""
+        counts = {"requests": self.num_requests, "dropped": self.num_dropped}
+        return _to_line({END_MARK: VERSION, **counts, "is_full": self.is_full})
+
+
+def _to_line(values: dict[str, object]) -> bytes:
+    return json.dumps(values, separators=(",", ":")).encode("ascii") + b"\n"

@@ -1,0 +1,76 @@
+"""Turns names of blocks into ids that say nothing of the blocks.
+
+A block's name is a hash of its tokens, the same in each engine of a kind: who guesses a prompt can compute it. So an id
+is a keyed hash (BLAKE2b) of the name under a secret. Equal names get equal ids under one secret, and only under that.
+The secret is drawn at the start and never written, or read from a file so that recordings of several engines agree.
+"""
+
+import os
+import stat
+from hashlib import blake2b
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+SECRET_BYTES = 32
+"""As long as the digests of blocks; nobody tries 2**256 keys."""
+
+MIN_FILE_BYTES = 16
+"""Less could be tried out."""
+
+MAX_FILE_BYTES = 4096
+"""More is a wrong path."""
+
+ID_BYTES = 8
+ID_BITS = 63
+"""Traces have ids below 2**63. Ten million blocks then share an id once in 200,000 recordings."""
+
+
+class TraceSalt:
+    """A secret, and the ids under it.
+
+    Args:
+        secret: 16 to 64 bytes; keep it from whoever gets the trace.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def id_of(self, name: bytes) -> int:
+        """Return the id of a block's name, from 0 to 2**63 - 1. Pure."""
+        digest = blake2b(name, key=self._secret, digest_size=ID_BYTES, person=b"kvtier.trace").digest()
+        return int.from_bytes(digest, "big") >> (8 * ID_BYTES - ID_BITS)
+
+    def __repr__(self) -> str:
+        return "TraceSalt(...)"
+
+
+def draw_salt() -> TraceSalt:
+    """Return a salt that no other recording has."""
+    return TraceSalt(os.urandom(SECRET_BYTES))
+
+
+def read_salt_file(path: Path) -> TraceSalt:
+    """Return the salt that a file holds.
+
+    Args:
+        path: a file of 16 to 4096 bytes that nobody but its owner may read.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    setting = "record_salt_file"
+    make = f"make one: (umask 077; head -c {SECRET_BYTES} /dev/urandom > {path})"
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""
+    except OSError as error:
+        raise ConfigError(setting, str(path), f"cannot be read ({error.strerror}): {make}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        remedy = f"others may read or change it (mode {stat.S_IMODE(mode):04o}): chmod 600 {path}"
+        raise ConfigError(setting, str(path), remedy)
+    if not MIN_FILE_BYTES <= len(content) <= MAX_FILE_BYTES:
+        limits = f"must be a file of {MIN_FILE_BYTES} to {MAX_FILE_BYTES} bytes"
+        raise ConfigError(setting, str(path), f"{limits}: {make}")
+    return TraceSalt(blake2b(content, digest_size=SECRET_BYTES).digest())

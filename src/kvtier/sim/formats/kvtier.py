@@ -1,0 +1,77 @@
+"""The format of traces that kvtier itself records from a live engine, with ids of any block size.
+
+The lines are those of ``kvtier.connector.trace_line``. A file of an engine that was killed may end within a line: what
+stands before it is read. Requests stand in the order in which they ended; a trace is ordered by arrival anyway.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.connector.trace_line import END_MARK, TRACE_MARK, VERSION, TraceEnd, TraceHeader
+from kvtier.errors import TraceError
+from kvtier.sim.formats.base import TraceFormat, check_num_blocks
+from kvtier.sim.formats.lines import Line, read_lines
+from kvtier.sim.formats.mooncake import MS
+from kvtier.sim.formats.shared import stop_of
+from kvtier.sim.trace import TraceRequest
+
+
+class KVTierFormat(TraceFormat):
+    """A header with the block size, a line for each request, and a last line where the recording ended in order."""
+
+    block_tokens = 16
+
+    @staticmethod
+    def recognises(line: Line) -> bool:
+        """Return whether the line is the header of a recording."""
+        return TRACE_MARK in line.values
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[TraceRequest]:
+        """Yield the requests in the order in which they ended."""
+        lines = read_lines(path, may_be_cut=True)
+        block_tokens = _read_header(path, lines).block_tokens
+        for line in lines:
+            if END_MARK in line.values:
+                continue
+            num_tokens, ids = line.whole("input_length"), line.hash_ids()
+            check_num_blocks(line, num_tokens, len(ids), block_tokens)
+            yield TraceRequest(
+                line.seconds("timestamp", unit_s=MS),
+                num_tokens,
+                line.whole("output_length"),
+                ids,
+                stop_of(line),
+            )
+
+    @classmethod
+    def block_tokens_of(cls, path: Path) -> int:
+        """Return the block size that the header names."""
+        return _read_header(path, read_lines(path, may_be_cut=True)).block_tokens
+
+
+def read_end(path: Path) -> TraceEnd | None:
+    """Return what the last line of a recording says; None when the recording did not end in order.
+
+    Raises:
+        TraceError: the file cannot be read, or its last line is none that kvtier writes.
+    """
+    lines = deque(read_lines(path, may_be_cut=True), maxlen=1)
+    if not lines or END_MARK not in lines[0].values:
+        return None
+    last = lines[0]
+    return TraceEnd(last.whole("requests"), last.whole("dropped"), last.values.get("is_full") is True)
+
+
+def _read_header(path: Path, lines: Iterator[Line]) -> TraceHeader:
+    header = next(lines, None)
+    if header is None:
+        raise TraceError(path, None, "no line", "the recording has not begun: give one with a request")
+    if header.whole(TRACE_MARK) != VERSION:
+        remedy = f"this is version {VERSION} of the format: read it with the kvtier that wrote it"
+        raise header.fail(header.values[TRACE_MARK], remedy)
+    block_tokens = header.whole("block_tokens")
+    if block_tokens < 1:
+        raise header.fail(block_tokens, "block_tokens must be at least 1")
+    return TraceHeader(block_tokens)

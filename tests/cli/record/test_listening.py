@@ -1,0 +1,197 @@
+"""A publisher that speaks as vLLM's does is heard over a real socket, from either side, until told to end."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvtier.cli.main import main
+from kvtier.cli.record.event_batch import decode_batch
+from kvtier.errors import EventMessageError
+from kvtier.sim.formats.registry import detect_format, read_trace
+
+GUARD_S = 60.0
+
+TOKEN = 987654321987654
+"""A token id that stands in no log; too long to stand in a salted id by chance."""
+
+
+def payload_of(number: int, rank: int | None = 0) -> bytes:
+    """Return a batch as vLLM 0.32 encodes it: a chain of blocks, two new ones each time."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [2 * number + 2**63, 2 * number + 1 + 2**63],
+        "parent_block_hash": 2 * number - 1 + 2**63 if number else None,
+        "token_ids": [TOKEN] * 32,
+        "block_size": 16,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
+    }
+    fields: list[Any] = [1.7e9 + number / 10, [event]]
+    return bytes(msgspec.msgpack.encode(fields if rank is None else [*fields, rank]))
+
+
+@contextmanager
+def publishing(connect_to: str | None = None, junk: bytes | None = None) -> Iterator[str]:
+    """Publish batches, numbered from 0, over and over until left; yields the endpoint."""
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    if connect_to is None:
+        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    else:
+        socket.connect(connect_to)
+        endpoint = connect_to
+    has_ended = threading.Event()
+
+    def publish() -> None:
+        for number in itertools.count():
+            if junk is not None:
+                socket.send_multipart((b"", number.to_bytes(8, "big"), junk))
+            socket.send_multipart((b"", number.to_bytes(8, "big"), payload_of(number)))
+            if has_ended.wait(0.005):
+                return
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        has_ended.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def free_endpoint() -> str:
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+def assert_is_a_log(path: Path) -> None:
+    trace = read_trace(path)
+    assert detect_format(path) == "kv_events"
+    assert trace.block_tokens == 16
+    assert len(trace.requests) == 1
+    assert str(TOKEN) not in path.read_text()
+    ids = {
+        one
+        for line in map(json.loads, path.read_text().splitlines())
+        for one in line["events"][0]["block_hashes"]
+    }
+    assert max(ids) < 2**63  # true hashes are above
+
+
+def test_a_publisher_is_heard_and_the_log_is_one_that_the_simulator_reads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "events.jsonl"
+    with publishing() as endpoint:
+        status = main(["record", str(out), "--kv-events", endpoint, "--batches", "20"])
+
+    printed = capfd.readouterr().err
+    assert status == 0
+    assert_is_a_log(out)
+    assert len(out.read_text().splitlines()) == 20
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert f"20 batches with 40 stored blocks are in {out}" in printed
+    assert "not heard" not in printed
+    assert f"kvtier simulate {out}" in printed
+
+
+def test_a_publisher_that_connects_is_heard_by_one_that_listens(tmp_path: Path) -> None:
+    out = tmp_path / "events.jsonl"
+    endpoint = free_endpoint()
+    with publishing(connect_to=endpoint):
+        status = main(["record", str(out), "--kv-events", endpoint, "--bind", "--batches", "5"])
+
+    assert status == 0
+    assert_is_a_log(out)
+
+
+def test_messages_of_another_service_are_told_and_left_out(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "events.jsonl"
+    with publishing(junk=b"\xff\xff junk") as endpoint:
+        status = main(["record", str(out), "--kv-events", endpoint, "--batches", "3"])
+
+    assert status == 0
+    assert_is_a_log(out)
+    assert "no message of a KV-event publisher" in capfd.readouterr().err
+
+
+def test_silence_ends_after_the_given_time_with_nothing_recorded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--kv-events", free_endpoint(), "--seconds", "0.2"]
+
+    assert main(["record", str(tmp_path / "events"), *arguments]) == 1
+    assert "0 batches with 0 stored blocks" in capfd.readouterr().err
+
+
+def test_an_endpoint_that_is_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", str(tmp_path / "events"), "--kv-events", "nonsense"]) == 2
+    assert "cannot be connected to" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_a_recording_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "events.jsonl.gz"
+    with publishing() as endpoint:
+        command = [sys.executable, "-m", "kvtier.cli.main", "record", str(out), "--kv-events", endpoint]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as recording:
+            wait_until(lambda: out.exists() and out.stat().st_size > 1000)
+            recording.send_signal(number)
+            _, said = recording.communicate(timeout=GUARD_S)
+
+    assert recording.returncode == 0
+    assert "interrupted" in said
+    assert len(read_trace(out).requests) == 1
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Ask over and over; the guard is the test's own time-out."""
+    pause = threading.Event()
+    while not is_so():
+        pause.wait(0.01)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [b"", b"12345678"],
+        [b"", b"1234567", payload_of(0)],
+        [b"", b"12345678", b""],
+        [b"", b"12345678", msgspec.msgpack.encode({"ts": 1})],
+        [b"", b"12345678", msgspec.msgpack.encode([1.0])],
+        [b"", b"12345678", msgspec.msgpack.encode(["now", []])],
+        [b"", b"12345678", msgspec.msgpack.encode([float("nan"), []])],
+        [b"", b"12345678", msgspec.msgpack.encode([True, []])],
+        [b"", b"12345678", msgspec.msgpack.encode([1.0, {}])],
+        [b"", b"12345678", msgspec.msgpack.encode([1.0, [], "zero"])],
+        [b"", b"12345678", b"\x91" * 100_000],
+    ],
+)
+def test_a_message_of_another_shape_is_an_error(parts: list[bytes]) -> None:
+    with pytest.raises(EventMessageError):
+        decode_batch(parts)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(None, 0), (0, 0), (3, 3)])
+def test_a_batch_is_decoded(rank: int | None, expected: int) -> None:
+    batch = decode_batch([b"topic", (258).to_bytes(8, "big"), payload_of(1, rank)])
+
+    assert (batch.sequence, batch.time_s, batch.rank) == (258, 1.7e9 + 0.1, expected)
+    assert batch.events[0]["block_hashes"] == [2 + 2**63, 3 + 2**63]
