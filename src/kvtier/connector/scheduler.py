@@ -9,7 +9,8 @@ Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvtier.base import (
@@ -35,6 +36,7 @@ from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import RegionHandshake
 from kvtier.connector.hit_sources import count_hit_sources
 from kvtier.connector.layer_admission import LayerAdmission
+from kvtier.connector.load_choice import LoadChoice
 from kvtier.connector.load_planner import iterate_load_keys, plan_load
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
@@ -61,20 +63,23 @@ class OffloadingConnectorScheduler:
 
     Args:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
+        clock: seconds, monotonic; how long steps take is measured with it.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         counters: what was decided so far.
         layerwise: what is loaded while its request computes.
+        load_choice: how much of what is found is loaded.
     """
 
-    def __init__(self, spec: OffloadingSpec) -> None:
+    def __init__(self, spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic) -> None:
         self.manager = spec.get_manager()
         self.counters = SchedulerCounters()
         self.layerwise = LayerAdmission(spec)
         self._layouts = make_group_layouts(spec)
         self._handshake = RegionHandshake(spec)
         self._requests: dict[str, RequestState] = {}
+        self.load_choice = LoadChoice(spec, self.manager, self._requests, clock)
         self._jobs = TransferJobs(spec.config.world_size)
         self._fences = BlockFences()
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
@@ -147,7 +152,10 @@ class OffloadingConnectorScheduler:
             InvariantError: there are fewer device blocks than tokens to load.
         """
         state = self._requests.get(request.request_id)
-        if state is None or num_external_tokens == 0:
+        if state is None:
+            return
+        self.counters.count_not_loaded(self.load_choice.note_begun(state, num_external_tokens))
+        if num_external_tokens == 0:
             return
         first_token = state.num_local_tokens or 0
         end_token = first_token + num_external_tokens
@@ -209,6 +217,7 @@ class OffloadingConnectorScheduler:
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,
             is_idle=not scheduler_output.num_scheduled_tokens,
+            measured_step=self.load_choice.begin_step(scheduler_output),
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()
@@ -217,6 +226,7 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """Take what the workers reported; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
+        self.load_choice.take_report(report)
         if report is None:
             return
         self._handshake.record(report.region_identities)
@@ -279,7 +289,7 @@ class OffloadingConnectorScheduler:
             "connector.fenced_jobs": float(len(self._fences)),
             "connector.requests": float(len(self._requests)),
         }
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges}
+        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **self.load_choice.stats()}
 
     def shutdown(self) -> None:
         """End the manager; idempotent."""
@@ -299,11 +309,14 @@ class OffloadingConnectorScheduler:
         max_end_token = state.request.num_tokens - 1
         if state.limits.max_load_tokens is not None:
             max_end_token = min(max_end_token, state.limits.max_load_tokens)
+        end_token = self.load_choice.find_limit(state, num_local_tokens, max_end_token)
+        if end_token is None:
+            return None
         return find_loadable_end(
             self._layouts,
             state.keys,
             num_local_tokens,
-            max_end_token,
+            end_token,
             lambda keys: self._maximal_prefix_lookup(keys, state.context),
             lambda keys, size: self._sliding_window_lookup(keys, size, state.context),
         )
