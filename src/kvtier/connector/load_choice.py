@@ -15,6 +15,7 @@ from kvtier.config import LoadIf
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.load_cut import PromptCosts, list_unwanted, plan_load_cut
+from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefill_meter import PrefillMeter
 from kvtier.connector.prefix_search import split_by_need
 from kvtier.connector.protocols import SchedulerOutput, SurveyingManager
@@ -92,20 +93,22 @@ class LoadChoice:
             state.wanted_end_token = end_token
         return max_end_token if num_wanted == len(run.places) else end_token
 
-    def note_begun(self, state: RequestState, num_external_tokens: int) -> Mapping[str, int]:
-        """Take note that the engine begins a request; return the tokens that it does not load, by where they are.
+    def note_begun(self, state: RequestState, num_external_tokens: int, counters: SchedulerCounters) -> None:
+        """Take note that the engine begins a request; what is loaded of it is pinned by now.
 
-        Effects: Tiers that were found too slow may be measured anew. The wait of a request that loads nothing ends.
+        Effects: Counts the tokens that were found and are computed. Tiers that were found too slow may be measured
+        anew. The wait of a request that loads nothing ends.
         """
         unwanted, state.unwanted = state.unwanted, NOTHING_UNWANTED
         state.wanted_end_token = None
         state.num_begun_tokens = (state.num_local_tokens or 0) + num_external_tokens
-        if self._survey is not None and unwanted is not NOTHING_UNWANTED:
-            if num_external_tokens == 0:
-                self._survey.end_wait(state.context)
-            for tier, keys in unwanted.to_probe.items():
-                self._survey.probe(tier, keys)
-        return unwanted.tokens
+        if self._survey is None or unwanted is NOTHING_UNWANTED:
+            return
+        counters.count_not_loaded(unwanted.tokens)
+        if num_external_tokens == 0:
+            self._survey.end_wait(state.context)
+        for tier, keys in unwanted.to_probe.items():
+            self._survey.probe(tier, keys)
 
     def begin_step(self, output: SchedulerOutput) -> int | None:
         """Note a step; return the number under which its report tells how long it took."""

@@ -18,10 +18,11 @@ from kvtier.load_cost import LinkRate, PrefillRate, compute_s
 from kvtier.tiering.load_times import TierLoad
 from kvtier.tiering.survey import BlockPlace
 
-HIDDEN_WAIT_COST = 0.1
-"""What a second costs that a request waits for a tier while it would have waited for the engine anyway. At 0 a load of
-minutes that saves a second is free behind a queue that may be shorter than it looks, and it takes the tier from loads
-that save more; at 1 nothing is hidden, and an engine that is behind computes what it could have been given."""
+HIDDEN_WAIT_COST = 0.5
+"""What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
+be shorter than it looks, and the request loses its turn: who comes meanwhile is computed first, and an engine that is
+busy half of the time gives half of what was hidden to those. At 0 a load of minutes that saves a second is free behind
+any queue; at 1 nothing is hidden, and an engine that is behind computes what it could have been given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,11 @@ class PrefillMeter:
             num_tokens: prompt tokens.
             time_s: seconds for them alone.
         """
-        self._is_told = True
-        self._begun_s.clear()
+        if not self._is_told:
+            self._is_told = True
+            self._begun_s.clear()
+            self._samples.clear()
+            self._rate = None
         if num_tokens >= MIN_STEP_TOKENS:
             self._add(num_tokens, time_s)
 
@@ -85,6 +88,9 @@ class PrefillMeter:
         if time_s > 0:
             self._samples.append((time_s / num_tokens, num_tokens))
             self._rate = None
+
+    def __len__(self) -> int:
+        return len(self._begun_s)
 
 
 def weighted_median(samples: list[tuple[float, int]]) -> float:

@@ -154,8 +154,8 @@ class OffloadingConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        self.counters.count_not_loaded(self.load_choice.note_begun(state, num_external_tokens))
         if num_external_tokens == 0:
+            self.load_choice.note_begun(state, 0, self.counters)
             return
         first_token = state.num_local_tokens or 0
         end_token = first_token + num_external_tokens
@@ -180,6 +180,7 @@ class OffloadingConnectorScheduler:
         if state.is_layerwise:
             self.layerwise.begin(job_id, request, first_token)
             self.counters.layerwise_load_jobs += 1
+        self.load_choice.note_begun(state, num_external_tokens, self.counters)
         self._flush(plan.device_spec.block_ids.tolist())
 
     def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:

@@ -84,8 +84,11 @@ def fit_rate(samples: list[tuple[float, float]]) -> LinkRate:
         for (one, one_s), (other, other_s) in combinations(samples, 2)
         if max(one, other) >= MIN_SIZE_RATIO * min(one, other)
     ]
-    slope = median(slopes) if slopes else 0.0
-    if slope <= 0:
-        # Sizes are alike, or larger ones were no slower: there is no telling latency from rate.
+    if not slopes:
+        # Sizes are alike: there is no telling latency from rate, and no need to.
         return LinkRate(1 / median(time_s / num_bytes for num_bytes, time_s in samples))
+    slope = median(slopes)
+    if slope <= 0:
+        # Larger loads were no slower: the latency is nearly all, and the rate is at least the best that was seen.
+        slope = min(time_s / num_bytes for num_bytes, time_s in samples)
     return LinkRate(1 / slope, max(0.0, median(time_s - num_bytes * slope for num_bytes, time_s in samples)))

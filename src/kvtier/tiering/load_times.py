@@ -17,11 +17,23 @@ MAX_BUSY_JOBS = 4
 bytes of what is left, moved already and not counted, weigh more."""
 
 PROBE_REST_RATIO = 9.0
-"""Loads that only measure leave a tier alone for nine times as long as the last one took: at most a tenth of its time
-goes into them, however slow it is. Smaller disturbs a slow tier's stores more; larger finds later that it is well."""
+"""A load that only measures leaves its tier alone for nine times as long as it took: at most a tenth of the time goes
+into them, however slow the tier is. Smaller disturbs a slow tier's stores more; larger finds later that it is well."""
 
 MIN_PROBE_REST_S = 1.0
 """A fast tier is not measured more often than this: nobody is refused often there, and each load takes a slot."""
+
+MAX_PROBE_ROWS = 8
+"""Rows of a load that only measures. One would not show what a tier gains by loading several at once; many would put as
+many out of host memory, for a request that does not wait for them."""
+
+MAX_PROBE_S = 1.0
+"""A load that only measures takes no longer than this, as far as is known, unless one row does. A slow tier is measured
+with few rows, and so the more often."""
+
+MIN_SLOW_FAILURE_S = 1.0
+"""A load that fails sooner says nothing of how fast the tier is: its blocks were gone, or the place refused. One that
+takes longer is out of time, and tells at least how fast the tier is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,7 @@ class LoadTimes:
         self._busy_bytes = 0
         self._num_ended = 0
         self._is_spoiled = False
+        self._is_probing = False
         self._rested_s = float("-inf")
 
     @property
@@ -78,7 +91,7 @@ class LoadTimes:
         self._busy_bytes += num_bytes
 
     def end(self, job_id: JobId, *, is_whole: bool) -> None:
-        """Note a report; of a load that brought less than all nobody knows what it moved."""
+        """Note a report; a load that brought less than all says something only if it took long to fail."""
         if self._under_way.pop(job_id, None) is not None:
             self._num_ended += 1
             self._is_spoiled |= not is_whole
@@ -90,14 +103,26 @@ class LoadTimes:
         left_bytes = sum(self._under_way.values())
         now_s = self._clock()
         busy_s = now_s - self._busy_since_s
-        if not self._is_spoiled:
-            self._meter.add(self._busy_bytes - left_bytes, busy_s)
-        self._rested_s = now_s + max(MIN_PROBE_REST_S, PROBE_REST_RATIO * busy_s)
+        moved_bytes = self._busy_bytes - left_bytes
+        if not self._is_spoiled or self._is_slow_failure(moved_bytes, busy_s):
+            self._meter.add(moved_bytes, busy_s)
+        self._rested_s = now_s + max(MIN_PROBE_REST_S, PROBE_REST_RATIO * busy_s if self._is_probing else 0.0)
+        self._is_probing = False
         self._begin_busy_time()
 
-    def is_probe_due(self) -> bool:
-        """Return whether the tier has nothing to load and was not measured for a while."""
-        return not self._under_way and self._clock() >= self._rested_s
+    def plan_probe(self, row_bytes: int) -> int:
+        """Return how many rows may be loaded now only to measure: 0 while it loads or rests."""
+        if self._under_way or self._clock() < self._rested_s:
+            return 0
+        rate = self._meter.rate()
+        if rate is None:
+            return MAX_PROBE_ROWS
+        num_rows = int(max(0.0, MAX_PROBE_S - rate.latency_s) * rate.bytes_per_s / row_bytes)
+        return max(1, min(MAX_PROBE_ROWS, num_rows))
+
+    def note_probe(self) -> None:
+        """Note that the next load only measures, so that the tier is left alone after it."""
+        self._is_probing = True
 
     def describe(self, name: str, row_bytes: int, num_wanted_rows: int = 0) -> TierLoad:
         """Return what a load would cost now.
@@ -119,6 +144,12 @@ class LoadTimes:
         expected_s = rate.time_s(self._busy_bytes) if self._under_way else 0.0
         wanted_s = rate.time_s(num_wanted_rows * row_bytes)
         return TierLoad(name, row_bytes, rate, abs(busy_s - expected_s) + wanted_s)
+
+    def _is_slow_failure(self, asked_bytes: int, busy_s: float) -> bool:
+        """Return whether a busy time in which something failed was slow even if everything had come."""
+        rate = self._meter.rate()
+        expected_s = 0.0 if rate is None else rate.time_s(asked_bytes)
+        return busy_s > max(MIN_SLOW_FAILURE_S, expected_s)
 
     def _begin_busy_time(self) -> None:
         self._busy_since_s = self._clock()

@@ -18,10 +18,6 @@ from kvtier.tiering.promotion import WantedPromotions
 from kvtier.tiering.transfers import TierTransfers
 from kvtier.tiering.waiting import WaitingRequests
 
-MAX_PROBE_BLOCKS = 8
-"""Blocks of a load that only measures. One would not show what a tier gains by loading several at once; many would put
-as many out of host memory, for a request that does not wait for them."""
-
 PROBE = ReqContext("probe")
 """On whose behalf a tier is measured: nobody's."""
 
@@ -147,15 +143,14 @@ class BlockSurvey:
         """
         self._open_step()
         guard = self._guards[tier]
-        if not guard.load_times.is_probe_due():
-            return
-        for key in islice(keys, MAX_PROBE_BLOCKS):
-            if self._primary.lookup(key, PROBE) is not False or not guard.lookup(key, PROBE):
+        for key in islice(keys, guard.load_times.plan_probe(guard.row_bytes)):
+            if self._primary.is_ready(key) or self._primary.is_in_flight(key) or not guard.lookup(key, PROBE):
                 continue
             slot = self._transfers.reserve(guard, key, PROBE, ())
             if slot is None:
                 return
             self._wanted.add(guard, PROBE, key, slot)
+            guard.load_times.note_probe()
             guard.num_probe_blocks += 1
 
     def end_wait(self, req_context: ReqContext) -> None:
