@@ -16,7 +16,7 @@ from tests.connector.fakes import (
 )
 from tests.tiering.drivers import make_example
 
-from kvtier.base import CanonicalKVCaches
+from kvtier.base import CanonicalKVCaches, OffloadKey, ReqContext
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
@@ -45,6 +45,15 @@ class Clock:
         return self.reading()
 
 
+class AskingTier(SlowTier):
+    """A slow tier that cannot tell at once what it has while a test says so."""
+
+    is_asking = False
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return None if self.is_asking else super().lookup(key, req_context)
+
+
 class Bench:
     """A scheduler half over host memory and one tier as slow as a test wants, and an engine's calls."""
 
@@ -52,7 +61,7 @@ class Bench:
         clock = Clock()
         self.driver = TieringDriver(
             NUM_SLOTS,
-            lambda view: [SlowTier(make_example(view), clock, block_s)],
+            lambda view: [AskingTier(make_example(view), clock, block_s)],
             lookup_deadline_s=1000.0,
         )
         clock.reading = self.clock = self.driver.clock
@@ -61,10 +70,10 @@ class Bench:
         self._num_requests = 0
 
     @property
-    def tier(self) -> SlowTier:
+    def tier(self) -> AskingTier:
         """The tier."""
         tier = self.driver.tiers[0]
-        assert isinstance(tier, SlowTier)
+        assert isinstance(tier, AskingTier)
         return tier
 
     def know_prefill(self, token_s: float = TOKEN_S) -> None:
@@ -247,6 +256,59 @@ def test_a_request_that_waits_for_its_blocks_goes_on_waiting_when_the_tier_slows
 
     assert num_tokens == NUM_TOKENS
     assert waited_s == pytest.approx(16.0, abs=0.3)
+
+
+def test_a_request_whose_neighbour_s_blocks_came_late_does_not_think_again() -> None:
+    bench = Bench(block_s=0.2)
+    bench.know_prefill()
+    bench.fill()
+    bench.serve()
+    bench.driver.evict_everything()
+    bench.tier.block_s = 1.0
+    neighbour, request = bench.request(PROMPT[: 4 * HASH_TOKENS + 1]), bench.request()
+    assert bench.half.get_num_new_matched_tokens(neighbour, 0) == (None, False)
+    bench.half.build_connector_meta(FakeStep())
+
+    num_tokens, waited_s = bench.ask(request)
+
+    assert num_tokens == NUM_TOKENS
+    assert waited_s == pytest.approx(8.0, abs=0.3)
+
+
+def test_a_request_that_had_to_ask_and_loads_nothing_holds_nothing_when_it_begins() -> None:
+    bench = make_slow_bench()
+    request = bench.request()
+    bench.tier.is_asking = True
+    assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
+    bench.half.build_connector_meta(FakeStep())
+    bench.tier.is_asking = False
+
+    assert bench.ask(request)[0] == 0
+    assert bench.count("waiting_requests") == 1
+    bench.half.update_state_after_alloc(request, FakeBlocks((list(range(20)),)), 0)
+
+    assert bench.count("waiting_requests") == 0
+    bench.driver.manager.check()
+
+
+def test_what_the_device_holds_comes_before_the_cut() -> None:
+    bench = make_slow_bench()
+    bench.serve(PROMPT[: 3 * HASH_TOKENS + 1])
+
+    assert bench.half.get_num_new_matched_tokens(bench.request(), 2 * HASH_TOKENS) == (HASH_TOKENS, True)
+    assert bench.half.get_num_new_matched_tokens(bench.request(), 3 * HASH_TOKENS) == (0, False)
+
+
+def test_prompts_that_are_loaded_keep_the_engine_no_busier() -> None:
+    bench = make_slow_bench(block_s=0.6)
+    other = [7000 + number for number in range(12 * HASH_TOKENS + 1)]
+    bench.serve(other)
+    loaded = bench.request(other)
+    num_tokens, _ = bench.ask(loaded)
+    assert num_tokens == 12 * HASH_TOKENS
+    bench.half.update_state_after_alloc(loaded, FakeBlocks((list(range(20)),)), num_tokens)
+
+    assert bench.ask(bench.request())[0] == 0
 
 
 def test_two_requests_of_one_step_know_of_each_other_s_loads() -> None:

@@ -101,7 +101,9 @@ class LoadChoice:
         """
         unwanted, state.unwanted = state.unwanted, NOTHING_UNWANTED
         state.wanted_end_token = None
-        state.num_begun_tokens = (state.num_local_tokens or 0) + num_external_tokens
+        num_begun_tokens = (state.num_local_tokens or 0) + num_external_tokens
+        # An engine may say once more, without a load, that it begins a request whose load has ended.
+        state.num_begun_tokens = max(state.num_begun_tokens or 0, num_begun_tokens)
         if self._survey is None or unwanted is NOTHING_UNWANTED:
             return
         counters.count_not_loaded(unwanted.tokens)
