@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connector.load_cut import PromptCosts, first_token_s, list_unwanted, plan_load_cut
+from kvtier.connector.load_cut import PromptCosts, first_token_s, list_unwanted, others_s, plan_load_cut
 from kvtier.load_cost import LinkRate, PrefillRate
 from kvtier.tiering.load_times import TierLoad
 from kvtier.tiering.survey import BlockPlace
@@ -71,6 +71,17 @@ def test_a_load_costs_half_while_the_engine_computes_other_prompts() -> None:
     assert plan_load_cut([DISK] * 4, [tier(2.1)], replace(COSTS, queue_s=1000.0)) == 0
 
 
+def test_what_is_computed_keeps_the_engine_from_others_and_what_is_loaded_the_tier() -> None:
+    slow = tier(1.4)
+    crowded = replace(slow, num_queued=4)
+    behind = replace(COSTS, num_queued=2)
+
+    assert plan_load_cut([DISK] * 4, [slow], COSTS) == 0
+    assert plan_load_cut([DISK] * 4, [slow], behind) == 4
+    assert plan_load_cut([DISK] * 4, [crowded], behind) == 0
+    assert others_s(1, {0: 2.0}, [crowded], behind) == pytest.approx((4 * 2.8 + 2 * 9.0) / 2)
+
+
 def test_what_would_not_come_before_the_deadline_is_not_begun() -> None:
     costs = replace(COSTS, deadline_s=0.35)
 
@@ -123,21 +134,24 @@ PLACES = st.lists(
 )
 
 
-@given(PLACES, TIERS, st.just(0.0) | TIMES)
-def test_no_other_cut_is_sooner(places: list[BlockPlace], tiers: list[TierLoad], queue_s: float) -> None:
-    costs = replace(COSTS, queue_s=queue_s)
+@given(PLACES, TIERS, st.just(0.0) | TIMES, st.integers(0, 5), st.integers(0, 5))
+def test_no_other_cut_costs_less(
+    places: list[BlockPlace], tiers: list[TierLoad], queue_s: float, num_before: int, num_loading: int
+) -> None:
+    costs = replace(COSTS, queue_s=queue_s, num_queued=num_before)
+    tiers = [replace(one, num_queued=num_loading) for one in tiers]
 
-    def time_of(num_blocks: int) -> float:
+    def cost_of(num_blocks: int) -> float:
         """Count it again from the start."""
         taken = places[:num_blocks]
         used = {place.tier for place in taken if place.tier is not None}
-        rows = {one: sum(place == BlockPlace(one) for place in taken) for one in used}
+        rows = {one: float(sum(place == BlockPlace(one) for place in taken)) for one in used}
         promote_s = max((tiers[one].time_s(rows[one]) for one in used), default=0.0)
-        return first_token_s(num_blocks, promote_s, costs)
+        return first_token_s(num_blocks, promote_s, costs) + others_s(num_blocks, rows, tiers, costs)
 
     found = plan_load_cut(places, tiers, costs)
 
-    assert time_of(found) == pytest.approx(min(time_of(number) for number in range(len(places) + 1)))
+    assert cost_of(found) == pytest.approx(min(cost_of(number) for number in range(len(places) + 1)))
 
 
 @given(PLACES, TIERS)

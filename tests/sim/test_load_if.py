@@ -88,7 +88,7 @@ def test_a_slow_tier_costs_time_when_all_of_it_is_loaded_and_none_when_only_what
 
 
 @pytest.mark.parametrize("gigabytes_per_s", [0.5, 1.0, 2.0, 3.0])
-def test_a_tier_near_its_break_even_is_no_worse_than_always_or_never(
+def test_a_tier_near_its_break_even_is_no_worse_than_always_nor_on_average_than_never(
     trace: Trace, without: Simulation, gigabytes_per_s: float
 ) -> None:
     middling = tier(gigabytes_per_s * GB)
@@ -96,7 +96,9 @@ def test_a_tier_near_its_break_even_is_no_worse_than_always_or_never(
     faster = serve(trace, LoadIf.FASTER, middling)
 
     assert_no_later(faster, serve(trace, LoadIf.ALWAYS, middling), 0.02)
-    assert_no_later(faster, without, 0.02)
+    # The median may be later: some wait, at half their weight, for what keeps the engine free for others.
+    assert faster.total.first_token.mean_s <= without.total.first_token.mean_s
+    assert faster.total.first_token.p90_s <= without.total.first_token.p90_s
 
 
 def test_a_fast_tier_is_loaded_from_as_with_always(trace: Trace) -> None:

@@ -154,11 +154,13 @@ class LoadChoice:
     def _costs_of(
         self, state: RequestState, first_token: int, prefill: PrefillRate, deadline_s: float
     ) -> PromptCosts:
-        num_queued_tokens = sum(
-            max(0, other.request.num_prompt_tokens - max(other.num_begun_tokens, other.num_computed_tokens))
+        begun = (
+            other.request.num_prompt_tokens - max(other.num_begun_tokens, other.num_computed_tokens)
             for other in self._requests.values()
             if other.num_begun_tokens is not None and other is not state
         )
+        # Requests of which less than a block is left, such as those that load the rest, keep nobody waiting.
+        queued = [num_tokens for num_tokens in begun if num_tokens >= self._layout.block_tokens]
         return PromptCosts(
             first_token=first_token,
             end_token=state.request.num_tokens,
@@ -166,7 +168,8 @@ class LoadChoice:
             block_bytes=self._block_bytes,
             prefill=prefill,
             to_device=self._to_device.rate(),
-            queue_s=num_queued_tokens * prefill.token_s,
+            queue_s=sum(queued) * prefill.token_s,
+            num_queued=len(queued),
             deadline_s=deadline_s,
             rows_per_block=self._rows_per_block,
         )

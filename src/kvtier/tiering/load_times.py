@@ -45,18 +45,22 @@ class TierLoad:
         row_bytes: bytes of a row, in the unit of ``rate``.
         rate: how fast it loads; None while nobody knows.
         queue_s: seconds until what it has to load already is loaded.
+        num_queued: how many loads that are.
     """
 
     name: str
     row_bytes: int
     rate: LinkRate | None = None
     queue_s: float = 0.0
+    num_queued: int = 0
+
+    def own_s(self, num_rows: float) -> float:
+        """Return the seconds in which the tier loads so many rows and nothing else. Pure."""
+        return 0.0 if self.rate is None else self.rate.time_s(num_rows * self.row_bytes)
 
     def time_s(self, num_rows: float) -> float:
         """Return the seconds until so many more rows are loaded; with none, until those on their way are. Pure."""
-        if self.rate is None:
-            return 0.0
-        return self.queue_s + self.rate.time_s(num_rows * self.row_bytes)
+        return 0.0 if self.rate is None else self.queue_s + self.own_s(num_rows)
 
 
 class LoadTimes:
@@ -143,7 +147,8 @@ class LoadTimes:
             return TierLoad(name, row_bytes, bound)
         expected_s = rate.time_s(self._busy_bytes) if self._under_way else 0.0
         wanted_s = rate.time_s(num_wanted_rows * row_bytes)
-        return TierLoad(name, row_bytes, rate, abs(busy_s - expected_s) + wanted_s)
+        num_queued = len(self._under_way) + (num_wanted_rows > 0)
+        return TierLoad(name, row_bytes, rate, abs(busy_s - expected_s) + wanted_s, num_queued)
 
     def _is_slow_failure(self, asked_bytes: int, busy_s: float) -> bool:
         """Return whether a busy time in which something failed was slow even if everything had come."""
