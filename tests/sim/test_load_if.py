@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -141,8 +142,8 @@ def test_a_tier_that_becomes_slow_is_given_up_and_taken_up_again_when_it_recover
         engine = SimulatedEngine(ENGINE, HostModel(100, tiers=(tier(20 * GB),), load_if=load_if), done.append)
         assert engine.spec is not None
         link = engine.spec.tiers[0].link
-        engine.timeline.at(third_s, lambda link=link: link.change_speed(slow))
-        engine.timeline.at(2 * third_s, lambda link=link: link.change_speed(fast))
+        engine.timeline.at(third_s, partial(link.change_speed, slow))
+        engine.timeline.at(2 * third_s, partial(link.change_speed, fast))
         engine.run([make_request(number, one, BLOCK_TOKENS) for number, one in enumerate(trace.requests)])
 
     def hits(load_if: LoadIf, begin_s: float, end_s: float) -> int:
