@@ -36,7 +36,7 @@ class GroupKind(Enum):
 
 
 class LoadIf(Enum):
-    """When a hit in a secondary tier is loaded at all."""
+    """Whether a hit in a secondary tier is loaded that would sooner be computed."""
 
     ALWAYS = "always"
     FASTER = "faster"
@@ -153,11 +153,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
     if unknown and "spec_module_path" not in extra_config:
         raise UnknownNameError("setting", unknown[0], known)
     read = SettingsReader(extra_config)
-    load_if = read.choice("load_if", LoadIf.ALWAYS)
-    if load_if is not LoadIf.ALWAYS:
-        raise ConfigError(
-            "load_if", load_if.value, "nothing here estimates load times yet: leave the setting out"
-        )
     return Settings(
         cpu_bytes_to_use=read.size_bytes("cpu_bytes_to_use", None),
         eviction_policy=read.text("eviction_policy", "lru"),
@@ -169,7 +164,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         spec_name=read.text("spec_name", "") or None,
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
-        load_if=load_if,
+        load_if=read.choice("load_if", LoadIf.ALWAYS),
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),

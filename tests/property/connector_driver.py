@@ -101,6 +101,7 @@ class EngineOptions:
         has_region: nothing moves before the workers have reported the region that they have mapped.
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
+        is_choosing: only what is faster than computing is loaded.
     """
 
     layout: str
@@ -116,6 +117,7 @@ class EngineOptions:
     has_region: bool = False
     calls_preemption_hook: bool = True
     is_layerwise: bool = False
+    is_choosing: bool = False
 
 
 class ConnectorDriver:
@@ -135,6 +137,7 @@ class ConnectorDriver:
         extra: dict[str, object] = {
             "offload_prompt_only": options.is_prompt_only,
             "layerwise_load": options.is_layerwise,
+            "load_if": "faster" if options.is_choosing else "always",
         }
         if factor > 1:
             extra["block_size"] = groups[0].block_size_tokens * factor
@@ -164,7 +167,7 @@ class ConnectorDriver:
         self.options = options
         self.max_steps = 1 + options.num_steps_ahead
         self.requests: list[SimRequest] = []
-        self.is_ideal = options.num_slots >= NUM_ROOMY_SLOTS
+        self.is_ideal = options.num_slots >= NUM_ROOMY_SLOTS and not options.is_choosing
         # A block that leaves a window, or a state that is overtaken, before its neighbours in the same offloaded
         # block are computed cannot be stored.
         self._keeps_blocks = {group.kind for group in groups} == {GroupKind.FULL}

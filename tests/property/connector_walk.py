@@ -53,14 +53,19 @@ class Walk:
     Args:
         seed: where chance comes from.
         is_layerwise: whether requests may be computed while they are loaded.
+        is_choosing: whether only what is faster than computing is loaded, from tiers.
     """
 
-    def __init__(self, seed: int, *, is_layerwise: bool = False) -> None:
+    def __init__(self, seed: int, *, is_layerwise: bool = False, is_choosing: bool = False) -> None:
         self.rng = random.Random(seed)
         # Half of the walks are such that whatever is computed must be found again.
         self.is_ideal = self.rng.random() < 0.5
         self.is_calm = self.is_ideal or self.rng.random() < 0.3
         options = draw_options(self.rng, is_roomy=self.is_ideal, is_layerwise=is_layerwise)
+        if is_choosing:
+            options = replace(
+                options, is_tiered=True, is_choosing=True, num_slots=self.rng.choice([3, 8, 16])
+            )
         self.driver = ConnectorDriver(options)
         for worker in self.driver.engine.workers:
             worker.loads.is_telling_late = seed % 2 == 0
@@ -72,6 +77,8 @@ class Walk:
         sometimes = [self._serve, self._run_out, self._abort, self._preempt, self._change_pace, self._wait]
         sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]
         sometimes += [self._reset_and_return]
+        if self.driver.options.is_choosing:
+            often += [self._change_speed, self._wait]
         harm = [self._fail, self._fail, self._forget]
         if self.driver.options.is_layerwise:
             harm += [self._fail_while_computing, self._fail_while_computing]
@@ -163,6 +170,12 @@ class Walk:
 
     def _wait(self) -> None:
         self.driver.clock.advance(self.rng.choice([0.5, 6.0]))
+
+    def _change_speed(self) -> None:
+        """The engine computes faster or slower than before, or so it says."""
+        token_s = self.rng.choice([1e-6, 0.01, 1.0, 1000.0])
+        for _ in range(40):
+            self.driver.engine.scheduler.load_choice.tell_prefill(100, 100 * token_s)
 
     def _fail(self) -> None:
         rng = self.rng

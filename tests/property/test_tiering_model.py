@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.base import ReqContext
+from kvtier.connector.load_cut import list_unwanted
 from kvtier.errors import BlockNotReadyError
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tier_suite import key_of, make_config
@@ -134,6 +135,23 @@ class TieringModel(RuleBasedStateMachine):
             self.step()
         if num_hits and not self.loads:
             self.driver.load(numbers[:num_hits], request)
+        self.driver.manager.request_finished(request)
+
+    @rule(numbers=PREFIXES, num_wanted=st.integers(0, 6))
+    def serve_a_part(self, numbers: list[int], num_wanted: int) -> None:
+        """Serve a request that asks where its blocks are and wants some; the tiers of the rest are measured."""
+        request = ReqContext("part")
+        for _ in range(6):
+            run = self.driver.locate(numbers, request)
+            wanted = numbers[: min(num_wanted, len(run.places))] if run is not None else []
+            num_hits = None if run is None else self.driver.search(wanted, request)
+            if run is not None and num_hits is not None:
+                if num_hits and not self.loads:
+                    self.driver.load(wanted[:num_hits], request)
+                for tier, blocks in list_unwanted(run.places, len(wanted)).items():
+                    self.driver.probe(tier, [numbers[block] for block in blocks])
+                break
+            self.step()
         self.driver.manager.request_finished(request)
 
     @rule(numbers=NUMBERS)

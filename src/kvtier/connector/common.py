@@ -55,6 +55,7 @@ class OffloadingConnectorMetadata:
         jobs_to_flush: stores to finish before anything writes to a device block in this step.
         jobs_to_fail: loads whose bytes became void after they were begun; they are reported as failed.
         is_idle: whether the step computes no token.
+        measured_step: the number under which a worker reports the step, so that its time is known; None asks nobody.
     """
 
     load_jobs: dict[TransferJobId, TransferJob]
@@ -62,6 +63,7 @@ class OffloadingConnectorMetadata:
     jobs_to_flush: set[TransferJobId] | None = None
     jobs_to_fail: set[TransferJobId] | None = None
     is_idle: bool = False
+    measured_step: int | None = None
 
 
 @dataclass(slots=True)
@@ -73,12 +75,18 @@ class OffloadingWorkerMetadata:
         failed_jobs: the jobs that failed on at least one of them.
         region_identities: device and inode of the region of each worker that reports for the first time.
         layerwise_workers: by how much the number of workers has changed that can load layer by layer.
+        load_bytes: bytes of loads that ended, all workers together.
+        load_time_s: seconds that copying them took; workers copy at the same time, so of several the longest.
+        measured_step: number of the step that this reports, if the scheduler half wants its time.
     """
 
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
     failed_jobs: frozenset[TransferJobId] = frozenset()
     region_identities: tuple[tuple[int, int], ...] = ()
     layerwise_workers: int = 0
+    load_bytes: int = 0
+    load_time_s: float = 0.0
+    measured_step: int | None = None
 
     def mark_completed(self, job_id: TransferJobId, success: bool = True) -> None:
         """Count that one worker has ended ``job_id``."""
@@ -96,11 +104,15 @@ class OffloadingWorkerMetadata:
             self.failed_jobs | other.failed_jobs,
             self.region_identities + other.region_identities,
             self.layerwise_workers + other.layerwise_workers,
+            self.load_bytes + other.load_bytes,
+            max(self.load_time_s, other.load_time_s),
+            other.measured_step if self.measured_step is None else self.measured_step,
         )
 
     def is_empty(self) -> bool:
         """Return True when there is nothing to report."""
-        return not self.completed_jobs and not self.region_identities and not self.layerwise_workers
+        is_measured = self.measured_step is not None
+        return not (self.completed_jobs or self.region_identities or self.layerwise_workers or is_measured)
 
 
 @dataclass(frozen=True, slots=True)

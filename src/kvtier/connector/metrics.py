@@ -83,6 +83,7 @@ class SchedulerCounters:
         refused_stores: offers for which the manager had no room.
         flushed_store_jobs: stores that had to end before a device block was written again.
         loaded_tokens: tokens of loads that ended well, by the tier they came from.
+        not_loaded_tokens: tokens that were found and computed all the same, which is faster, by the tier they are in.
     """
 
     load_jobs: int = 0
@@ -94,15 +95,24 @@ class SchedulerCounters:
     refused_stores: int = 0
     flushed_store_jobs: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
+    not_loaded_tokens: dict[str, int] = field(default_factory=dict)
 
     def count_loaded(self, tokens_by_source: Mapping[str, int]) -> None:
         """Add the tokens of a load."""
         for source, num_tokens in tokens_by_source.items():
             self.loaded_tokens[source] = self.loaded_tokens.get(source, 0) + num_tokens
 
+    def count_not_loaded(self, tokens_by_source: Mapping[str, int]) -> None:
+        """Add the tokens that a request found and does not load."""
+        for source, num_tokens in tokens_by_source.items():
+            self.not_loaded_tokens[source] = self.not_loaded_tokens.get(source, 0) + num_tokens
+
     def snapshot(self) -> Mapping[str, float]:
         """Return the counts by dotted name."""
-        jobs = [item.name for item in fields(self) if item.name != "loaded_tokens"]
-        return {f"connector.{name}": float(getattr(self, name)) for name in jobs} | {
-            f"connector.loaded_tokens.{source}": float(count) for source, count in self.loaded_tokens.items()
-        }
+        by_source = ("loaded_tokens", "not_loaded_tokens")
+        jobs = [item.name for item in fields(self) if item.name not in by_source]
+        counts = {f"connector.{name}": float(getattr(self, name)) for name in jobs}
+        for name in by_source:
+            tokens: Mapping[str, int] = getattr(self, name)
+            counts |= {f"connector.{name}.{source}": float(count) for source, count in tokens.items()}
+        return counts

@@ -59,6 +59,22 @@ def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """What was found of a request and is not loaded.
+
+    Attributes:
+        tokens: how many, by where they are: "CPU", or a tier's type.
+        to_probe: for tiers of which nothing is loaded, by position, blocks that they have.
+    """
+
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    to_probe: Mapping[int, Sequence[OffloadKey]] = field(default_factory=dict)
+
+
+NOTHING_UNWANTED = Unwanted()
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request; compared by identity, because an engine may use a name again.
@@ -82,6 +98,9 @@ class RequestState:
         next_store_tokens: below so many storable tokens no further block is full.
         hit_sources: where the tokens of its last load came from.
         is_layerwise: whether it was last told that it may compute while its load runs.
+        num_begun_tokens: tokens that it had, those of its load included, when the engine began it; None before.
+        wanted_end_token: how far it is loaded, when that was chosen and it waits for it; None before.
+        unwanted: what was found of it and is not loaded because computing it is faster.
     """
 
     request: Request
@@ -103,6 +122,9 @@ class RequestState:
     next_store_tokens: int = 0
     hit_sources: Mapping[str, int] = field(default_factory=dict)
     is_layerwise: bool = False
+    num_begun_tokens: int | None = None
+    wanted_end_token: int | None = None
+    unwanted: Unwanted = NOTHING_UNWANTED
 
     def may_fill_block(self, num_scheduled_tokens: int) -> bool:
         """Return whether so many more tokens could make another block full; a thousand ask in every step."""
@@ -158,6 +180,8 @@ class RequestState:
         """Begin anew with the primary tier empty; blocks computed before may hold what a reset forbids."""
         self.is_stale = self.has_blocks
         self.is_touched = False
+        self.wanted_end_token = None
+        self.unwanted = NOTHING_UNWANTED
         self.offer_again()
 
 

@@ -9,7 +9,8 @@ Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from kvtier.base import (
@@ -35,6 +36,7 @@ from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import RegionHandshake
 from kvtier.connector.hit_sources import count_hit_sources
 from kvtier.connector.layer_admission import LayerAdmission
+from kvtier.connector.load_choice import LoadChoice
 from kvtier.connector.load_planner import iterate_load_keys, plan_load
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
@@ -64,15 +66,22 @@ class OffloadingConnectorScheduler:
     Args:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
         recorder: writes a trace of the requests; None records nothing.
+        clock: seconds, monotonic; how long steps take is measured with it.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         counters: what was decided so far.
         layerwise: what is loaded while its request computes.
         recorder: the recorder; an engine that knows when a request came tells it before the first search.
+        load_choice: how much of what is found is loaded.
     """
 
-    def __init__(self, spec: OffloadingSpec, recorder: TraceRecorder | None = None) -> None:
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        recorder: TraceRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.recorder = recorder
         self.manager = spec.get_manager()
         self.counters = SchedulerCounters()
@@ -80,6 +89,7 @@ class OffloadingConnectorScheduler:
         self._layouts = make_group_layouts(spec)
         self._handshake = RegionHandshake(spec)
         self._requests: dict[str, RequestState] = {}
+        self.load_choice = LoadChoice(spec, self.manager, self._requests, clock)
         self._jobs = TransferJobs(spec.config.world_size)
         self._fences = BlockFences()
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
@@ -154,7 +164,10 @@ class OffloadingConnectorScheduler:
             InvariantError: there are fewer device blocks than tokens to load.
         """
         state = self._requests.get(request.request_id)
-        if state is None or num_external_tokens == 0:
+        if state is None:
+            return
+        if num_external_tokens == 0:
+            self.load_choice.note_begun(state, 0, self.counters)
             return
         first_token = state.num_local_tokens or 0
         end_token = first_token + num_external_tokens
@@ -179,6 +192,7 @@ class OffloadingConnectorScheduler:
         if state.is_layerwise:
             self.layerwise.begin(job_id, request, first_token)
             self.counters.layerwise_load_jobs += 1
+        self.load_choice.note_begun(state, num_external_tokens, self.counters)
         self._flush(plan.device_spec.block_ids.tolist())
 
     def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
@@ -216,6 +230,7 @@ class OffloadingConnectorScheduler:
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,
             is_idle=not scheduler_output.num_scheduled_tokens,
+            measured_step=self.load_choice.begin_step(scheduler_output),
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()
@@ -224,6 +239,7 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """Take what the workers reported; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
+        self.load_choice.take_report(report)
         if report is None:
             return
         self._handshake.record(report.region_identities)
@@ -299,7 +315,8 @@ class OffloadingConnectorScheduler:
             "connector.requests": float(len(self._requests)),
         }
         recorded = {} if self.recorder is None else self.recorder.stats()
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **recorded}
+        chosen = self.load_choice.stats()
+        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
 
     def shutdown(self) -> None:
         """End the manager and the recording, in which requests that have not ended stand as far as they got."""
@@ -323,11 +340,14 @@ class OffloadingConnectorScheduler:
         max_end_token = state.request.num_tokens - 1
         if state.limits.max_load_tokens is not None:
             max_end_token = min(max_end_token, state.limits.max_load_tokens)
+        end_token = self.load_choice.find_limit(state, num_local_tokens, max_end_token)
+        if end_token is None:
+            return None
         return find_loadable_end(
             self._layouts,
             state.keys,
             num_local_tokens,
-            max_end_token,
+            end_token,
             lambda keys: self._maximal_prefix_lookup(keys, state.context),
             lambda keys, size: self._sliding_window_lookup(keys, size, state.context),
         )

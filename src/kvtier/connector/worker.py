@@ -18,6 +18,7 @@ from kvtier.base import (
     TransferResult,
     TransferType,
 )
+from kvtier.config import LoadIf
 from kvtier.connector.common import (
     LostLoadStoreSpec,
     OffloadingConnectorMetadata,
@@ -56,6 +57,7 @@ class OffloadingConnectorWorker:
         self._spec = spec
         self._pause = pause
         self._is_layerwise_wanted = spec.config.settings.layerwise_load
+        self._is_timing_wanted = spec.config.settings.load_if is LoadIf.FASTER
         self._is_idle = False
         self._deferred_stores: dict[TransferJobId, TransferJob] = {}
         self._stores: set[TransferJobId] = set()
@@ -125,6 +127,8 @@ class OffloadingConnectorWorker:
         Thread: blocks until the stores to flush have ended.
         """
         self._is_idle = metadata.is_idle
+        if metadata.measured_step is not None:
+            self._report.measured_step = metadata.measured_step
         self._begin_deferred_stores()
         if metadata.jobs_to_flush:
             self.worker.wait(metadata.jobs_to_flush)
@@ -269,3 +273,6 @@ class OffloadingConnectorWorker:
         size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type
         if result.success and size is not None and time_s is not None and transfer_type is not None:
             self._stats.record_transfer(size, time_s, transfer_type)
+            if self._is_timing_wanted and transfer_type.destination == GPULoadStoreSpec.medium():
+                self._report.load_bytes += size
+                self._report.load_time_s += time_s

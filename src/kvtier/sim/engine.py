@@ -73,7 +73,7 @@ class SimulatedEngine:
         self.admitted: list[SimulatedRequest] = []
         self._on_advance = on_advance
         self._model = model
-        self._connector = OffloadingConnectorScheduler(self.spec) if self.spec else None
+        self._connector = OffloadingConnectorScheduler(self.spec, clock=self.timeline) if self.spec else None
         self._pool = DevicePool(model.num_device_blocks)
         self._on_finished = on_finished
         self._waiting: deque[SimulatedRequest] = deque()
@@ -186,10 +186,11 @@ class SimulatedEngine:
         request.admitted_s = self.timeline()
         self.admitted.append(request)
         self._num_running += 1
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, request, num_loadable)
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)
             return
-        self._connector.update_state_after_alloc(request, request, num_loadable)
         request.loaded_tokens = self._connector.get_hit_sources(request.request_id, num_loadable)
         self._loading[request.request_id] = request
 
@@ -214,14 +215,16 @@ class SimulatedEngine:
     def _compute(self, output: StepOutput) -> None:
         for num_tokens in output.num_scheduled_tokens.values():
             duration_s = num_tokens / self._model.prefill_tokens_per_s
-            self.timeline.at(self.timeline() + duration_s, partial(self._end_compute, num_tokens))
+            self.timeline.at(self.timeline() + duration_s, partial(self._end_compute, num_tokens, duration_s))
 
-    def _end_compute(self, num_tokens: int) -> None:
+    def _end_compute(self, num_tokens: int, duration_s: float) -> None:
         request = self._computing
         assert request is not None, "a step has ended that computed nothing"
         self._computing = None
         self._has_news = True
         request.num_computed_tokens += num_tokens
+        if self._connector is not None:
+            self._connector.load_choice.tell_prefill(num_tokens, duration_s)
         if self.worker is not None:
             self.worker.begin_stores()
         if request.num_computed_tokens < request.num_prompt_tokens:

@@ -116,6 +116,11 @@ class Link:
         self._begin_parts()
         self.traffic.max_queued_parts = max(self.traffic.max_queued_parts, self._num_queued)
 
+    def change_speed(self, speed: LinkSpeed) -> None:
+        """Be as fast as ``speed`` from the next part on; those under way end when they were to end."""
+        self._speed = speed
+        self._begin_parts()
+
     def oldest_wait_s(self) -> float:
         """Return the age in seconds of the oldest job none of whose parts has begun, 0 when there is none."""
         waiting = [job.submitted_s for job in (*self._reads, *self._writes) if job.num_begun == 0]

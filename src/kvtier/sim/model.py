@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE
+from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE, LoadIf
 from kvtier.errors import ConfigError
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.tier import TierModel
@@ -57,6 +57,7 @@ class HostModel:
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
         lookup_deadline_s: seconds a request may wait for promotions.
+        load_if: whether a hit is loaded that would sooner be computed.
 
     Raises:
         ConfigError: two tiers have one name, or one that a result uses, or the threshold is negative.
@@ -71,6 +72,7 @@ class HostModel:
     store_threshold: int = 0
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
+    load_if: LoadIf = LoadIf.ALWAYS
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]

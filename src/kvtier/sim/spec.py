@@ -66,7 +66,11 @@ class SimulatedSpec(OffloadingSpec):
         group = KVGroup(engine.block_tokens, ("all",), engine.block_bytes)
         super().__init__(
             OffloadingConfig(
-                "simulation", ModelIdentity("simulation"), (group,), hash_block_size=engine.block_tokens
+                "simulation",
+                ModelIdentity("simulation"),
+                (group,),
+                hash_block_size=engine.block_tokens,
+                extra_config={"load_if": host.load_if.value},
             )
         )
 

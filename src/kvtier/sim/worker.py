@@ -32,6 +32,8 @@ class SimulatedWorker:
     ) -> None:
         self.to_device = Link(timeline, speed)
         self.to_host = Link(timeline, speed)
+        self._timeline = timeline
+        self._copied_s = 0.0
         self._block_bytes = block_bytes
         self._wake = wake
         self._computed_later: dict[TransferJobId, TransferJob] = {}
@@ -78,6 +80,7 @@ class SimulatedWorker:
 
     def _load(self, job_id: TransferJobId, job: TransferJob) -> None:
         source = job.transfer_spec.source
+        begun_s = self._timeline()
         if not isinstance(source, BlockIDsLoadStoreSpec):
             self._end_load(job_id, job, is_good=False)
             return
@@ -85,8 +88,15 @@ class SimulatedWorker:
             is_read=True,
             num_parts=1,
             part_bytes=len(source.block_ids) * self._block_bytes,
-            on_end=lambda _: self._end_load(job_id, job, is_good=True),
+            on_end=lambda _: self._end_copy(job_id, job, len(source.block_ids), begun_s),
         )
+
+    def _end_copy(self, job_id: TransferJobId, job: TransferJob, num_blocks: int, begun_s: float) -> None:
+        now_s = self._timeline()
+        self._report.load_bytes += num_blocks * self._block_bytes
+        self._report.load_time_s += now_s - max(begun_s, self._copied_s)
+        self._copied_s = now_s
+        self._end_load(job_id, job, is_good=True)
 
     def _end_load(self, job_id: TransferJobId, job: TransferJob, *, is_good: bool) -> None:
         self._ended_loads[job.req_id] = is_good

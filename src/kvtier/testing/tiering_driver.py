@@ -18,6 +18,7 @@ from kvtier.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
+from kvtier.tiering.survey import LocatedRun
 
 TierMaker = Callable[[memoryview], list[SecondaryTierManager]]
 """Builds the tiers over the primary's rows."""
@@ -146,6 +147,19 @@ class TieringDriver:
         lost = [number_of(key) for key in found if not self.primary.is_ready(key)]
         assert not lost, f"the search for {numbers} has evicted {lost}, which it had found"
         return None if is_pending else num_hits
+
+    def locate(self, numbers: Sequence[int], req_context: ReqContext) -> LocatedRun | None:
+        """Ask where the leading blocks of a prefix are; no slot is taken for that."""
+        num_free = self.primary.num_free
+        run = self.manager.survey.locate([key_of(number) for number in numbers], req_context)
+        self.manager.check()
+        assert self.primary.num_free == num_free, "a question has taken a slot"
+        return run
+
+    def probe(self, tier: int, numbers: Sequence[int]) -> None:
+        """Let a tier that was not wanted be measured."""
+        self.manager.survey.probe(tier, [key_of(number) for number in numbers])
+        self.manager.check()
 
     def step(self) -> None:
         """End the step."""

@@ -13,6 +13,7 @@ from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.events import EventLog
 from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult, ReachableTier, SecondaryTierManager
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
+from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class TierGuard:
     Attributes:
         is_out_of_service: True once its get_finished has raised; it is not asked for anything any more.
         events: what the tier has gained and lost, as far as its jobs tell; off unless asked for.
+        load_times: how fast it loads.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class TierGuard:
         self.num_promoted_blocks = 0
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
+        self.num_probe_blocks = 0
+        self.load_times = LoadTimes(clock)
         self.num_errors = 0
         self._clock = clock
         # INVARIANT: oldest first, so that the age of the oldest job is one look.
@@ -197,11 +201,15 @@ class TierGuard:
         """Return the tier's own numbers and those of its guard."""
         none: dict[str, float] = {}
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()}, none)
+        rate = self.load_times.rate
         return own | {
             "declined_cascades": float(self.num_declined_cascades),
             "promoted_blocks": float(self.num_promoted_blocks),
             "lookups_left_out": float(self.num_lookups_left_out),
             "overdue_requests": float(self.num_overdue_requests),
+            "probe_blocks": float(self.num_probe_blocks),
+            "load_bytes_per_s": rate.bytes_per_s if rate is not None else 0.0,
+            "load_latency_s": rate.latency_s if rate is not None else 0.0,
             "errors": float(self.num_errors),
             "breaker_openings": float(self.breaker.num_openings),
             "in_flight_store_bytes": float(self.budget.used_bytes),

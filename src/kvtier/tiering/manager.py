@@ -28,6 +28,7 @@ from kvtier.tiering.cascade import CascadePlanner
 from kvtier.tiering.guard import TierGuard
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.promotion import WantedPromotions
+from kvtier.tiering.survey import BlockSurvey, StepMoment, ask_below
 from kvtier.tiering.transfers import TierTransfers
 from kvtier.tiering.waiting import WaitingRequests
 
@@ -53,6 +54,10 @@ class TieringOffloadingManager(OffloadingManager):
         shutdown_timeout_s: seconds that shutdown gives the tiers.
         clock: seconds, monotonic.
         make_epoch: gives the 16 random bytes of a new epoch.
+
+    Attributes:
+        primary: host memory.
+        survey: says where blocks are without bringing them up.
     """
 
     def __init__(
@@ -84,6 +89,20 @@ class TieringOffloadingManager(OffloadingManager):
         self._transfers = TierTransfers(primary_tier)
         self._cascades = CascadePlanner(self._guards, primary_tier)
 
+        def open_step() -> StepMoment:
+            self._poll()
+            return StepMoment(self._step, self._now_s)
+
+        self.survey = BlockSurvey(
+            self._guards,
+            primary_tier,
+            self._waiting,
+            self._wanted,
+            self._transfers,
+            lookup_deadline_s,
+            open_step,
+        )
+
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Tell the primary of a request that has arrived; tiers learn from what is asked of them."""
         self.primary.note_request(chains, req_context)
@@ -109,7 +128,7 @@ class TieringOffloadingManager(OffloadingManager):
         elif answer is None:
             self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
         else:
-            found, guard = _ask_below(self._guards, key, req_context)
+            found, guard = ask_below(self._guards, key, req_context)
             if guard is not None:
                 slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
                 if slot is None:
@@ -308,16 +327,3 @@ class TieringOffloadingManager(OffloadingManager):
             self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)
-
-
-def _ask_below(
-    guards: Iterable[TierGuard], key: OffloadKey, req_context: ReqContext
-) -> tuple[bool | None, TierGuard | None]:
-    """Ask the tiers in order; return their answer, None while one cannot tell, and the first that has the block."""
-    found: bool | None = False
-    for guard in guards:
-        answer = guard.lookup(key, req_context)
-        if answer:
-            return True, guard
-        found = None if answer is None else found
-    return found, None

@@ -43,6 +43,10 @@ class WantedPromotions:
         planned.keys.append(key)
         planned.block_ids.append(block_id)
 
+    def num_blocks_of(self, guard: TierGuard) -> int:
+        """Return how many blocks are wished for from one tier."""
+        return sum(len(planned.keys) for planned in self._planned.values() if planned.guard is guard)
+
     def take(self) -> list[PlannedPromotion]:
         """Return the batches, oldest first, and forget them."""
         planned, self._planned = list(self._planned.values()), {}

@@ -76,6 +76,7 @@ class TierTransfers:
             job = self.jobs.close(result.job_id, guard)
             if job is not None:
                 ended += self._finish(job, result)
+        guard.load_times.settle()
         if guard.is_out_of_service:
             ended += self._bury(guard)
         return ended
@@ -104,6 +105,9 @@ class TierTransfers:
     def _submit(self, job: OpenJob) -> list[OffloadKey]:
         submission = job.guard.submit(job.metadata)
         if submission is Submission.STARTED:
+            if job.metadata.is_promotion:
+                num_bytes = len(job.metadata.keys) * job.guard.row_bytes
+                job.guard.load_times.begin(job.metadata.job_id, num_bytes)
             return []
         self.jobs.close(job.metadata.job_id, job.guard)
         is_declined = submission is Submission.DECLINED
@@ -114,6 +118,7 @@ class TierTransfers:
     def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
+        job.guard.load_times.end(job.metadata.job_id, is_whole=len(arrived) == len(keys))
         job.guard.record_end(job.metadata, is_well=result.success or bool(arrived) or not result.is_fault)
         if not job.is_stale:
             note_events(job, arrived, is_fault=result.is_fault)

@@ -12,6 +12,7 @@ from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvtier.config import LoadIf
 from kvtier.engines.vllm.config import check_zeroing, make_offloading_config
 from kvtier.errors import ConfigError, ModelError, UnknownNameError
 from kvtier.namespace import make_namespace
@@ -191,3 +192,10 @@ def test_pages_of_another_type_are_another_namespace(config: VllmConfig) -> None
     same_size = cache_config(group(full(dtype=torch.bfloat16, head_size=16), "a", "b"))
 
     assert digest(config, same_size) != digest(config, cache_config(group(full(), "a", "b")))
+
+
+def test_load_if_reaches_kvtier(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    config = with_kvtier(vllm_config, load_if="faster")
+
+    for role in (SCHEDULER, WORKER):
+        assert make_offloading_config(config, kv_cache_config, role).settings.load_if is LoadIf.FASTER

@@ -355,3 +355,19 @@ def test_what_was_stored_is_loaded_into_the_kv_caches_that_come_after_a_sleep(en
     assert (answers.finished, answers.invalid_blocks) == (["second"], set())
     for block, before in zip((4, 5, 2), expected, strict=True):
         assert all(torch.equal(now, then) for now, then in zip(pages(engine, block), before, strict=True))
+
+
+def test_with_load_if_faster_steps_are_timed_and_hits_come_back_all_the_same(build: Build) -> None:
+    engine = build(group(full(), "a", "b"), secondary_tiers=[{"type": "example"}], load_if="faster")
+    for number in range(3):
+        other = engine.request(f"other-{number}", [number * 50 + token for token in PROMPT])
+        engine.compute(other, [[1, 2, 3, 4]], len(PROMPT))
+        engine.scheduler.request_finished(other, [1, 2, 3, 4])
+
+    num_tokens, answers = engine.load(engine.request("again", PROMPT), [[4, 5, 2, 3]])
+
+    stats = engine.scheduler._connector.connector_scheduler.stats()
+    assert num_tokens == 48
+    assert answers.failed == set()
+    assert stats["connector.prefill_tokens_per_s"] > 0
+    assert stats["connector.load_bytes_per_s"] > 0

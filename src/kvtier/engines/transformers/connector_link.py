@@ -155,6 +155,10 @@ class ConnectorLink:
             finally:
                 self._end_step(plan, metadata, is_computed=is_computed)
 
+    def tell_prefill(self, num_tokens: int, time_s: float) -> None:
+        """Tell the connector how long computing so many tokens of a prompt has taken."""
+        self._scheduler.load_choice.tell_prefill(num_tokens, time_s)
+
     def finish(self, request: Request) -> None:
         """End the request; its last stores are started, in a step without tokens, and not waited for."""
         with DeferredInterrupt():

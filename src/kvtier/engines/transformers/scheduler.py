@@ -126,6 +126,11 @@ class RequestScheduler:
                 return
         request.num_computed_tokens += num_tokens
 
+    def tell_prefill(self, num_tokens: int, time_s: float) -> None:
+        """Tell whoever decides between loading and computing how long so many tokens of a prompt have taken."""
+        if self._link is not None:
+            self._link.tell_prefill(num_tokens, time_s)
+
     def finish(self, request: Request) -> None:
         """End the request, done or not: its blocks are free whatever happens, its stores go on without it."""
         with DeferredInterrupt():

@@ -168,11 +168,17 @@ class RequestServer:
         """Compute what the request lacks, choose its next token and append it."""
         if self._active is not request:
             raise EngineStateError(f"request {request.request_id!r} was ended by shutdown: make a new engine")
+        num_missing_tokens = request.num_tokens - request.num_computed_tokens
+        is_load_awaited = request.num_arriving_blocks > 0
+        begun_s = self._clock()
         while request.num_computed_tokens < request.num_tokens:
             first = request.num_computed_tokens
             chunk = request.token_ids[first : first + self._config.prefill_chunk_tokens]
             self._scheduler.advance(request, self._working, len(chunk), partial(self._compute, chunk))
+        # The device has computed when a token is chosen, and not before.
         token_id = sampler.choose(self._logits)
+        if num_missing_tokens > 1 and not is_load_awaited:
+            self._scheduler.tell_prefill(num_missing_tokens, self._clock() - begun_s)
         if request.logits is not None:
             request.logits.append(self._logits)
         request.append(token_id)

@@ -1,0 +1,166 @@
+"""How fast a tier loads, seen from outside: when its loads were handed over, and when they were reported.
+
+It calls no tier. Jobs overlap, so the time of one is not its own: what counts is a busy time, from the first load that
+is handed over until none is left, with all the bytes of it. A busy time that does not end is cut after a few reports.
+What is under way says something too: a load that takes longer than foretold is foretold to take as long again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.base import JobId
+from kvtier.load_cost import LinkRate
+from kvtier.tiering.link_meter import LinkMeter
+
+MAX_BUSY_JOBS = 4
+"""Reports after which a busy time is a sample although loads are left. More learn late under load; with fewer the
+bytes of what is left, moved already and not counted, weigh more."""
+
+PROBE_REST_RATIO = 9.0
+"""A load that only measures leaves its tier alone for nine times as long as it took: at most a tenth of the time goes
+into them, however slow the tier is. Smaller disturbs a slow tier's stores more; larger finds later that it is well."""
+
+MIN_PROBE_REST_S = 1.0
+"""A fast tier is not measured more often than this: nobody is refused often there, and each load takes a slot."""
+
+MAX_PROBE_ROWS = 8
+"""Rows of a load that only measures. One would not show what a tier gains by loading several at once; many would put as
+many out of host memory, for a request that does not wait for them."""
+
+MAX_PROBE_S = 1.0
+"""A load that only measures takes no longer than this, as far as is known, unless one row does. A slow tier is measured
+with few rows, and so the more often."""
+
+MIN_SLOW_FAILURE_S = 1.0
+"""A load that fails sooner says nothing of how fast the tier is: its blocks were gone, or the place refused. One that
+takes longer is out of time, and tells at least how fast the tier is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """What a load from a tier would cost now.
+
+    Attributes:
+        name: the tier's type.
+        row_bytes: bytes of a row, in the unit of ``rate``.
+        rate: how fast it loads; None while nobody knows.
+        queue_s: seconds until what it has to load already is loaded.
+        num_queued: how many loads that are.
+    """
+
+    name: str
+    row_bytes: int
+    rate: LinkRate | None = None
+    queue_s: float = 0.0
+    num_queued: int = 0
+
+    def own_s(self, num_rows: float) -> float:
+        """Return the seconds in which the tier loads so many rows and nothing else. Pure."""
+        return 0.0 if self.rate is None else self.rate.time_s(num_rows * self.row_bytes)
+
+    def time_s(self, num_rows: float) -> float:
+        """Return the seconds until so many more rows are loaded; with none, until those on their way are. Pure."""
+        return 0.0 if self.rate is None else self.queue_s + self.own_s(num_rows)
+
+
+class LoadTimes:
+    """The loads of one tier. Used from the scheduler's thread.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._meter = LinkMeter()
+        # INVARIANT: the bytes of each load that was handed over and not reported, and of no other.
+        self._under_way: dict[JobId, int] = {}
+        self._busy_since_s = 0.0
+        self._busy_bytes = 0
+        self._num_ended = 0
+        self._is_spoiled = False
+        self._is_probing = False
+        self._rested_s = float("-inf")
+
+    @property
+    def rate(self) -> LinkRate | None:
+        """How fast the tier loads, from loads that have ended; None before the first."""
+        return self._meter.rate()
+
+    def begin(self, job_id: JobId, num_bytes: int) -> None:
+        """Note a load that was handed to the tier."""
+        if not self._under_way:
+            self._begin_busy_time()
+        self._under_way[job_id] = num_bytes
+        self._busy_bytes += num_bytes
+
+    def end(self, job_id: JobId, *, is_whole: bool) -> None:
+        """Note a report; a load that brought less than all says something only if it took long to fail."""
+        if self._under_way.pop(job_id, None) is not None:
+            self._num_ended += 1
+            self._is_spoiled |= not is_whole
+
+    def settle(self) -> None:
+        """Learn from the reports of one poll; they came together, whenever each load ended."""
+        if self._num_ended == 0 or (self._under_way and self._num_ended < MAX_BUSY_JOBS):
+            return
+        left_bytes = sum(self._under_way.values())
+        now_s = self._clock()
+        busy_s = now_s - self._busy_since_s
+        moved_bytes = self._busy_bytes - left_bytes
+        if not self._is_spoiled or self._is_slow_failure(moved_bytes, busy_s):
+            self._meter.add(moved_bytes, busy_s)
+        self._rested_s = now_s + max(MIN_PROBE_REST_S, PROBE_REST_RATIO * busy_s if self._is_probing else 0.0)
+        self._is_probing = False
+        self._begin_busy_time()
+
+    def plan_probe(self, row_bytes: int) -> int:
+        """Return how many rows may be loaded now only to measure: 0 while it loads or rests."""
+        if self._under_way or self._clock() < self._rested_s:
+            return 0
+        rate = self._meter.rate()
+        if rate is None:
+            return MAX_PROBE_ROWS
+        num_rows = int(max(0.0, MAX_PROBE_S - rate.latency_s) * rate.bytes_per_s / row_bytes)
+        return max(1, min(MAX_PROBE_ROWS, num_rows))
+
+    def note_probe(self) -> None:
+        """Note that the next load only measures, so that the tier is left alone after it."""
+        self._is_probing = True
+
+    def describe(self, name: str, row_bytes: int, num_wanted_rows: int = 0) -> TierLoad:
+        """Return what a load would cost now.
+
+        What else the tier has to do is not counted: its stores let loads pass, and what they take of its bandwidth is
+        in the loads that were measured.
+
+        Args:
+            name: the tier's type.
+            row_bytes: bytes of a row.
+            num_wanted_rows: rows that this step will ask for, and has not handed over yet.
+        """
+        busy_s = self._clock() - self._busy_since_s if self._under_way else 0.0
+        rate = self._meter.rate()
+        if rate is None:
+            # No load has ended. Those under way have not moved more than all they have to: nothing is faster.
+            bound = LinkRate(self._busy_bytes / busy_s) if busy_s > 0 and self._busy_bytes else None
+            return TierLoad(name, row_bytes, bound)
+        expected_s = rate.time_s(self._busy_bytes) if self._under_way else 0.0
+        wanted_s = rate.time_s(num_wanted_rows * row_bytes)
+        num_queued = len(self._under_way) + (num_wanted_rows > 0)
+        return TierLoad(name, row_bytes, rate, abs(busy_s - expected_s) + wanted_s, num_queued)
+
+    def _is_slow_failure(self, asked_bytes: int, busy_s: float) -> bool:
+        """Return whether a busy time in which something failed was slow even if everything had come."""
+        rate = self._meter.rate()
+        expected_s = 0.0 if rate is None else rate.time_s(asked_bytes)
+        return busy_s > max(MIN_SLOW_FAILURE_S, expected_s)
+
+    def _begin_busy_time(self) -> None:
+        self._busy_since_s = self._clock()
+        self._busy_bytes = sum(self._under_way.values())
+        self._num_ended = 0
+        self._is_spoiled = False
+
+    def __len__(self) -> int:
+        return len(self._under_way)

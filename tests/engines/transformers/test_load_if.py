@@ -1,0 +1,126 @@
+"""The real connector leaves a slow tier alone where computing is faster, and the tokens are the same."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.tiering.drivers import make_example
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from kvtier.base import OffloadingManager, OffloadingSpec
+from kvtier.config import OffloadingConfig
+from kvtier.engines.transformers import GenerationResult, KVTierEngine
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.slow_tier import SlowTier
+from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.spec import TieringOffloadingSpec
+
+MakeEngine = Callable[..., KVTierEngine]
+PromptOf = Callable[[int, int], list[int]]
+Expected = tuple[list[int], torch.Tensor]
+Plain = Callable[[PreTrainedModel, list[int], int], Expected]
+AssertSame = Callable[[GenerationResult, Expected], None]
+
+ROW_BYTES = 8192
+NUM_NEW_TOKENS = 6
+READING_S = 1.0
+"""Each time the engine looks at its clock so much has passed: a prompt takes a few of these."""
+
+WAITING_S = 0.1
+"""Each time the engine waits, so much."""
+
+
+class SlowSpec(TieringOffloadingSpec):
+    """Host memory for one prompt, and behind it one tier that takes its time on the test's clock.
+
+    Args:
+        config: what the engine says of itself.
+        clock: that clock.
+        block_s: seconds that loading a block takes.
+    """
+
+    def __init__(self, config: OffloadingConfig, clock: ManualClock, block_s: float) -> None:
+        super().__init__(config)
+        self._clock = clock
+        self._block_s = block_s
+
+    def make_manager(self) -> OffloadingManager:
+        """Build the books."""
+        region = self.make_region(rank=None)
+
+        def build() -> TieringOffloadingManager:
+            primary = CPUPrimaryTierOffloadingManager(self.num_blocks, region)
+            slow = SlowTier(make_example(primary.get_kv_memoryview()), self._clock, self._block_s)
+            return TieringOffloadingManager(primary, [slow], lookup_deadline_s=1000.0, clock=self._clock)
+
+        return self._keep(region, build)
+
+
+class Bench:
+    """An engine with a slow tier."""
+
+    def __init__(
+        self, make_engine: MakeEngine, llama: LlamaForCausalLM, load_if: str, block_s: float
+    ) -> None:
+        clock = ManualClock()
+
+        def read() -> float:
+            clock.advance(READING_S)
+            return clock()
+
+        def pause(seconds: float) -> None:
+            clock.advance(WAITING_S)
+            time.sleep(seconds)  # as the engine does: the thread that copies has to run
+
+        def make_spec(config: OffloadingConfig) -> OffloadingSpec:
+            return SlowSpec(config, clock, block_s)
+
+        settings = {"cpu_bytes_to_use": 12 * ROW_BYTES, "secondary_tiers": [], "load_if": load_if}
+        self.engine = make_engine(llama, extra_config=settings, make_spec=make_spec, clock=read, pause=pause)
+
+    def run(self, prompt: list[int]) -> GenerationResult:
+        """Answer a prompt of which the device holds nothing."""
+        self.engine.drop_device_cache()
+        result = self.engine.run(prompt, NUM_NEW_TOKENS, return_logits=True)
+        assert self.engine.drain(1e6)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("load_if", "block_s", "expected"),
+    [
+        ("faster", 2.0, {"computed": 75}),
+        ("always", 2.0, {"slow": 72, "computed": 3}),
+        ("faster", 0.0001, {"slow": 72, "computed": 3}),
+    ],
+)
+def test_a_tier_is_loaded_from_where_that_is_faster_and_tokens_are_the_same(
+    make_engine: MakeEngine,
+    llama: LlamaForCausalLM,
+    prompt: list[int],
+    prompt_of: PromptOf,
+    plain: Plain,
+    assert_same: AssertSame,
+    load_if: str,
+    block_s: float,
+    expected: dict[str, int],
+) -> None:
+    answer = plain(llama, prompt, NUM_NEW_TOKENS)
+    bench = Bench(make_engine, llama, load_if, block_s)
+    bench.run(prompt)
+    for seed in range(1, 4):
+        bench.run(prompt_of(seed, 75))
+
+    first = bench.run(prompt)
+    bench.run(prompt_of(4, 75))
+    bench.run(prompt_of(5, 75))
+    second = bench.run(prompt)
+
+    assert first.sources == {"slow": 72, "computed": 3}
+    assert second.sources == expected
+    assert_same(first, answer)
+    assert_same(second, answer)
+    not_loaded = bench.engine.stats().get("connector.not_loaded_tokens.slow", 0.0)
+    assert not_loaded == (72 if expected == {"computed": 75} else 0)
