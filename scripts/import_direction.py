@@ -18,7 +18,7 @@ PACKAGE = "kvtier"
 SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "registry", "namespace", "base"}),
+    frozenset({"errors", "config", "registry", "namespace", "base", "load_cost"}),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),

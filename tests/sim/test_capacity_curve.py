@@ -12,7 +12,13 @@ TRACE = make_trace([TraceRequest(float(n), 16, 1, (n % 6,)) for n in range(24)],
 
 @pytest.mark.parametrize(
     ("row", "expected"),
-    [((1, 8), (1, 2, 4, 8)), ((3, 20), (3, 6, 12, 20)), ((5, 5), (5,)), ((4, 8, 2), (4, 6, 8)), ((1, 3, 4), (1, 2, 3))],
+    [
+        ((1, 8), (1, 2, 4, 8)),
+        ((3, 20), (3, 6, 12, 20)),
+        ((5, 5), (5,)),
+        ((4, 8, 2), (4, 6, 8)),
+        ((1, 3, 4), (1, 2, 3)),
+    ],
 )
 def test_capacities_double_up_to_the_largest(row: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert list_capacities(*row) == expected

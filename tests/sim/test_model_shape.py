@@ -143,7 +143,10 @@ def test_what_a_model_needs_grows_with_the_prompt_or_is_bounded_by_a_window() ->
         ({"sliding_window_pattern": 2}, [64, None, 64, None]),
         ({"model_type": "gemma2"}, [64, None, 64, None]),
         ({}, [64, 64, 64, 64]),
-        ({"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 32}, [32] * 3 + [None]),
+        (
+            {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 32},
+            [32] * 3 + [None],
+        ),
     ],
 )
 def test_windows_are_counted_as_the_config_says(fields: Config, windows: list[int | None]) -> None:
@@ -154,7 +157,11 @@ def test_windows_are_counted_as_the_config_says(fields: Config, windows: list[in
 
 
 def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outside() -> None:
-    nested = {"model_type": "llava", "torch_dtype": "bfloat16", "text_config": without(LLAMA_3_8B, "torch_dtype")}
+    nested = {
+        "model_type": "llava",
+        "torch_dtype": "bfloat16",
+        "text_config": without(LLAMA_3_8B, "torch_dtype"),
+    }
 
     assert shape_of_config(nested).bytes_per_token == 128 * 1024
 
@@ -162,14 +169,20 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outs
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (without(LLAMA_3_8B, "num_hidden_layers"), "num_hidden_layers=None: the config does not have it: .*--layers"),
+        (
+            without(LLAMA_3_8B, "num_hidden_layers"),
+            "num_hidden_layers=None: the config does not have it: .*--layers",
+        ),
         (without(LLAMA_3_8B, "hidden_size"), "hidden_size=None.*--head-size"),
         (without(LLAMA_3_8B, "torch_dtype"), "torch_dtype=None.*give --kv-dtype"),
         (without(LLAMA_3_8B, "num_attention_heads"), "num_attention_heads=None"),
         (without(DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim=None"),
         (without(GPT_OSS_20B, "sliding_window"), "sliding_window=None"),
         (LLAMA_3_8B | {"hidden_size": 4095}, "hidden_size=4095: is no multiple of 32"),
-        (LLAMA_3_8B | {"num_key_value_heads": [8, 8]}, r"num_key_value_heads=\[8, 8\]: must be a whole number"),
+        (
+            LLAMA_3_8B | {"num_key_value_heads": [8, 8]},
+            r"num_key_value_heads=\[8, 8\]: must be a whole number",
+        ),
         (LLAMA_3_8B | {"num_hidden_layers": 0}, "num_hidden_layers=0"),
         (LLAMA_3_8B | {"torch_dtype": "float4"}, "torch_dtype='float4': known are"),
         (LLAMA_3_8B | {"layer_types": ["linear_attention"] * 32}, "layer_types='linear_attention'"),
@@ -180,7 +193,9 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outs
         ({"model_type": "mamba", "state_size": 16}, "num_hidden_layers=None"),
     ],
 )
-def test_a_layout_that_is_not_known_is_refused_with_its_field_and_a_remedy(config: Config, message: str) -> None:
+def test_a_layout_that_is_not_known_is_refused_with_its_field_and_a_remedy(
+    config: Config, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         shape_of_config(config)
 
@@ -197,7 +212,9 @@ def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_3_8B))
     assert read_shape(path, "fp8") == ModelShape(
-        (LayerGroup(32, 2048),), "float8_e4m3fn", ("keys and values are kept as fp8; scales beside them weigh nothing",)
+        (LayerGroup(32, 2048),),
+        "float8_e4m3fn",
+        ("keys and values are kept as fp8; scales beside them weigh nothing",),
     )
     for text, message in (("{", "is no JSON"), ("[]", "holds no object")):
         path.write_text(text)

@@ -51,10 +51,15 @@ def test_a_window_without_length_is_refused() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True)), min_size=1),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True)),
+        min_size=1,
+    ),
     st.integers(1, 30),
 )
-def test_the_peak_is_the_most_that_any_instant_has(requests: list[tuple[int, list[int]]], window_s: int) -> None:
+def test_the_peak_is_the_most_that_any_instant_has(
+    requests: list[tuple[int, list[int]]], window_s: int
+) -> None:
     trace = trace_of(*((float(time_s), tuple(ids)) for time_s, ids in requests))
 
     (found,) = measure_working_sets(trace, [window_s])

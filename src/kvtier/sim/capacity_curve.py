@@ -30,7 +30,9 @@ class CurvePoint:
     writes_per_unique_block: float
 
 
-def list_capacities(smallest_blocks: int, largest_blocks: int, steps_per_doubling: int = 1) -> tuple[int, ...]:
+def list_capacities(
+    smallest_blocks: int, largest_blocks: int, steps_per_doubling: int = 1
+) -> tuple[int, ...]:
     """Return a geometric row from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
 
     Raises:

@@ -41,7 +41,13 @@ DTYPE_ALIASES = {
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where configurations of models that also see or hear keep the part with the KV cache."""
 
-CHANGING_FIELDS = ("num_kv_shared_layers", "global_head_dim", "index_head_dim", "compress_ratios", "block_configs")
+CHANGING_FIELDS = (
+    "num_kv_shared_layers",
+    "global_head_dim",
+    "index_head_dim",
+    "compress_ratios",
+    "block_configs",
+)
 """Fields that change what a token weighs in ways that are not known here: sharing between layers, heads of two
 sizes, the keys of an index, compressed layers, layers of different shapes."""
 
@@ -108,7 +114,9 @@ class ModelShape:
     @property
     def bounded_bytes(self) -> int:
         """Bytes of the window layers for a prompt longer than every window."""
-        return sum(group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers)
+        return sum(
+            group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
+        )
 
     def load_bytes(self, num_tokens: int) -> int:
         """Return what is loaded for a prefix of ``num_tokens``: a window layer loads its window alone. Pure."""
@@ -151,7 +159,9 @@ def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
     except OSError as error:
         raise ConfigError("--config", str(path), f"cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise ConfigError("--config", str(path), f"is no JSON ({error}): give a model's config.json") from error
+        raise ConfigError(
+            "--config", str(path), f"is no JSON ({error}): give a model's config.json"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError("--config", str(path), "holds no object: give a model's config.json")
     return shape_of_config(found, kv_dtype)
@@ -185,13 +195,17 @@ class _ConfigReader:
     def __init__(self, config: Mapping[str, Any]) -> None:  # Any: JSON
         self._outer = config
         self._assumed: list[str] = []
-        self._config = next((config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config)
+        self._config = next(
+            (config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config
+        )
 
     def read(self, kv_dtype: str | None) -> ModelShape:
         """Return the shape."""
         for field in CHANGING_FIELDS:
             if self._config.get(field):
-                raise ConfigError(field, self._config[field], f"changes the KV cache in a way unknown here: {GUIDE}")
+                raise ConfigError(
+                    field, self._config[field], f"changes the KV cache in a way unknown here: {GUIDE}"
+                )
         num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         windows = self._windows(num_layers)
         dtype, dtype_bytes = self._dtype(kv_dtype)
@@ -208,7 +222,9 @@ class _ConfigReader:
     def _layer_elements(self) -> int:
         """Return the numbers that a layer keeps for a token."""
         if self._config.get("kv_lora_rank") is not None:
-            self._assumed.append("latent attention keeps one compressed vector a token and layer, not keys and values")
+            self._assumed.append(
+                "latent attention keeps one compressed vector a token and layer, not keys and values"
+            )
             return self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
         return 2 * self._num_kv_heads() * self._head_size()
 
@@ -238,9 +254,16 @@ class _ConfigReader:
         kinds = self._config.get("layer_types")
         if kinds is not None:
             return self._windows_of_types(kinds, num_layers)
-        for field in ("layers_block_type", "hybrid_override_pattern", "attn_layer_period", "full_attention_interval"):
+        for field in (
+            "layers_block_type",
+            "hybrid_override_pattern",
+            "attn_layer_period",
+            "full_attention_interval",
+        ):
             if self._config.get(field):
-                raise ConfigError(field, self._config[field], f"some layers keep states, not keys and values: {GUIDE}")
+                raise ConfigError(
+                    field, self._config[field], f"some layers keep states, not keys and values: {GUIDE}"
+                )
         window = self._config.get("sliding_window")
         if not window or self._config.get("use_sliding_window") is False:
             return [None] * num_layers
@@ -258,13 +281,17 @@ class _ConfigReader:
 
     def _windows_of_types(self, kinds: object, num_layers: int) -> list[int | None]:
         if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers:
-            raise ConfigError("layer_types", kinds, f"must name the kind of each of {num_layers} layers: {GUIDE}")
+            raise ConfigError(
+                "layer_types", kinds, f"must name the kind of each of {num_layers} layers: {GUIDE}"
+            )
         windows: list[int | None] = []
         for kind in kinds:
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)
-                raise ConfigError("layer_types", kind, f"keeps no keys and values that are known here ({known}): {GUIDE}")
+                raise ConfigError(
+                    "layer_types", kind, f"keeps no keys and values that are known here ({known}): {GUIDE}"
+                )
             field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
             windows.append(self._number(field) if reach is Reach.WINDOW else None)
         return windows
@@ -281,7 +308,9 @@ class _ConfigReader:
 
     def _number(self, field: str, *aliases: str) -> int:
         """Return a whole number above zero under the first of these names that is there."""
-        value = next((self._config[name] for name in (field, *aliases) if self._config.get(name) is not None), None)
+        value = next(
+            (self._config[name] for name in (field, *aliases) if self._config.get(name) is not None), None
+        )
         if value is None:
             raise ConfigError(field, None, f"the config does not have it: {GUIDE}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
