@@ -31,13 +31,17 @@ DISK = dataclasses.replace(
     warranty_years=5,
     latency_ms=1,
 )
-STORE = dataclasses.replace(HOST, name="store", usd_per_gib_month=0.01, usd_per_1000_writes=5, usd_per_1000_reads=1)
+STORE = dataclasses.replace(
+    HOST, name="store", usd_per_gib_month=0.01, usd_per_1000_writes=5, usd_per_1000_reads=1
+)
 MIX = Mix((Share(HOST, 2), Share(DISK, 4)))
 
 
 def outcome(hit_ratio: float = 0.3, p90_s: float | None = None) -> Outcome:
     first = None if p90_s is None else Spread(p90_s, p90_s, p90_s, p90_s, p90_s)
-    return Outcome(hit_ratio, {"host": 10, "disk": 8, "store": 1000}, {"host": 5, "disk": 3, "store": 2000}, first)
+    return Outcome(
+        hit_ratio, {"host": 10, "disk": 8, "store": 1000}, {"host": 5, "disk": 3, "store": 2000}, first
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,9 @@ def test_a_bill_is_capacity_as_sold_and_wear_at_the_rate_of_the_trace() -> None:
 
 def test_a_disk_worn_out_in_a_month_is_paid_for_each_month() -> None:
     rated_days = 5 * DAYS_PER_YEAR
-    bill = make_bill(Mix((Share(DISK, 8),)), outcome(), block_bytes=GIB, duration_s=86_400 / rated_days * 365.25 / 12)
+    bill = make_bill(
+        Mix((Share(DISK, 8),)), outcome(), block_bytes=GIB, duration_s=86_400 / rated_days * 365.25 / 12
+    )
 
     assert bill.media[0].endurance_years == pytest.approx(1 / 12)
     assert bill.usd_per_month == pytest.approx(8.0)

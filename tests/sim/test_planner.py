@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.sim.test_mix import DISK, HOST, STORE
 
 from kvtier.errors import ConfigError
 from kvtier.sim.mix import Goal, Mix, Outcome, Share, make_bill
@@ -16,7 +17,6 @@ from kvtier.sim.model import EngineModel
 from kvtier.sim.planner import KEEP_RATIO, Row, Search, list_kinds, make_row, search
 from kvtier.sim.prices import GIB, Medium
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
-from tests.sim.test_mix import DISK, HOST, STORE
 
 BLOCK_BYTES = GIB
 CHEAP_DISK = dataclasses.replace(DISK, sold_in_gib=1, usd_per_gib=1.0)
@@ -39,7 +39,9 @@ def chats() -> Trace:
 def round_robin() -> Trace:
     """Return eight chats that take turns: what LRU is worst at, so that more memory may find less."""
     turns = [
-        TraceRequest(10.0 * (8 * turn + chat), 16 * (turn + 1), 4, tuple(100 * chat + n for n in range(turn + 1)))
+        TraceRequest(
+            10.0 * (8 * turn + chat), 16 * (turn + 1), 4, tuple(100 * chat + n for n in range(turn + 1))
+        )
         for turn in range(5)
         for chat in range(8)
     ]
@@ -68,7 +70,9 @@ def timeless() -> MixJudge:
 @pytest.fixture(scope="module")
 def timed() -> MixJudge:
     """Judges by first tokens, with the production connector and managers."""
-    engine = EngineModel(16, BLOCK_BYTES, num_device_blocks=9, prefill_tokens_per_s=16, decode_tokens_per_s=10)
+    engine = EngineModel(
+        16, BLOCK_BYTES, num_device_blocks=9, prefill_tokens_per_s=16, decode_tokens_per_s=10
+    )
     return RememberingJudge(TimedJudge(chats(), engine, "lru"))
 
 
@@ -118,7 +122,9 @@ def check_equal(found: Search, least: dict[tuple[str, ...], float]) -> None:
     st.floats(0.01, 0.99),
     st.fixed_dictionaries({name: st.floats(0.0, 4.0) for name in ("host", "disk", "store")}),
 )
-def test_the_cheapest_of_each_kind_is_what_trying_all_finds(hit_ratio: float, weights: dict[str, float]) -> None:
+def test_the_cheapest_of_each_kind_is_what_trying_all_finds(
+    hit_ratio: float, weights: dict[str, float]
+) -> None:
     goal, judge = Goal(hit_ratio=hit_ratio), MonotoneJudge(weights)
 
     found = find(goal, judge)
@@ -192,7 +198,7 @@ def test_each_mix_is_told_before_it_is_tried(timeless: MixJudge) -> None:
         timeless,
         block_bytes=BLOCK_BYTES,
         duration_s=1e6,
-        on_mix=told.append,  # type: ignore[arg-type]  # no progress bar
+        on_mix=told.append,
     )
 
     assert len(told) == len(set(told)) == found.num_tried

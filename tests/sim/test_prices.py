@@ -142,7 +142,7 @@ def test_a_missing_field_and_a_name_given_twice_are_refused() -> None:
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "prices.toml"
-    with pytest.raises(ConfigError, match="--prices=.*cannot be read"):
+    with pytest.raises(ConfigError, match=r"--prices=.*cannot be read"):
         read_prices(path)
     path.write_text("[gpu")
     with pytest.raises(ConfigError, match="is no TOML"):

@@ -162,7 +162,9 @@ def make_bill(mix: Mix, outcome: Outcome, *, block_bytes: int, duration_s: float
         ConfigError: the trace has no duration: there is no rate to go on with.
     """
     if not duration_s > 0:
-        raise ConfigError("trace", duration_s, "all requests came at one instant: there is no rate to plan with")
+        raise ConfigError(
+            "trace", duration_s, "all requests came at one instant: there is no rate to plan with"
+        )
     return Bill(tuple(_bill_share(share, outcome, block_bytes, duration_s) for share in mix.shares))
 
 
@@ -188,5 +190,3 @@ def _bill_share(share: Share, outcome: Outcome, block_bytes: int, duration_s: fl
 def name_of(kind: tuple[str, ...]) -> str:
     """Return a kind of mix in words. Pure."""
     return " + ".join(kind) if kind else "without"
-
-

@@ -1,8 +1,8 @@
 """Tries a mix of tiers on a trace: without time, which is quick, or on simulated time, which knows first tokens.
 
-It has no rule of its own: the first is ``replay_host`` or ``replay_chain``, the second ``simulate``. Without time a hit is a
-block of a found prefix, and there is no device cache; on simulated time it is a token that was not computed, and the
-device's cache counts.
+It has no rule of its own: the first is ``replay_host`` or ``replay_chain``, the second ``simulate``. Without time a hit
+is a block of a found prefix, and there is no device cache; on simulated time it is a token that was not computed, and
+the device's cache counts.
 """
 
 from collections.abc import Callable

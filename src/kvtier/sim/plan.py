@@ -1,9 +1,11 @@
 """A plan: what a trace needs, what each medium can do for it, and the cheapest mix that reaches a goal.
 
-It puts together what its neighbours find and prints nothing. A goal of hits alone is searched for without time, which is
-several times as fast; the mixes that are shown are then served on simulated time, and so are those of a goal in seconds.
+It puts together what its neighbours find and prints nothing. A goal of hits alone is searched for without time, which
+is several times as fast, and the mixes that are shown are then served on simulated time; a goal in seconds is searched
+for on simulated time.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -120,8 +122,8 @@ class Plan:
     is_reached: bool | None = None
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return the values as JSON objects."""
-        return asdict(self)
+        """Return the values as JSON objects; null for what is infinite, as the life of an unused disk."""
+        return {name: _to_finite(value) for name, value in asdict(self).items()}
 
 
 def make_plan(question: Question, begin: Progress | None = None) -> Plan:
@@ -229,9 +231,17 @@ def format_bytes(num_bytes: float) -> str:
     """Return a size with the largest binary unit of which there is at least one. Pure."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if num_bytes >= 100 or num_bytes == int(num_bytes) else f"{num_bytes:.1f} {unit}"
+            return f"{num_bytes:.{int(num_bytes < 100 and num_bytes != int(num_bytes))}f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} PiB"
+
+
+def _to_finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _to_finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _be_silent(what: str) -> Callable[[], object]:

@@ -1,8 +1,8 @@
 """Finds the cheapest mix of tiers that reaches a goal, without trying each.
 
-It knows neither traces nor managers: a ``MixJudge`` tells what a mix does. Capacities are geometric rows of what is sold.
-The search takes two things for granted. A mix costs at least its capacity. And more capacity on the same media is never
-worse; so in each kind of mix (a set of media) there is a border between what falls short and what does not:
+It knows neither traces nor managers: a ``MixJudge`` tells what a mix does. Capacities are geometric rows of what is
+sold. The search takes two things for granted. A mix costs at least its capacity. And more capacity on the same media is
+never worse; so in each kind of mix (a set of media) there is a border between what falls short and what does not:
 
 1. The largest mix of a kind falls short: so do all others of the kind.
 2. Else its border is walked as a staircase, from the least host memory and the most of the tier behind it: what reaches
@@ -11,7 +11,7 @@ worse; so in each kind of mix (a set of media) there is a border between what fa
 3. What costs more than the best of its kind, or more than ``KEEP_RATIO`` times the best of all, is not tried.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -81,7 +81,11 @@ class Search:
 
 
 def make_row(
-    medium: Medium, unique_blocks: int, block_bytes: int, max_bytes: int | None = None, steps_per_doubling: int = 1
+    medium: Medium,
+    unique_blocks: int,
+    block_bytes: int,
+    max_bytes: int | None = None,
+    steps_per_doubling: int = 1,
 ) -> Row:
     """Return the capacities of ``medium`` that are worth trying for a trace. Pure.
 
@@ -97,7 +101,9 @@ def make_row(
     Raises:
         ConfigError: not one block fits, or not one piece is within the limit.
     """
-    limits = [limit for limit in (max_bytes, medium.max_gib and int(medium.max_gib * GIB)) if limit is not None]
+    limits = [
+        limit for limit in (max_bytes, medium.max_gib and int(medium.max_gib * GIB)) if limit is not None
+    ]
     largest = max(1, unique_blocks)
     smallest = max(1, round(largest * SMALLEST_SHARE))
     found: set[int] = set()
@@ -107,14 +113,18 @@ def make_row(
             found.add(sold // block_bytes)
     if not found:
         least = medium.sold_bytes(smallest * block_bytes)
-        raise ConfigError(medium.name, min(limits), f"the least that is worth trying is {least} bytes: allow more")
+        raise ConfigError(
+            medium.name, min(limits), f"the least that is worth trying is {least} bytes: allow more"
+        )
     return Row(medium, tuple(sorted(found)))
 
 
 def list_kinds(host: Row, tiers: Sequence[Row], max_tiers: int) -> tuple[tuple[Row, ...], ...]:
     """Return host memory alone and with each set of up to ``max_tiers`` tiers, the faster ones first. Pure."""
     ordered = sorted(tiers, key=lambda row: (row.medium.latency_ms, -row.medium.read_gb_s, row.medium.name))
-    return tuple((host, *chosen) for number in range(max_tiers + 1) for chosen in combinations(ordered, number))
+    return tuple(
+        (host, *chosen) for number in range(max_tiers + 1) for chosen in combinations(ordered, number)
+    )
 
 
 def search(
@@ -137,7 +147,9 @@ def search(
         on_mix: told each mix before it is tried; returns what to call after each request, for a progress bar.
     """
     searcher = _Searcher(goal, judge, block_bytes, duration_s, on_mix)
-    cheap_first = sorted(kinds, key=lambda rows: (searcher.least_usd(rows), [row.medium.name for row in rows]))
+    cheap_first = sorted(
+        kinds, key=lambda rows: (searcher.least_usd(rows), [row.medium.name for row in rows])
+    )
     found: list[Candidate] = []
     short: list[tuple[str, ...]] = []
     too_dear: list[tuple[str, ...]] = []
@@ -147,14 +159,14 @@ def search(
             too_dear.append(kind)
         elif not searcher.try_mix(_mix_at(rows, [len(row.num_blocks) - 1 for row in rows])).is_reached:
             short.append(kind)
-        elif (cheapest := searcher.walk(rows)) is not None:
-            found.append(cheapest)
         else:
-            too_dear.append(kind)
+            found.append(searcher.walk(rows))
     found.sort(key=lambda one: (one.bill.usd_per_month, one.mix.kind))
     kept = [one for one in found if one.bill.usd_per_month <= searcher.limit_usd]
     too_dear += [one.mix.kind for one in found if one.bill.usd_per_month > searcher.limit_usd]
-    closest = None if found else min(searcher.tried.values(), key=lambda one: _distance(goal, one), default=None)
+    closest = (
+        None if found else min(searcher.tried.values(), key=lambda one: _distance(goal, one), default=None)
+    )
     num_mixes = sum(_count(rows) for rows in kinds)
     return Search(tuple(kept), closest, tuple(too_dear), tuple(short), len(searcher.tried), num_mixes)
 
@@ -172,6 +184,7 @@ class _Searcher:
     ) -> None:
         self.tried: dict[Mix, Candidate] = {}
         self.limit_usd = float("inf")
+        self._best: dict[tuple[str, ...], Candidate] = {}
         self._goal = goal
         self._judge = judge
         self._block_bytes = block_bytes
@@ -192,31 +205,26 @@ class _Searcher:
         found = self.tried[mix] = Candidate(mix, outcome, bill, self._goal.is_reached(outcome))
         if found.is_reached:
             self.limit_usd = min(self.limit_usd, KEEP_RATIO * bill.usd_per_month)
+            best = self._best.get(mix.kind)
+            if best is None or bill.usd_per_month < best.bill.usd_per_month:
+                self._best[mix.kind] = found
         return found
 
-    def walk(self, rows: tuple[Row, ...]) -> Candidate | None:
-        """Return the cheapest mix of a kind that reaches the goal within the limit."""
-        best: Candidate | None = None
+    def walk(self, rows: tuple[Row, ...]) -> Candidate:
+        """Return the cheapest mix of a kind that reaches the goal; the largest is known to reach it."""
         # The largest of further tiers first: what it costs at most is then known.
         for rest in product(*(range(len(row.num_blocks) - 1, -1, -1) for row in rows[2:])):
-            for candidate in self._walk_border(rows, rest, lambda: best):
-                if best is None or candidate.bill.usd_per_month < best.bill.usd_per_month:
-                    best = candidate
-        return best
+            self._walk_border(rows, rest)
+        return self._best[tuple(row.medium.name for row in rows)]
 
-    def _walk_border(
-        self, rows: tuple[Row, ...], rest: tuple[int, ...], get_best: Callable[[], Candidate | None]
-    ) -> Iterator[Candidate]:
-        """Yield what reaches the goal along the staircase, with further tiers as they are."""
+    def _walk_border(self, rows: tuple[Row, ...], rest: tuple[int, ...]) -> None:
+        """Try the mixes along the staircase, with further tiers as they are."""
         host, last = 0, len(rows[1].num_blocks) - 1 if len(rows) > 1 else 0
         while host < len(rows[0].num_blocks) and last >= 0:
             mix = _mix_at(rows, [host, last, *rest][: len(rows)])
-            best = get_best()
+            best = self._best.get(mix.kind)
             limit_usd = self.limit_usd if best is None else min(self.limit_usd, best.bill.usd_per_month)
-            if mix.capacity_usd_per_month(self._block_bytes) > limit_usd:
-                last -= 1
-            elif (candidate := self.try_mix(mix)).is_reached:
-                yield candidate
+            if mix.capacity_usd_per_month(self._block_bytes) > limit_usd or self.try_mix(mix).is_reached:
                 last -= 1
             else:
                 host += 1
