@@ -2,7 +2,7 @@
 
 It measures nothing and decides nothing: whoever has rates, measured or promised, asks it. The model: a block comes over
 one link after the other, from its tier to host memory and from there to the device, and each link takes a latency once
-and then moves bytes at a constant rate. A token costs the same wherever it stands, plus something for each token that it
+and then moves bytes at a constant rate. A token costs the same wherever it stands, plus something for each token it
 attends to. So computing a prefix is a convex function of its length and loading it a straight line: they cross once.
 """
 

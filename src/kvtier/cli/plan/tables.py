@@ -141,7 +141,7 @@ def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
     elif found.closest is not None:
         yield f"{goal}: no mix reaches it; closest is {_miss(question, found.closest)}"
     if found.short:
-        yield f"falls short at any size: {', '.join(name_of(kind) for kind in found.short)}"
+        yield f"falls short even at its largest: {', '.join(name_of(kind) for kind in found.short)}"
     if found.too_dear:
         kinds = ", ".join(name_of(kind) for kind in found.too_dear)
         yield f"reaches it, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
