@@ -139,18 +139,18 @@ def test_what_a_model_needs_grows_with_the_prompt_or_is_bounded_by_a_window() ->
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
-        ({"use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 64]),
-        ({"sliding_window_pattern": 2}, [64, None, 64, None]),
-        ({"model_type": "gemma2"}, [64, None, 64, None]),
-        ({}, [64, 64, 64, 64]),
+        ({"use_sliding_window": True, "max_window_layers": 3}, [None, None, None, 64, 64]),
+        ({"sliding_window_pattern": 2}, [64, None, 64, None, 64]),
+        ({"model_type": "gemma2"}, [64, None, 64, None, 64]),
+        ({}, [64, 64, 64, 64, 64]),
         (
-            {"layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attention_chunk_size": 32},
-            [32] * 3 + [None],
+            {"layer_types": ["chunked_attention"] * 4 + ["full_attention"], "attention_chunk_size": 32},
+            [32] * 4 + [None],
         ),
     ],
 )
 def test_windows_are_counted_as_the_config_says(fields: Config, windows: list[int | None]) -> None:
-    shape = shape_of_config(LLAMA_3_8B | {"num_hidden_layers": 4, "sliding_window": 64} | fields)
+    shape = shape_of_config(LLAMA_3_8B | {"num_hidden_layers": 5, "sliding_window": 64} | fields)
 
     found = {group.window_tokens: group.num_layers for group in shape.layers}
     assert found == {window: windows.count(window) for window in windows}

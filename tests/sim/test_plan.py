@@ -68,7 +68,7 @@ def test_break_even_lengths_are_those_of_the_cost_model() -> None:
 
 
 def test_what_is_shown_for_a_goal_of_hits_was_served_on_simulated_time() -> None:
-    plan = make_plan(dataclasses.replace(QUESTION, goal=Goal(hit_ratio=0.6)))
+    plan = make_plan(dataclasses.replace(QUESTION, goal=Goal(hit_ratio=0.6), num_gpus=2))
 
     assert plan.is_reached
     assert plan.search is not None
@@ -77,7 +77,7 @@ def test_what_is_shown_for_a_goal_of_hits_was_served_on_simulated_time() -> None
         served = simulate(TRACE, ENGINE, one.candidate.mix.host_model("lru"))
         assert one.candidate.outcome.first_token is None
         assert one.timed.first_token == served.total.first_token
-        hours = served.num_saved_tokens / 16 / 3600 * 730 * 3600 / TRACE.duration_s
+        hours = 2 * served.num_saved_tokens / 16 * 730 / TRACE.duration_s
         assert one.saved_gpu_hours_per_month == pytest.approx(hours)
         assert one.saved_usd_per_month == pytest.approx(hours * 3.6)
 

@@ -12,10 +12,11 @@ from typing import Protocol
 from kvtier.sim.chain_replay import NO_TIME, replay_chain
 from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.mix import Mix, Outcome
-from kvtier.sim.model import EngineModel
+from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.prices import HOST
 from kvtier.sim.results import Simulation
 from kvtier.sim.simulate import simulate
+from kvtier.sim.spec import ROOM
 from kvtier.sim.trace import Trace
 
 OVERLOADS = ".breaker_openings"
@@ -30,31 +31,46 @@ class MixJudge(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class TimelessJudge:
-    """Replays the trace when transfers take no time.
+    """Replays the trace when transfers take no time. Then media differ by capacity alone, so equal ones are tried once.
 
-    Attributes:
+    Args:
         trace: the requests.
         cache_policy: registered name of the policy of host memory.
     """
 
-    trace: Trace
-    cache_policy: str
+    def __init__(self, trace: Trace, cache_policy: str) -> None:
+        self._trace = trace
+        self._cache_policy = cache_policy
+        self._known: dict[tuple[int, ...], _Replayed] = {}
 
     def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> Outcome:
-        """Return hits and traffic; times are None."""
-        host = mix.host_model(self.cache_policy)
+        """Return hits and traffic; times are None. Host memory costs nothing by the block: its traffic is left out."""
+        host = mix.host_model(self._cache_policy)
         if host is None:
             return Outcome(0.0, {}, {})
-        if not host.tiers:
-            found = replay_host(self.trace, HostCache(host.num_blocks, self.cache_policy), on_request)
-            return Outcome(found.hit_ratio, {HOST: found.num_stored}, {HOST: found.num_hits})
-        tiers = tuple(replace(tier, speed=NO_TIME) for tier in host.tiers)
-        chain = replay_chain(self.trace, replace(host, tiers=tiers), on_request)
-        # Host memory costs nothing by the block, so what was written to it is not counted.
+        largest = ROOM * max(1, self._trace.num_unique_blocks)  # in more nothing changes
+        capacities = tuple(min(share.num_blocks, largest) for share in mix.shares)
+        if capacities not in self._known:
+            self._known[capacities] = self._replay(host, on_request)
+        found = self._known[capacities]
         return Outcome(
-            chain.hit_ratio, {HOST: 0, **chain.written_blocks}, {HOST: chain.num_hits, **chain.read_blocks}
+            found.hit_ratio,
+            dict(zip(mix.kind, (0, *found.written_blocks), strict=True)),
+            dict(zip(mix.kind, (0, *found.read_blocks), strict=True)),
+        )
+
+    def _replay(self, host: HostModel, on_request: Callable[[], object] | None) -> "_Replayed":
+        if not host.tiers:
+            cache = HostCache(host.num_blocks, self._cache_policy)
+            return _Replayed(replay_host(self._trace, cache, on_request).hit_ratio, (), ())
+        tiers = tuple(replace(tier, speed=NO_TIME) for tier in host.tiers)
+        chain = replay_chain(self._trace, replace(host, tiers=tiers), on_request)
+        names = [tier.name for tier in tiers]
+        return _Replayed(
+            chain.hit_ratio,
+            tuple(chain.written_blocks[name] for name in names),
+            tuple(chain.read_blocks[name] for name in names),
         )
 
 
@@ -91,3 +107,12 @@ def outcome_of(found: Simulation) -> Outcome:
         found.num_saved_tokens,
         int(sum(value for name, value in found.counters.items() if name.endswith(OVERLOADS))),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """What a replay has found; the blocks of each tier, in their order."""
+
+    hit_ratio: float
+    written_blocks: tuple[int, ...]
+    read_blocks: tuple[int, ...]
