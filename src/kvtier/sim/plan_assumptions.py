@@ -56,8 +56,8 @@ def _about_traffic(question: Question) -> Iterator[str]:
 
 def _about_purchase(question: Question, goal: Goal) -> Iterator[str]:
     yield (
-        "More capacity on the same media is taken to be never worse, and the cheapest mix to lie where a little less "
-        "falls short."
+        "More capacity on the same media is taken to be never worse and to write no more, and the cheapest mix to lie "
+        "where a little less falls short."
     )
     yield (
         "A purchase is spread over its months, or over the time until it is worn out if that is shorter; power, racks "

@@ -1,14 +1,16 @@
 """Finds the cheapest mix of tiers that reaches a goal, without trying each.
 
 It knows neither traces nor managers: a ``MixJudge`` tells what a mix does. Capacities are geometric rows of what is
-sold. The search takes two things for granted. A mix costs at least its capacity. And more capacity on the same media is
-never worse; so in each kind of mix (a set of media) there is a border between what falls short and what does not:
+sold. In each kind of mix (a set of media) the search takes for granted that more capacity is never worse, so that there
+is a border between what falls short and what does not, and that no mix writes less to its tiers than both the largest
+and the one with the least host memory before the largest tiers.
 
 1. The largest mix of a kind falls short: so do all others of the kind.
 2. Else its border is walked as a staircase, from the least host memory and the most of the tier behind it: what reaches
    the goal gives way to less of the tier, what does not to more host memory. That tries about as many mixes as the two
    rows are long together, for each capacity of a further tier.
-3. What costs more than the best of its kind, or more than ``KEEP_RATIO`` times the best of all, is not tried.
+3. A mix costs at least its capacity and the least writes. What so costs more than the best of its kind, or more than
+   ``KEEP_RATIO`` times the best of all, is not tried.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from kvtier.sim.mix import Bill, Goal, Mix, Outcome, Share, make_bill
 from kvtier.sim.mix_judge import MixJudge
 from kvtier.sim.prices import GIB, Medium
 
-KEEP_RATIO = 3.0
+KEEP_RATIO = 2.0
 """Kinds of mixes that cost up to so many times the best are shown beside it, for whoever has reasons not to take that.
 More would try hundreds of mixes that nobody buys; 1 would show a single line."""
 
@@ -185,6 +187,7 @@ class _Searcher:
         self.tried: dict[Mix, Candidate] = {}
         self.limit_usd = float("inf")
         self._best: dict[tuple[str, ...], Candidate] = {}
+        self._least_written: dict[tuple[str, ...], dict[str, int]] = {}
         self._goal = goal
         self._judge = judge
         self._block_bytes = block_bytes
@@ -212,10 +215,14 @@ class _Searcher:
 
     def walk(self, rows: tuple[Row, ...]) -> Candidate:
         """Return the cheapest mix of a kind that reaches the goal; the largest is known to reach it."""
+        ends = [len(row.num_blocks) - 1 for row in rows]
+        first = _mix_at(rows, [0, *ends[1:]])
+        if first.capacity_usd_per_month(self._block_bytes) <= self.limit_usd:
+            self._note_least_writes(self.try_mix(first), self.try_mix(_mix_at(rows, ends)))
         # The largest of further tiers first: what it costs at most is then known.
-        for rest in product(*(range(len(row.num_blocks) - 1, -1, -1) for row in rows[2:])):
+        for rest in product(*(range(end, -1, -1) for end in ends[2:])):
             self._walk_border(rows, rest)
-        return self._best[tuple(row.medium.name for row in rows)]
+        return self._best[first.kind]
 
     def _walk_border(self, rows: tuple[Row, ...], rest: tuple[int, ...]) -> None:
         """Try the mixes along the staircase, with further tiers as they are."""
@@ -224,10 +231,25 @@ class _Searcher:
             mix = _mix_at(rows, [host, last, *rest][: len(rows)])
             best = self._best.get(mix.kind)
             limit_usd = self.limit_usd if best is None else min(self.limit_usd, best.bill.usd_per_month)
-            if mix.capacity_usd_per_month(self._block_bytes) > limit_usd or self.try_mix(mix).is_reached:
+            if self._bound_usd(mix) > limit_usd or self.try_mix(mix).is_reached:
                 last -= 1
             else:
                 host += 1
+
+    def _note_least_writes(self, *ends: Candidate) -> None:
+        """Remember what every mix of a kind writes at least: as much as the one of its two ends that writes less."""
+        kind = ends[0].mix.kind
+        self._least_written[kind] = {
+            name: min(end.outcome.written_blocks[name] for end in ends) for name in kind
+        }
+
+    def _bound_usd(self, mix: Mix) -> float:
+        """Return what ``mix`` costs at least."""
+        written = self._least_written.get(mix.kind)
+        if written is None:
+            return mix.capacity_usd_per_month(self._block_bytes)
+        least = Outcome(0.0, written, dict.fromkeys(written, 0))
+        return make_bill(mix, least, block_bytes=self._block_bytes, duration_s=self._duration_s).usd_per_month
 
 
 def _mix_at(rows: Sequence[Row], indexes: Sequence[int]) -> Mix:
