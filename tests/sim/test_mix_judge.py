@@ -9,7 +9,7 @@ from tests.sim.test_planner import chats
 from kvtier.sim.chain_replay import NO_TIME, replay_chain
 from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.mix import Mix, Outcome, Share
-from kvtier.sim.mix_judge import TimedJudge, TimelessJudge
+from kvtier.sim.mix_judge import QuickJudge, TimedJudge, TimelessJudge
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.results import DEVICE
 from kvtier.sim.simulate import simulate
@@ -86,3 +86,18 @@ def test_no_offloading_has_the_device_s_hits_alone() -> None:
     assert found.hit_ratio == simulate(TRACE, ENGINE, None).hit_ratio(DEVICE) > 0
     assert (found.written_blocks, found.read_blocks) == ({}, {})
     assert TimelessJudge(TRACE, "lru").judge(Mix(())) == Outcome(0.0, {}, {})
+
+
+def test_what_capacity_alone_rules_out_is_not_simulated_and_nothing_else_is_left_out() -> None:
+    timed = TimedJudge(TRACE, ENGINE, "lru")
+    device = timed.judge(Mix(())).hit_ratio
+
+    for host, disk in ((1, 2), (4, 8), (8, 16), (8, 32), (16, 64)):
+        mix = Mix((Share(HOST, host), Share(DISK, disk)))
+        truth = timed.judge(mix)
+        for goal in (0.1, 0.3, 0.5, 0.7, truth.hit_ratio):
+            found = QuickJudge(timed, goal, device).judge(mix)
+            assert (found.hit_ratio >= goal) == (truth.hit_ratio >= goal)
+            assert found in (truth, TimelessJudge(TRACE, "lru").judge(mix))
+    small = QuickJudge(timed, 0.7, device).judge(Mix((Share(HOST, 2),)))
+    assert small.first_token is None

@@ -93,11 +93,6 @@ class Goal:
         if self.first_token_p90_s is not None and not 0 < self.first_token_p90_s < float("inf"):
             raise ConfigError("--ttft-p90", self.first_token_p90_s, "must be a time above zero")
 
-    @property
-    def needs_time(self) -> bool:
-        """Whether only a simulation of time can tell."""
-        return self.first_token_p90_s is not None
-
     def shortfall(self, outcome: Outcome) -> float:
         """Return by which share of the goal ``outcome`` misses it, the worst of several; 0 when it is reached. Pure."""
         missed = [0.0]

@@ -1,8 +1,9 @@
-"""Tries a mix of tiers on a trace: without time, which is quick, or on simulated time, which knows first tokens.
+"""Tries a mix of tiers on a trace: without time, which is quick, or on simulated time, which knows the truth.
 
 It has no rule of its own: the first is ``replay_host`` or ``replay_chain``, the second ``simulate``. Without time a hit
 is a block of a found prefix, and there is no device cache; on simulated time it is a token that was not computed, and
-the device's cache counts.
+the device's cache counts. Capacity is not enough: a tier that cannot take what is written to it finds little. So what
+reaches a goal does so on simulated time, and the quick way only tells what need not be simulated.
 """
 
 from collections.abc import Callable
@@ -92,6 +93,34 @@ class TimedJudge:
         """Return hits, traffic and times."""
         host = mix.host_model(self.cache_policy)
         return outcome_of(simulate(self.trace, self.engine, host, on_request=on_request))
+
+
+class QuickJudge:
+    """Serves a mix on simulated time unless its capacity alone rules out a goal of hits.
+
+    Hits on simulated time are at most those without time, a token that fills no block aside, and those of the device.
+
+    Args:
+        timed: serves what may reach the goal.
+        hit_ratio: the goal.
+        device_hit_ratio: what the engine finds without offloading.
+    """
+
+    def __init__(self, timed: TimedJudge, hit_ratio: float, device_hit_ratio: float) -> None:
+        self._timed = timed
+        self._timeless = TimelessJudge(timed.trace, timed.cache_policy)
+        self._hit_ratio = hit_ratio
+        self._device_hit_ratio = device_hit_ratio
+        trace = timed.trace
+        num_prompt_tokens = sum(max(1, request.num_prompt_tokens) for request in trace.requests)
+        self._fill = max(1.0, trace.num_accesses * trace.block_tokens / max(1, num_prompt_tokens))
+
+    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> Outcome:
+        """Return what ``mix`` does on simulated time, or without time where that is far below the goal."""
+        quick = self._timeless.judge(mix)
+        if quick.hit_ratio * self._fill + self._device_hit_ratio < self._hit_ratio:
+            return quick
+        return self._timed.judge(mix, on_request)
 
 
 def outcome_of(found: Simulation) -> Outcome:

@@ -1,8 +1,6 @@
 """A plan: what a trace needs, what each medium can do for it, and the cheapest mix that reaches a goal.
 
-It puts together what its neighbours find and prints nothing. A goal of hits alone is searched for without time, which
-is several times as fast, and the mixes that are shown are then served on simulated time; a goal in seconds is searched
-for on simulated time.
+It puts together what its neighbours find and prints nothing. Whatever it says of a mix was found on simulated time.
 """
 
 import math
@@ -13,7 +11,7 @@ from typing import Any
 from kvtier.load_cost import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s
 from kvtier.sim.capacity_curve import CurvePoint, draw_curve
 from kvtier.sim.mix import Goal, Mix, Outcome
-from kvtier.sim.mix_judge import MixJudge, TimedJudge, TimelessJudge
+from kvtier.sim.mix_judge import MixJudge, QuickJudge, TimedJudge
 from kvtier.sim.model import EngineModel
 from kvtier.sim.model_shape import ModelShape
 from kvtier.sim.planner import Candidate, Row, Search, list_kinds, search
@@ -179,7 +177,9 @@ def _plan_purchase(question: Question, goal: Goal, measured: Plan, begin: Progre
     shown: tuple[Shown, ...] = ()
     is_reached = goal.is_reached(without)
     if not is_reached:
-        judge: MixJudge = timed if goal.needs_time else TimelessJudge(question.trace, question.cache_policy)
+        judge: MixJudge = timed
+        if goal.hit_ratio is not None:
+            judge = QuickJudge(timed, goal.hit_ratio, without.hit_ratio)
         found = search(
             list_kinds(question.host, question.tiers, question.max_tiers),
             goal,
@@ -208,7 +208,7 @@ def _plan_purchase(question: Question, goal: Goal, measured: Plan, begin: Progre
 def _show(
     question: Question, candidates: Sequence[Candidate], timed: TimedJudge, begin: Progress
 ) -> tuple[Shown, ...]:
-    """Serve what was tried without time on simulated time, and count what is saved."""
+    """Serve what was only tried without time on simulated time, and count what is saved."""
     shown: list[Shown] = []
     for candidate in candidates:
         outcome = candidate.outcome

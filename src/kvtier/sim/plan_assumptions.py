@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from kvtier.sim.mix import Goal
 from kvtier.sim.plan import Question
 from kvtier.sim.prices import HOURS_PER_MONTH, Medium
 
@@ -15,7 +14,7 @@ def list_assumptions(question: Question) -> tuple[str, ...]:
     return (
         *_about_model(question),
         *_about_traffic(question),
-        *(_about_purchase(question, question.goal) if question.goal is not None else ()),
+        *(_about_purchase(question) if question.goal is not None else ()),
         *_about_prices(question),
     )
 
@@ -54,7 +53,11 @@ def _about_traffic(question: Question) -> Iterator[str]:
         )
 
 
-def _about_purchase(question: Question, goal: Goal) -> Iterator[str]:
+def _about_purchase(question: Question) -> Iterator[str]:
+    yield (
+        "Hits are prompt tokens that need not be computed, those of the device cache among them, when transfers take "
+        "their time."
+    )
     yield (
         "More capacity on the same media is taken to be never worse and to write no more, and the cheapest mix to lie "
         "where a little less falls short."
@@ -67,11 +70,6 @@ def _about_purchase(question: Question, goal: Goal) -> Iterator[str]:
         f"Saved GPU time is loaded tokens at the rate above on {question.num_gpus} GPU(s), at "
         f"${question.prices.gpu_usd_per_hour:.2f} an hour each: {question.prices.gpu_source}."
     )
-    if not goal.needs_time:
-        yield (
-            "The goal was searched for without time: a hit is a block of a prefix found in host memory or behind it. "
-            "First tokens, hits in time and savings are from the simulation of time."
-        )
     if any(row.medium.drive_writes_per_day for row in question.tiers):
         yield (
             "A disk lasts capacity as sold x drive writes a day x years of warranty / bytes written at the rate of the "

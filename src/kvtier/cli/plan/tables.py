@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.sim.mix import Outcome, name_of
-from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, describe, format_bytes
+from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, Shown, describe, format_bytes
 from kvtier.sim.plan_assumptions import list_assumptions
-from kvtier.sim.planner import KEEP_RATIO, Candidate
+from kvtier.sim.planner import KEEP_RATIO
 from kvtier.sim.prices import HOST
 
 NOTHING = "-"
@@ -77,14 +77,13 @@ def make_break_even_table(plan: Plan) -> Table:
 
 def make_mix_table(question: Question, plan: Plan, without: Outcome) -> Table:
     """Return the mixes that are worth showing, beside an engine without offloading. Pure."""
-    headings = ("$/month", "hits", "hits in time", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
+    headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
     table = _make_table("Mixes", ("mix",), headings)
-    table.add_row("without", NOTHING, NOTHING, *_times(without), NOTHING, NOTHING)
+    table.add_row("without", NOTHING, *_times(without), NOTHING, NOTHING)
     for one in plan.shown:
         table.add_row(
             describe(one.candidate.mix, question.engine.block_bytes),
             f"{one.candidate.bill.usd_per_month:,.0f}",
-            f"{one.candidate.outcome.hit_ratio:.1%}",
             *_times(one.timed),
             f"{one.saved_gpu_hours_per_month:,.0f}",
             f"{one.saved_usd_per_month:,.0f}",
@@ -138,8 +137,8 @@ def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
         best = found.best[0]
         name = describe(best.mix, question.engine.block_bytes)
         yield f"{goal}: cheapest is {name} at ${best.bill.usd_per_month:,.0f} a month"
-    elif found.closest is not None:
-        yield f"{goal}: no mix reaches it; closest is {_miss(question, found.closest)}"
+    elif plan.shown:
+        yield f"{goal}: no mix reaches it; closest is {_miss(question, plan.shown[0])}"
     if found.short:
         yield f"falls short even at its largest: {', '.join(name_of(kind) for kind in found.short)}"
     if found.too_dear:
@@ -161,8 +160,8 @@ def _goal_in_words(question: Question) -> str:
     return " and ".join(parts)
 
 
-def _miss(question: Question, closest: Candidate) -> str:
-    goal, outcome = question.goal, closest.outcome
+def _miss(question: Question, closest: Shown) -> str:
+    goal, outcome = question.goal, closest.timed
     missed = []
     if goal is not None and goal.hit_ratio is not None and outcome.hit_ratio < goal.hit_ratio:
         missed.append(
@@ -172,7 +171,7 @@ def _miss(question: Question, closest: Candidate) -> str:
         late_s = outcome.first_token.p90_s - goal.first_token_p90_s
         if late_s > 0:
             missed.append(f"first token after {outcome.first_token.p90_s:.2f} s, {late_s:.2f} s late")
-    return f"{describe(closest.mix, question.engine.block_bytes)}: {' and '.join(missed)}"
+    return f"{describe(closest.candidate.mix, question.engine.block_bytes)}: {' and '.join(missed)}"
 
 
 def _times(outcome: Outcome) -> Sequence[str]:
