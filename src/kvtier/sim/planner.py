@@ -5,11 +5,12 @@ sold. In each kind of mix (a set of media) the search takes for granted that mor
 is a border between what falls short and what does not, and that no mix writes less to its tiers than both the largest
 and the one with the least host memory before the largest tiers.
 
-1. The largest mix of a kind falls short: so do all others of the kind.
-2. Else its border is walked as a staircase, from the least host memory and the most of the tier behind it: what reaches
+1. Host memory alone comes first. What is enough without a tier needs none, so that tiers are tried with less.
+2. The largest mix of a kind falls short: so do all others of the kind.
+3. Else its border is walked as a staircase, from the least host memory and the most of the tier behind it: what reaches
    the goal gives way to less of the tier, what does not to more host memory. That tries about as many mixes as the two
    rows are long together, for each capacity of a further tier.
-3. A mix costs at least its capacity and the least writes. What so costs more than the best of its kind, or more than
+4. A mix costs at least its capacity and the least writes. What so costs more than the best of its kind, or more than
    ``KEEP_RATIO`` times the best of all, is not tried.
 """
 
@@ -69,7 +70,7 @@ class Search:
         best: the cheapest mix of each kind that reaches the goal, cheapest first; empty when none does.
         closest: the mix that misses the goal by the least; None when one reaches it.
         too_dear: kinds that reach the goal but cost more than ``KEEP_RATIO`` times the best.
-        short: kinds whose largest mix falls short.
+        short: kinds whose largest mix falls short, or that spare no host memory.
         num_tried: mixes that were tried.
         num_mixes: mixes that there are.
     """
@@ -155,9 +156,12 @@ def search(
     found: list[Candidate] = []
     short: list[tuple[str, ...]] = []
     too_dear: list[tuple[str, ...]] = []
-    for rows in cheap_first:
-        kind = tuple(row.medium.name for row in rows)
-        if searcher.least_usd(rows) > searcher.limit_usd:
+    for all_rows in cheap_first:
+        kind = tuple(row.medium.name for row in all_rows)
+        rows = searcher.spare_host(all_rows)
+        if not rows[0].num_blocks:
+            short.append(kind)
+        elif searcher.least_usd(rows) > searcher.limit_usd:
             too_dear.append(kind)
         elif not searcher.try_mix(_mix_at(rows, [len(row.num_blocks) - 1 for row in rows])).is_reached:
             short.append(kind)
@@ -193,6 +197,15 @@ class _Searcher:
         self._block_bytes = block_bytes
         self._duration_s = duration_s
         self._on_mix = on_mix
+
+    def spare_host(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return ``rows`` without the host memory that needs no tier behind it, if that is known."""
+        alone = self._best.get((rows[0].medium.name,))
+        if alone is None or len(rows) == 1:
+            return rows
+        enough = alone.mix.shares[0].num_blocks
+        less = tuple(number for number in rows[0].num_blocks if number < enough)
+        return (Row(rows[0].medium, less), *rows[1:])
 
     def least_usd(self, rows: Sequence[Row]) -> float:
         """Return what the smallest mix of a kind costs at least."""

@@ -140,7 +140,8 @@ def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
     elif plan.shown:
         yield f"{goal}: no mix reaches it; closest is {_miss(question, plan.shown[0])}"
     if found.short:
-        yield f"falls short even at its largest: {', '.join(name_of(kind) for kind in found.short)}"
+        kinds = ", ".join(name_of(kind) for kind in found.short)
+        yield f"falls short at its largest, or with less host memory than would do alone: {kinds}"
     if found.too_dear:
         kinds = ", ".join(name_of(kind) for kind in found.too_dear)
         yield f"reaches it, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
