@@ -69,7 +69,7 @@ class Search:
     Attributes:
         best: the cheapest mix of each kind that reaches the goal, cheapest first; empty when none does.
         closest: the mix that misses the goal by the least; None when one reaches it.
-        too_dear: kinds that reach the goal but cost more than ``KEEP_RATIO`` times the best.
+        too_dear: kinds that cost more than ``KEEP_RATIO`` times the best, whether or not they would reach the goal.
         short: kinds whose largest mix falls short, or that spare no host memory.
         num_tried: mixes that were tried.
         num_mixes: mixes that there are.

@@ -1,6 +1,5 @@
 """Shows a plan: what the trace needs, what media can do, what to buy, what was assumed. It computes nothing."""
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -11,7 +10,7 @@ from kvtier.sim.mix import Outcome, name_of
 from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, Shown, describe, format_bytes
 from kvtier.sim.plan_assumptions import list_assumptions
 from kvtier.sim.planner import KEEP_RATIO
-from kvtier.sim.prices import HOST
+from kvtier.sim.prices import DAYS_PER_YEAR, HOST
 
 NOTHING = "-"
 """Stands for a number that there is none of."""
@@ -144,7 +143,7 @@ def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
         yield f"falls short at its largest, or with less host memory than would do alone: {kinds}"
     if found.too_dear:
         kinds = ", ".join(name_of(kind) for kind in found.too_dear)
-        yield f"reaches it, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
+        yield f"left out, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
     for one in plan.shown:
         if one.timed.num_overloads:
             name = name_of(one.candidate.mix.kind)
@@ -188,10 +187,12 @@ def _times(outcome: Outcome) -> Sequence[str]:
 def _years(endurance_years: float | None) -> str:
     if endurance_years is None:
         return NOTHING
+    if endurance_years > LONG_YEARS:
+        return f"> {LONG_YEARS} years"
     return (
-        f"> {LONG_YEARS} years"
-        if endurance_years > LONG_YEARS or math.isinf(endurance_years)
-        else f"{endurance_years:.1f} years"
+        f"{endurance_years:.1f} years"
+        if endurance_years >= 1
+        else f"{endurance_years * DAYS_PER_YEAR:.0f} days"
     )
 
 
