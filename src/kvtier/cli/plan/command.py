@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.plan.options import EngineOptions, ModelOptions, SearchOptions, make_question
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.simulate.command import check_writable, make_console
+from kvtier.cli.simulate.command import make_console
 from kvtier.cli.simulate.options import take_first
 from kvtier.errors import ConfigError
 from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
@@ -92,6 +92,19 @@ def run_plan(question: Question, console: Console) -> Plan:
             return partial(progress.advance, task)
 
         return make_plan(question, begin)
+
+
+def check_writable(path: Path) -> None:
+    """Open the file of the plan before there is one, so that a wrong path costs no search.
+
+    Raises:
+        ConfigError: it cannot be written. What it holds stays until there is a plan.
+    """
+    try:
+        path.open("a").close()
+    except OSError as error:
+        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
+        raise ConfigError("--json", str(path), remedy) from error
 
 
 def write_json(path: Path, question: Question, found: Plan) -> None:
