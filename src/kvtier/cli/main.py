@@ -65,6 +65,9 @@ COMMANDS = (
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
+    Command(
+        "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
+    ),
     Command("record", "kvtier.cli.record.command", "Record what a live engine is asked, as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
 )

@@ -1,0 +1,120 @@
+"""``kvtier plan TRACE``: what does this traffic need, and what is the cheapest way to give it that?
+
+It parses, calls and prints. Everything that can be wrong with the arguments is found before the first replay.
+"""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvtier.cli.plan.options import EngineOptions, ModelOptions, SearchOptions, make_question
+from kvtier.cli.plan.tables import print_plan
+from kvtier.cli.simulate.command import make_console
+from kvtier.cli.simulate.options import take_first
+from kvtier.errors import ConfigError
+from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
+from kvtier.sim.plan import Plan, Question, make_plan
+from kvtier.sim.plan_assumptions import list_assumptions
+from kvtier.sim.prices import read_prices
+
+GOAL_MISSED_STATUS = 1
+
+
+def plan(
+    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")],
+    trace_format: Annotated[
+        str | None,
+        typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; else it is found."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="The model's config.json.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Or: its layers with a KV cache.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Its KV heads.")] = None,
+    head_size: Annotated[int | None, typer.Option(help="Numbers in a head.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of keys and values with --layers.")] = "bfloat16",
+    kv_dtype: Annotated[str | None, typer.Option(help="Type of keys and values, such as fp8.")] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option("--kv-bytes-per-token", help="Or: keys and values of a token.")
+    ] = None,
+    hit_ratio: Annotated[float | None, typer.Option(help="Goal: share of blocks found, as 0.3.")] = None,
+    ttft_p90: Annotated[str | None, typer.Option(help="Goal: first token for 9 in 10, as 2s.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Your prices; see docs/planning.md.")] = None,
+    media: Annotated[str | None, typer.Option(help="Media to buy from, by comma; else all.")] = None,
+    max_tiers: Annotated[int, typer.Option(help="Tiers behind host memory at most.")] = 1,
+    host_max: Annotated[str | None, typer.Option(help="Host memory that fits the machine.")] = None,
+    policy: Annotated[str, typer.Option(help="Eviction policy of host memory.")] = "lru",
+    device: Annotated[str, typer.Option(help="Memory of the device cache.")] = "64GiB",
+    prefill: Annotated[float, typer.Option(help="Prompt tokens computed in a second.")] = 20_000.0,
+    decode: Annotated[float, typer.Option(help="Tokens a second of each answer.")] = 40.0,
+    max_running: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 64,
+    gpus: Annotated[int, typer.Option(help="GPUs that compute prompts at that rate together.")] = 1,
+    requests: Annotated[int | None, typer.Option(help="Only the first requests of the trace.")] = None,
+    show: Annotated[int, typer.Option(help="Mixes to show at most.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")] = None,
+) -> None:
+    """Say what a request trace needs, and find the cheapest mix of tiers that reaches a goal.
+
+    Without --hit-ratio and --ttft-p90 nothing is searched for. Exit status 1 when no mix reaches the goal.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        TraceError: the trace cannot be read.
+    """
+    model = ModelOptions(config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
+    serving = EngineOptions(device, prefill, decode, max_running, gpus)
+    wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)
+    price_list = read_prices(prices)
+    trace = take_first(read_trace(trace_file, trace_format), requests)
+    question = make_question(trace, model, serving, wanted, price_list)
+    if json_file is not None:
+        check_writable(json_file)
+    found = run_plan(question, Console(stderr=True))
+    print_plan(question, found, make_console())
+    if json_file is not None:
+        write_json(json_file, question, found)
+    if found.is_reached is False:
+        raise typer.Exit(GOAL_MISSED_STATUS)
+
+
+def run_plan(question: Question, console: Console) -> Plan:
+    """Plan under a progress bar that begins anew with each replay."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+
+        def begin(what: str) -> Callable[[], object]:
+            progress.reset(task, description=what, total=len(question.trace.requests))
+            return partial(progress.advance, task)
+
+        return make_plan(question, begin)
+
+
+def check_writable(path: Path) -> None:
+    """Open the file of the plan before there is one, so that a wrong path costs no search.
+
+    Raises:
+        ConfigError: it cannot be written. What it holds stays until there is a plan.
+    """
+    try:
+        path.open("a").close()
+    except OSError as error:
+        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
+        raise ConfigError("--json", str(path), remedy) from error
+
+
+def write_json(path: Path, question: Question, found: Plan) -> None:
+    """Write the plan and what it assumes.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    written = {**found.to_json(), "assumptions": list_assumptions(question)}
+    try:
+        path.write_text(json.dumps(written, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError("--json", str(path), f"cannot be written: {error.strerror}") from error

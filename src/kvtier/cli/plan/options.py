@@ -1,0 +1,150 @@
+"""What a user of ``kvtier plan`` asked for, as a question to ``kvtier.sim.plan``. It plans nothing."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine
+from kvtier.config import parse_bytes
+from kvtier.cpu.policies.registry import CACHE_POLICIES
+from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.sim.mix import Goal
+from kvtier.sim.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
+from kvtier.sim.plan import Question
+from kvtier.sim.planner import Row, make_row
+from kvtier.sim.prices import HOST, Medium, PriceList
+from kvtier.sim.trace import Trace
+
+MAX_TIERS = 3
+"""Tiers behind host memory. Each more multiplies the mixes by a dozen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How the model was described; one of three ways."""
+
+    config: Path | None
+    layers: int | None
+    kv_heads: int | None
+    head_size: int | None
+    dtype: str
+    kv_dtype: str | None
+    kv_bytes: str | None
+
+    def shape(self) -> ModelShape:
+        """Return the model's keys and values.
+
+        Raises:
+            ConfigError: the model is described in no way, in two, or in one that cannot be.
+        """
+        dimensions = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-size": self.head_size}
+        given = [option for option, value in dimensions.items() if value is not None]
+        ways = [self.config is not None, bool(given), self.kv_bytes is not None]
+        if sum(ways) != 1:
+            remedy = "describe the model by one of --config FILE, --layers with --kv-heads and --head-size, "
+            raise ConfigError(
+                "--config", self.config and str(self.config), f"{remedy}or --kv-bytes-per-token"
+            )
+        if self.config is not None:
+            return read_shape(self.config, self.kv_dtype)
+        if self.kv_bytes is not None:
+            return shape_of_bytes(parse_bytes("--kv-bytes-per-token", self.kv_bytes))
+        if self.layers is None or self.kv_heads is None or self.head_size is None:
+            missing = ", ".join(dimensions.keys() - given)
+            raise ConfigError(missing, None, "is missing: give --layers, --kv-heads and --head-size together")
+        return shape_of_dimensions(self.layers, self.kv_heads, self.head_size, self.kv_dtype or self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What serves the trace."""
+
+    device: str
+    prefill: float
+    decode: float
+    max_running: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """What may be bought, and what for."""
+
+    policy: str
+    hit_ratio: float | None
+    ttft_p90: str | None
+    media: str | None
+    max_tiers: int
+    host_max: str | None
+    max_shown: int
+
+
+def make_question(
+    trace: Trace, model: ModelOptions, serving: EngineOptions, wanted: SearchOptions, prices: PriceList
+) -> Question:
+    """Return the question that all options together ask.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        UnknownNameError: there is no such policy or medium.
+    """
+    if wanted.policy not in CACHE_POLICIES:
+        raise UnknownNameError("eviction policy for --policy", wanted.policy, CACHE_POLICIES.names())
+    if not 0 <= wanted.max_tiers <= MAX_TIERS:
+        raise ConfigError("--max-tiers", wanted.max_tiers, f"must be from 0 to {MAX_TIERS}")
+    for option, value in (("--gpus", serving.num_gpus), ("--show", wanted.max_shown)):
+        if value < 1:
+            raise ConfigError(option, value, "must be at least 1")
+    shape = model.shape()
+    engine = make_engine(
+        trace,
+        device=serving.device,
+        kv_size=str(shape.bytes_per_token),
+        max_running=serving.max_running,
+        prefill=serving.prefill,
+        decode=serving.decode,
+    )
+    names = (
+        None if wanted.media is None else [name.strip() for name in wanted.media.split(",") if name.strip()]
+    )
+    host_max = None if wanted.host_max is None else parse_bytes("--host-max", wanted.host_max)
+
+    def row(medium: Medium, max_bytes: int | None = None) -> Row:
+        return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
+
+    return Question(
+        trace,
+        shape,
+        engine,
+        prices,
+        row(prices.media[HOST], host_max),
+        tuple(row(medium) for medium in prices.choose(names)),
+        wanted.policy,
+        make_goal(wanted.hit_ratio, wanted.ttft_p90),
+        wanted.max_tiers,
+        serving.num_gpus,
+        wanted.max_shown,
+    )
+
+
+def make_goal(hit_ratio: float | None, ttft_p90: str | None) -> Goal | None:
+    """Return the goal; None when nothing was asked for.
+
+    Raises:
+        ConfigError: it is none that can be reached.
+    """
+    if hit_ratio is None and ttft_p90 is None:
+        return None
+    return Goal(hit_ratio, None if ttft_p90 is None else parse_seconds("--ttft-p90", ttft_p90))
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Return a time such as "2s" or "500ms" in seconds; a number alone is seconds. Pure.
+
+    Raises:
+        ConfigError: it is no time.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)?", text.strip())
+    if found is None:
+        raise ConfigError(option, text, "a time is a number with us, ms or s, such as 2s")
+    return float(found[1]) * TIME_UNITS_S[found[2] or "s"]

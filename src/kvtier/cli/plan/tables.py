@@ -1,0 +1,205 @@
+"""Shows a plan: what the trace needs, what media can do, what to buy, what was assumed. It computes nothing."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.sim.mix import Outcome, name_of
+from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, Shown, describe, format_bytes
+from kvtier.sim.plan_assumptions import list_assumptions
+from kvtier.sim.planner import KEEP_RATIO
+from kvtier.sim.prices import DAYS_PER_YEAR, HOST
+
+NOTHING = "-"
+"""Stands for a number that there is none of."""
+
+LONG_YEARS = 100
+"""Nobody keeps a disk for longer."""
+
+
+def print_plan(question: Question, plan: Plan, console: Console) -> None:
+    """Print the tables, the answer and the assumptions."""
+    console.print(make_working_set_table(question, plan))
+    console.print(make_curve_table(question, plan))
+    console.print(make_break_even_table(plan))
+    if plan.without is not None:
+        console.print(make_mix_table(question, plan, plan.without))
+        console.print(make_wear_table(plan))
+    for line in answer(question, plan):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print("\nAssumed:", highlight=False)
+    for line in list_assumptions(question):
+        console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
+
+
+def make_working_set_table(question: Question, plan: Plan) -> Table:
+    """Return how much is in use within each window. Pure."""
+    block_bytes = question.engine.block_bytes
+    table = _make_table("Blocks in use", ("window",), ("mean", "peak", "peak at"))
+    for one in plan.working_sets:
+        peak = format_bytes(one.peak_blocks * block_bytes)
+        table.add_row(
+            f"{one.window_s / 60:.0f} min",
+            format_bytes(one.mean_blocks * block_bytes),
+            f">= {peak}" if one.is_cut else peak,
+            f"{one.peak_s:,.0f} s",
+        )
+    return table
+
+
+def make_curve_table(question: Question, plan: Plan) -> Table:
+    """Return what host memory alone would find. Pure."""
+    title = f"Host memory alone, {question.cache_policy}"
+    table = _make_table(title, ("capacity",), ("hits", "writes per block", "$/month"))
+    for point in plan.curve:
+        num_bytes = point.num_blocks * question.engine.block_bytes
+        table.add_row(
+            format_bytes(num_bytes),
+            f"{point.hit_ratio:.1%}",
+            f"{point.writes_per_unique_block:.2f}",
+            f"{question.host.medium.capacity_usd_per_month(num_bytes):,.0f}",
+        )
+    return table
+
+
+def make_break_even_table(plan: Plan) -> Table:
+    """Return from which length on loading is faster. Pure."""
+    headings = ("loading pays beyond", f"load {EXAMPLE_TOKENS:,} tokens", "compute them")
+    table = _make_table("Load or compute", ("medium",), headings)
+    for one in plan.break_evens:
+        beyond = "never" if one.tokens is None else f"{one.tokens:,} tokens"
+        table.add_row(one.medium, beyond, f"{one.example_s:.3f} s", f"{one.example_compute_s:.3f} s")
+    return table
+
+
+def make_mix_table(question: Question, plan: Plan, without: Outcome) -> Table:
+    """Return the mixes that are worth showing, beside an engine without offloading. Pure."""
+    headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
+    table = _make_table("Mixes", ("mix",), headings)
+    table.add_row("without", NOTHING, *_times(without), NOTHING, NOTHING)
+    for one in plan.shown:
+        table.add_row(
+            describe(one.candidate.mix, question.engine.block_bytes),
+            f"{one.candidate.bill.usd_per_month:,.0f}",
+            *_times(one.timed),
+            f"{one.saved_gpu_hours_per_month:,.0f}",
+            f"{one.saved_usd_per_month:,.0f}",
+        )
+    return table
+
+
+def make_wear_table(plan: Plan) -> Table:
+    """Return what is written to each medium of the mixes and how long it lasts. Pure."""
+    headings = ("used", "sold", "$/month", "written a day", "worn out after")
+    table = _make_table("Their media", ("mix", "medium"), headings)
+    for one in plan.shown:
+        for part in one.candidate.bill.media:
+            is_host = part.name == HOST  # memory does not wear, and a replay of a chain does not count it
+            written = NOTHING if is_host else f"{part.written_bytes_per_day / 1e12:.2f} TB"
+            table.add_row(
+                name_of(one.candidate.mix.kind),
+                part.name,
+                format_bytes(part.used_bytes),
+                format_bytes(part.sold_bytes),
+                f"{part.usd_per_month:,.0f}",
+                written,
+                _years(part.endurance_years),
+            )
+    return table
+
+
+def answer(question: Question, plan: Plan) -> Iterator[str]:
+    """Yield the answer in sentences. Pure."""
+    trace = question.trace
+    yield (
+        f"{plan.bytes_per_token:,} bytes a token; {len(trace.requests):,} requests in {trace.duration_s:,.0f} s name "
+        f"{format_bytes(plan.unique_bytes)} of distinct blocks"
+    )
+    if plan.reuse_gaps.num_reuses:
+        gaps = ", ".join(
+            f"p{percent} {gap_s:,.0f} s" for percent, gap_s in plan.reuse_gaps.percentiles_s.items()
+        )
+        yield f"a block that comes back does so after {gaps}"
+    if question.goal is not None:
+        yield from _answer_goal(question, plan)
+
+
+def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
+    goal = _goal_in_words(question)
+    if plan.search is None:
+        yield f"{goal}: the device cache alone reaches it, nothing to buy"
+        return
+    found = plan.search
+    if found.best:
+        best = found.best[0]
+        name = describe(best.mix, question.engine.block_bytes)
+        yield f"{goal}: cheapest is {name} at ${best.bill.usd_per_month:,.0f} a month"
+    elif plan.shown:
+        yield f"{goal}: no mix reaches it; closest is {_miss(question, plan.shown[0])}"
+    if found.short:
+        kinds = ", ".join(name_of(kind) for kind in found.short)
+        yield f"falls short at its largest, or with less host memory than would do alone: {kinds}"
+    if found.too_dear:
+        kinds = ", ".join(name_of(kind) for kind in found.too_dear)
+        yield f"left out, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
+    for one in plan.shown:
+        if one.timed.num_overloads:
+            name = name_of(one.candidate.mix.kind)
+            yield f"{name}: a tier was overloaded {one.timed.num_overloads} times and left out for some seconds each"
+    yield f"tried {found.num_tried} of {found.num_mixes} mixes"
+
+
+def _goal_in_words(question: Question) -> str:
+    goal, parts = question.goal, []
+    if goal is not None and goal.hit_ratio is not None:
+        parts.append(f"{goal.hit_ratio:.1%} hits")
+    if goal is not None and goal.first_token_p90_s is not None:
+        parts.append(f"first token within {goal.first_token_p90_s:g} s for nine requests in ten")
+    return " and ".join(parts)
+
+
+def _miss(question: Question, closest: Shown) -> str:
+    goal, outcome = question.goal, closest.timed
+    missed = []
+    if goal is not None and goal.hit_ratio is not None and outcome.hit_ratio < goal.hit_ratio:
+        missed.append(
+            f"{outcome.hit_ratio:.1%} hits, {100 * (goal.hit_ratio - outcome.hit_ratio):.1f} points short"
+        )
+    if goal is not None and goal.first_token_p90_s is not None and outcome.first_token is not None:
+        late_s = outcome.first_token.p90_s - goal.first_token_p90_s
+        if late_s > 0:
+            missed.append(f"first token after {outcome.first_token.p90_s:.2f} s, {late_s:.2f} s late")
+    return f"{describe(closest.candidate.mix, question.engine.block_bytes)}: {' and '.join(missed)}"
+
+
+def _times(outcome: Outcome) -> Sequence[str]:
+    first = outcome.first_token
+    times = (
+        [NOTHING] * 3
+        if first is None
+        else [f"{time_s:.2f} s" for time_s in (first.p50_s, first.p90_s, first.p99_s)]
+    )
+    return [f"{outcome.hit_ratio:.1%}", *times]
+
+
+def _years(endurance_years: float | None) -> str:
+    if endurance_years is None:
+        return NOTHING
+    if endurance_years > LONG_YEARS:
+        return f"> {LONG_YEARS} years"
+    return (
+        f"{endurance_years:.1f} years"
+        if endurance_years >= 1
+        else f"{endurance_years * DAYS_PER_YEAR:.0f} days"
+    )
+
+
+def _make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,80 @@
+"""Hit ratio against capacity: one replay of the host tier for each of a geometric row of capacities.
+
+It has no rule of a cache; each point is a ``replay_host`` with the production manager and policy. Policies that learn
+or refuse have no shortcut such as stack distances, so none is taken for LRU either.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+from kvtier.sim.host_replay import HostCache, replay_host
+from kvtier.sim.trace import Trace
+
+SMALLEST_SHARE = 1 / 512
+"""Of the unique blocks. A cache below turns over within seconds on the traces that we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What host memory of one size finds.
+
+    Attributes:
+        num_blocks: its capacity.
+        hit_ratio: blocks of found prefixes over all blocks named.
+        writes_per_unique_block: how often a block was stored on average.
+    """
+
+    num_blocks: int
+    hit_ratio: float
+    writes_per_unique_block: float
+
+
+def list_capacities(
+    smallest_blocks: int, largest_blocks: int, steps_per_doubling: int = 1
+) -> tuple[int, ...]:
+    """Return a geometric row from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
+
+    Raises:
+        ConfigError: the smallest is below one or above the largest, or there is no step.
+    """
+    if not 1 <= smallest_blocks <= largest_blocks:
+        raise ConfigError("smallest_blocks", smallest_blocks, f"must be from 1 to {largest_blocks}")
+    if steps_per_doubling < 1:
+        raise ConfigError("steps_per_doubling", steps_per_doubling, "must be at least 1")
+    found = {largest_blocks}
+    step = 0
+    while (num_blocks := round(smallest_blocks * 2 ** (step / steps_per_doubling))) < largest_blocks:
+        found.add(num_blocks)
+        step += 1
+    return tuple(sorted(found))
+
+
+def draw_curve(
+    trace: Trace,
+    cache_policy: str,
+    capacities: tuple[int, ...] | None = None,
+    on_request: Callable[[], object] | None = None,
+) -> tuple[CurvePoint, ...]:
+    """Return the hit ratio of each capacity.
+
+    Args:
+        trace: the requests.
+        cache_policy: registered name of the policy.
+        capacities: in blocks; None takes doublings from SMALLEST_SHARE of the unique blocks up to all of them.
+        on_request: called after each request of each replay, for a progress bar.
+
+    Raises:
+        UnknownNameError: there is no such policy.
+    """
+    points: list[CurvePoint] = []
+    for num_blocks in capacities or default_capacities(trace):
+        found = replay_host(trace, HostCache(num_blocks, cache_policy), on_request)
+        points.append(CurvePoint(num_blocks, found.hit_ratio, found.writes_per_unique_block))
+    return tuple(points)
+
+
+def default_capacities(trace: Trace) -> tuple[int, ...]:
+    """Return doublings from SMALLEST_SHARE of the trace's unique blocks up to all of them. Pure."""
+    largest = max(1, trace.num_unique_blocks)
+    return list_capacities(max(1, round(largest * SMALLEST_SHARE)), largest)

@@ -1,0 +1,236 @@
+"""``kvtier plan`` prints what a trace needs and what to buy, and refuses wrong arguments with one line."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.main import main
+
+LLAMA = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "torch_dtype": "float16",
+}
+CHEAP = """
+[gpu]
+usd_per_hour = 3.0
+date = "2026"
+source = "made up"
+
+[[media]]
+name = "host"
+tier = "memory"
+usd_per_gib_month = 1024.0
+sold_in_gib = 0.0000625
+read_gb_s = 25
+write_gb_s = 25
+latency_ms = 0
+streams = 1
+date = "2026"
+source = "made up"
+
+[[media]]
+name = "disk"
+tier = "a disk"
+usd_per_gib = 1024.0
+sold_in_gib = 0.0000625
+drive_writes_per_day = 100000.0
+warranty_years = 5
+read_gb_s = 3
+write_gb_s = 3
+latency_ms = 0.1
+streams = 8
+date = "2026"
+source = "made up"
+"""
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Six chats of three blocks, asked again after all the others, four times."""
+    path = tmp_path / "trace.jsonl"
+    lines = (
+        {
+            "timestamp": 1000 * n,
+            "input_length": 1536,
+            "output_length": 4,
+            "hash_ids": [3 * (n % 6) + k for k in range(3)],
+        }
+        for n in range(24)
+    )
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A model of 256 bytes a token."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    return path
+
+
+@pytest.fixture
+def prices(tmp_path: Path) -> Path:
+    """Prices of media that are sold by the block."""
+    path = tmp_path / "prices.toml"
+    path.write_text(CHEAP)
+    return path
+
+
+def run(trace: Path, config: Path, *arguments: str) -> int:
+    """Plan for an engine with four device blocks of 128 KiB that computes a prompt in 1.5 s."""
+    engine = ["--device", "512KiB", "--prefill", "1024", "--decode", "1000"]
+    return main(["plan", str(trace), "--config", str(config), *engine, *arguments])
+
+
+def test_without_a_goal_it_says_what_the_trace_needs(
+    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, config)
+
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    assert status == 0
+    assert "256 bytes a token; 24 requests in 23 s name 2.2 MiB of distinct blocks" in printed
+    assert "a block that comes back does so after p10 6 s, p50 6 s" in printed
+    assert ["1", "min", "2.0", "MiB", ">=", "2.2", "MiB", "5", "s"] in rows
+    assert ["2.2", "MiB", "75.0%", "1.00", "25"] in rows
+    assert [row[:2] for row in rows if row[:1] == ["host"]] == [["host", "0"]]
+    assert "Mixes" not in printed
+    assert "- A token takes 256 bytes (float16)" in printed
+
+
+def test_the_cheapest_mix_is_named_with_its_price_its_wear_and_its_times(
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4")
+
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()]
+    assert status == 0
+    assert "40.0% hits: cheapest is host " in printed.out
+    assert next(row for row in rows if row[:1] == ["without"])[2] == "0.0%"
+    assert any(row[:4] == ["host", "+", "disk", "disk"] and row[-1] == "years" for row in rows)
+    assert "tried " in printed.out
+    assert "- disk (a disk), 2026: made up." in printed.out
+
+
+def test_a_goal_out_of_reach_is_status_1_and_says_by_how_much(
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, config, "--prices", str(prices), "--hit-ratio", "0.9", "--ttft-p90", "10ms")
+
+    printed = capsys.readouterr().out
+    assert status == 1
+    assert "90.0% hits and first token within 0.01 s for nine requests in ten: no mix reaches it" in printed
+    assert " points short and first token after " in printed
+    assert (
+        "falls short at its largest, or with less host memory than would do alone: host, host + disk"
+        in printed
+    )
+
+
+def test_a_goal_that_needs_nothing_is_status_0(
+    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trace, config, "--ttft-p90", "1000s") == 0
+    assert "the device cache alone reaches it, nothing to buy" in capsys.readouterr().out
+
+
+def test_the_plan_is_written_as_json_with_its_assumptions(
+    trace: Path, config: Path, prices: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+
+    assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4", "--json", str(out)) == 0
+
+    written = json.loads(out.read_text())
+    assert written["is_reached"] is True
+    assert written["bytes_per_token"] == 256
+    assert written["shown"][0]["candidate"]["outcome"]["hit_ratio"] >= 0.4
+    assert any("2026: made up" in line for line in written["assumptions"])
+
+
+def test_the_same_command_prints_the_same(
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed() -> str:
+        assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4") == 0
+        return capsys.readouterr().out
+
+    assert printed() == printed()
+
+
+def test_no_line_is_cut_where_there_is_no_terminal(
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trace, config, "--prices", str(prices), "--ttft-p90", "4s") == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "Raises" not in printed
+    assert "--ttft-p90" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "2"], "--config="),
+        (["--hit-ratio", "30"], "--hit-ratio=30.0: must be above 0"),
+        (["--ttft-p90", "soon"], "--ttft-p90='soon': a time is"),
+        (["--ttft-p90", "0"], "--ttft-p90=0.0"),
+        (["--media", "tape"], "unknown medium for --media 'tape'"),
+        (["--policy", "lr"], "unknown eviction policy for --policy 'lr'"),
+        (["--kv-dtype", "fp3"], "--kv-dtype='fp3': known are"),
+        (["--max-tiers", "9"], "--max-tiers=9"),
+        (["--gpus", "0"], "--gpus=0"),
+        (["--host-max", "1KiB"], "host=1024: the least that is worth trying is"),
+        (["--prices", "/no/such/file"], "--prices='/no/such/file': cannot be read"),
+        (["--config", "/no/such/file"], "--config='/no/such/file': cannot be read"),
+        (["--json", "/no/such/place/plan.json"], "--json="),
+        (["--prefill", "0"], "prefill_tokens_per_s="),
+        (["--device", "1KiB"], "--device='1KiB': a block"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_and_status_2(
+    trace: Path, config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run(trace, config, *arguments)
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_field_that_is_missing_in_a_config_is_named_with_a_remedy(
+    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(json.dumps({"hidden_size": 64, "torch_dtype": "float16"}))
+
+    assert run(trace, config) == 2
+    assert (
+        "num_hidden_layers=None: the config does not have it: describe it with --layers"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_copy_of_the_prices_that_come_with_kvtier_is_taken(
+    trace: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(resources.files("kvtier.sim").joinpath("prices.toml").read_text())
+
+    assert run(trace, config, "--prices", str(path)) == 0
+    given = capsys.readouterr().out
+    assert run(trace, config) == 0
+    assert capsys.readouterr().out == given
