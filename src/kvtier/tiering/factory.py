@@ -25,7 +25,7 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
 NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
 """Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
 
-SPECIAL_SETTINGS = frozenset({"policy", "admission"})
+SPECIAL_SETTINGS = frozenset({"policy"})
 """Settings that a tier must be able to honour: refused elsewhere rather than silently without effect."""
 
 

@@ -87,7 +87,7 @@ class SlabTier(EvictingTier[Space]):
             tells_evicted=lambda: self.settings.emit_events,
         )
         self._slab = SlabBlockStore(file, rows, self._book, max_part_blocks)
-        self._num_slots = own.geometry.num_slots
+        self._num_slots = self.capacity_blocks = own.geometry.num_slots
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
         options = PoolOptions(own.num_threads, max_part_blocks, positive_ttl_s=0.0)
         super().__init__(config, primary_kv_view, self._slab, options, clock)

@@ -15,7 +15,9 @@ ended just now has no hazard yet, but is about to have some.
 Source: Cox, Regression Models and Life-Tables, 1972; Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import expm1
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +122,7 @@ class WaitTable:
 
 
 class IndexTable(dict[int, list[float]]):
-    """A row for each class, made when it is first asked for.
+    """A row of numbers for each class, made when it is first asked for.
 
     Args:
         make_row: returns the row of a class.
@@ -151,6 +153,8 @@ class HazardModel:
         self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
         self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
+        # For each class the hazard at each age, and then its integral to the start of each bin.
+        self._integrals = IndexTable(lambda code: integrated(self.hazards([code]))[0].tolist())
 
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
@@ -178,8 +182,14 @@ class HazardModel:
             self._fit_once(exposure_s, reused, stratum, levels)
         self.is_fitted = True
         self.indices.clear()
+        self._integrals.clear()
         codes = list(dict.fromkeys(waiting.codes))
         self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
+
+    def reuse_probability(self, code: int, age_s: float, horizon_s: float) -> float:
+        """Return how likely a block of a class that has waited ``age_s`` comes back within ``horizon_s``. Pure."""
+        row = self._integrals[code]
+        return -expm1(_integral_to(row, age_s) - _integral_to(row, age_s + horizon_s))
 
     def hazards(self, codes: Sequence[int]) -> Floats:
         """Return the hazard per second of each class at each age, shape (num_codes, NUM_BINS). Pure."""
@@ -215,6 +225,19 @@ class HazardModel:
             expected = expected * (self._multipliers[number] / old)[level]
 
 
+def integrated(hazards: Floats) -> Floats:
+    """Return, for each class, its hazards, and then their integral to the start of each bin. Pure.
+
+    Args:
+        hazards: per second, shape (num_classes, NUM_BINS).
+
+    Returns:
+        Shape (num_classes, 2 * NUM_BINS).
+    """
+    integrals = np.cumsum(hazards * WIDTHS_S, axis=1) - hazards * WIDTHS_S
+    return np.concatenate([hazards, integrals], axis=1)
+
+
 def gittins_indices(hazards: Floats) -> Floats:
     """Return, for each class and bin, the best ratio of reuse probability to time taken from there on. Pure.
 
@@ -238,6 +261,13 @@ def gittins_indices(hazards: Floats) -> Floats:
     ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
     best = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
     return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+
+
+def _integral_to(row: Sequence[float], age_s: float) -> float:
+    """Return the integral to an age; ``row`` is one of ``integrated``. Pure."""
+    age_bin = bisect_right(EDGES_S, age_s)
+    start_s = EDGES_S[age_bin - 1] if age_bin else 0.0
+    return row[NUM_BINS + age_bin] + row[age_bin] * (age_s - start_s)
 
 
 def _sum_in_cells(cells: Ints, weights: Floats, num_rows: int) -> Floats:

@@ -16,17 +16,18 @@ from itertools import chain, islice
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.hazard.answers import Answers
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.guard import Guard, LRUShadow
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
 
-class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl):
+class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl, ReuseForecast):
     """Eviction and admission by learned time to reuse, never much below LRU.
 
     Args:
@@ -112,29 +113,33 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
             self._follow_shadow()
             if tail is not None:
                 tails[get_offload_group_idx(tail.key)] = tail
-        self._tails[request.req_id] = tails
+        self._answers.begin(request.req_id, tails)
         self._guard.count(num_lru_hits, num_hazard_hits)
 
     def note_finished(self, req_id: str) -> None:
         """Forget where the request's prompt ended."""
-        self._tails.pop(req_id, None)
+        self._answers.end(req_id)
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
         """Return those of ``keys`` that the shadow holds, and those of requests that it was not told of."""
-        tails = self._tails.get(req_id)
-        if tails is None:
+        groups = self._answers.groups_of(req_id)
+        if groups is None:
             return keys
-        get = self._shadow.directory.nodes.get
-        ends = frozenset(tails.values())
-        if any((node := get(key)) is None or node.parent in ends for key in keys):
-            self._learn_answer(keys, tails)
+        for tail, answer in self._answers.learn(keys, req_id):
+            self._follow_shadow()
+            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
         if self.is_guarded:
             return keys
+        get = self._shadow.directory.nodes.get
         return [
             key
             for key in keys
-            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in tails)
+            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in groups)
         ]
+
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        """Return how likely each of ``keys`` comes back; the model tells it in either mode."""
+        return self._shadow.reuse_probabilities(keys, horizon_s)
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         """Compare the policy with the manager's books, and its shadow with itself."""
@@ -149,7 +154,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._shadow = HazardShadow(self.cache_capacity)
         self._lru = LRUShadow(self.cache_capacity)
         self._guard = Guard()
-        self._tails: dict[str, dict[int, Node]] = {}
+        self._answers = Answers(self._shadow)
 
     def _idle(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
         """Yield the idle blocks in the order in which they would leave."""
@@ -167,22 +172,6 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         if surplus:
             for key in self._shadow.held:
                 surplus.pop(key, None)
-
-    def _learn_answer(self, keys: Collection[OffloadKey], tails: dict[int, Node]) -> None:
-        """Let a request name blocks that it did not come with; those that are known it passes over."""
-        get = self._shadow.directory.nodes.get
-        answers: dict[int, list[OffloadKey]] = {}
-        for key in dict.fromkeys(keys):
-            group, node = get_offload_group_idx(key), get(key)
-            if node is None and group in tails:
-                answers.setdefault(group, []).append(key)
-            elif node is not None and node.parent is tails.get(group) and group not in answers:
-                tails[group] = node
-        for group, answer in answers.items():
-            tail = tails[group]
-            tails[group] = self._shadow.extend(tail, answer)
-            self._follow_shadow()
-            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
 
 
 def _prefix_of(tail: Node) -> list[OffloadKey]:

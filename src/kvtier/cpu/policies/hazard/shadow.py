@@ -5,7 +5,7 @@ class; then the missing ones are held head first, each in place of the leaf with
 whose own index is lower.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 
 from kvtier.base import OffloadKey
@@ -44,7 +44,8 @@ class HazardShadow:
     """The policy as if every request were stored at once.
 
     Args:
-        num_blocks: its capacity.
+        num_blocks: its capacity; with 0 it only learns.
+        max_ghosts: blocks that it remembers besides; GHOSTS_PER_BLOCK for each block of capacity by default.
 
     Attributes:
         directory: the blocks that it knows.
@@ -53,9 +54,9 @@ class HazardShadow:
         released: keys that it ceased to hold.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_ghosts: int | None = None) -> None:
         self._num_blocks = num_blocks
-        self.directory = Directory(GHOSTS_PER_BLOCK * num_blocks)
+        self.directory = Directory(GHOSTS_PER_BLOCK * num_blocks if max_ghosts is None else max_ghosts)
         self.model = HazardModel()
         self.held: list[OffloadKey] = []
         self.released: list[OffloadKey] = []
@@ -114,6 +115,18 @@ class HazardShadow:
         else:
             self._bury([*_ghosts_up_to(tail), *chain])
         return chain[-1]
+
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        """Return how likely each of ``keys`` is named again within ``horizon_s``; None where nothing tells. Pure."""
+        if not self.model.is_fitted:
+            return [None] * len(keys)
+        nodes = list(map(self.directory.nodes.get, keys))
+        # Blocks of a batch were mostly named by one request, in a few classes.
+        of_cohort = {
+            cohort: self.model.reuse_probability(cohort.code, self._now_s - cohort.naming.time_s, horizon_s)
+            for cohort in {node.cohort for node in nodes if node is not None}
+        }
+        return [None if node is None else of_cohort[node.cohort] for node in nodes]
 
     def _tell_time(self, now_s: float) -> None:
         self.held, self.released = [], []
