@@ -5,10 +5,13 @@ hangs at the end of the prompt.
 """
 
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
+
+PARENT_OF = attrgetter("parent")
 
 
 class Answers:
@@ -44,8 +47,9 @@ class Answers:
         tails, get = self._tails.get(req_id), self._shadow.directory.nodes.get
         if not tails:
             return
-        ends = frozenset(tails.values())
-        if not any((node := get(key)) is None or node.parent in ends for key in keys):
+        nodes = list(map(get, keys))
+        # Nearly always a request offers blocks of its prompt, and C loops find that out.
+        if None not in nodes and frozenset(tails.values()).isdisjoint(map(PARENT_OF, nodes)):
             return
         answers: dict[int, list[OffloadKey]] = {}
         for key in dict.fromkeys(keys):

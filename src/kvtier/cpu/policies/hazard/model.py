@@ -100,7 +100,9 @@ class WaitTable:
 
     def exposure_of(self, waits: Waits) -> tuple[Floats, Floats]:
         """Return exposure and reuses of ``waits``, each of shape (num_rows, NUM_BINS); their classes get rows."""
-        rows = np.array([self.row_of(code) for code in waits.codes], dtype=np.int64)
+        for code in dict.fromkeys(waits.codes):
+            self.row_of(code)
+        rows = np.array(list(map(self.rows.__getitem__, waits.codes)), dtype=np.int64)
         ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
         num_reused = np.array(waits.num_reused, dtype=np.float64)
         bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
@@ -149,7 +151,7 @@ class HazardModel:
     def __init__(self) -> None:
         self.is_fitted = False
         self._table = WaitTable()
-        self._ended = Waits([], [], [], [])
+        self._ended: list[tuple[int, float, int, int]] = []
         self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
         self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
@@ -158,12 +160,8 @@ class HazardModel:
 
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
-        ended = self._ended
-        ended.codes.append(code)
-        ended.ages_s.append(age_s)
-        ended.nums.append(num)
-        ended.num_reused.append(num if is_reuse else 0)
-        if len(ended.codes) >= MAX_RECORDS:
+        self._ended.append((code, age_s, num, num if is_reuse else 0))
+        if len(self._ended) >= MAX_RECORDS:
             self._add_ended()
 
     def fit(self, waiting: Waits) -> None:
@@ -183,7 +181,8 @@ class HazardModel:
         self.is_fitted = True
         self.indices.clear()
         self._integrals.clear()
-        codes = list(dict.fromkeys(waiting.codes))
+        # Also classes of which nobody waits now: each that comes back later would be a call of its own.
+        codes = list(self._table.rows)
         self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
 
     def reuse_probability(self, code: int, age_s: float, horizon_s: float) -> float:
@@ -197,9 +196,9 @@ class HazardModel:
         return self._bases[stratum] * self._scale(levels)[:, None]
 
     def _add_ended(self) -> None:
-        if self._ended.codes:
-            self._table.add(self._ended)
-        self._ended = Waits([], [], [], [])
+        if self._ended:
+            self._table.add(Waits(*map(list, zip(*self._ended, strict=True))))
+        self._ended = []
 
     def _scale(self, levels: list[Ints]) -> Floats:
         scale: Floats = np.ones(len(levels[0]))

@@ -5,12 +5,12 @@ class; then the missing ones are held head first, each in place of the leaf with
 whose own index is lower.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
-from kvtier.cpu.policies.hazard.directory import Cohort, Directory, Naming, Node
+from kvtier.cpu.policies.hazard.directory import UNNAMED, Cohort, Directory, Naming, Node
 from kvtier.cpu.policies.hazard.features import (
     BRANCHING_CHILDREN,
     MAX_SEEN,
@@ -86,7 +86,7 @@ class HazardShadow:
                 break
             node.ticket = 0
             num_hits += 1
-        self._name(chain, self._find_naming(chain, num_known))
+        self._name(chain, num_known, self._find_naming(chain, num_known))
         self._candidates.renew(self._now_s)
         self._hold(chain, num_hits)
         return num_hits, chain[-1] if chain else None
@@ -167,12 +167,10 @@ class HazardShadow:
         factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known)
         return Naming(self._now_s, turn, request_code(factors))
 
-    def _name(self, chain: Sequence[Node], naming: Naming) -> None:
+    def _name(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
         """End the waits of the blocks, and begin others."""
-        ended: dict[Cohort, int] = {}
-        for node in takewhile(lambda node: node.num_seen, chain):
-            ended[node.cohort] = ended.get(node.cohort, 0) + 1
-        for cohort, num in ended.items():
+        # Counter counts in a C loop; so the blocks are visited no more often than the cohorts that they leave.
+        for cohort, num in Counter([node.cohort for node in chain[:num_known]]).items():
             cohort.num -= num
             self.model.record(cohort.code, naming.time_s - cohort.naming.time_s, num, is_reuse=True)
         self._put_in_cohorts(chain, naming)
@@ -181,6 +179,8 @@ class HazardShadow:
         """Set the class of each block; a loop without calls, because every named block passes through it."""
         cohorts: dict[int, Cohort] = {}
         request = naming.request_code
+        last_code, num = -1, 0
+        cohort = UNNAMED
         for node in chain:
             seen = node.num_seen = node.num_seen + 1
             children = node.num_children
@@ -189,11 +189,14 @@ class HazardShadow:
                 + SEEN_BASE[seen if seen < MAX_SEEN else MAX_SEEN]  # noqa: FURB136 - a call of min costs more
                 + request
             )
-            cohort = cohorts.get(code)
-            if cohort is None:
-                cohort = cohorts[code] = Cohort(naming, code)
-            cohort.num += 1
+            # Neighbours are mostly of one class.
+            if code != last_code:
+                cohort.num += num
+                last_code, num = code, 0
+                cohort = cohorts.get(code) or cohorts.setdefault(code, Cohort(naming, code))
+            num += 1
             node.cohort = cohort
+        cohort.num += num
         self._cohorts += cohorts.values()
         self._num_named += len(chain)
 
