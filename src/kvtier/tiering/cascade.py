@@ -30,8 +30,8 @@ MAX_AHEAD_BLOCKS = 1024
 stores fewer."""
 
 MAX_REMEMBERED_BLOCKS = 2**18
-"""The most blocks that are remembered to tell which ones come back. More tell it for longer horizons; each takes about
-REMEMBERED bytes."""
+"""The most blocks that are remembered to tell which ones come back, about 0.4 KB each. Fewer make what comes back late
+look lost; more tell it for longer horizons."""
 
 
 @dataclass(frozen=True, slots=True)
