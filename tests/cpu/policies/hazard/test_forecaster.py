@@ -1,5 +1,7 @@
 """The learner without a cache: what it expects follows from what it saw, in bounded memory, until it is cleared."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvtier.base import OffloadKey
@@ -10,6 +12,9 @@ from kvtier.testing.policy_suite import key_of
 
 PERIOD_S = 50.0
 """After this time the chats of these tests go on."""
+
+
+MakeLearner = Callable[[], ReuseForecaster | HazardCachePolicy]
 
 
 def keys_of(*numbers: int) -> list[OffloadKey]:
@@ -37,7 +42,7 @@ def expected(forecast: ReuseForecast, *numbers: int, horizon_s: float = 1_000.0)
 
 
 @pytest.mark.parametrize("make", [lambda: ReuseForecaster(10_000), lambda: HazardCachePolicy(2_500)])
-def test_what_comes_back_is_expected_and_what_does_not_is_not(make: type[ReuseForecaster]) -> None:
+def test_what_comes_back_is_expected_and_what_does_not_is_not(make: MakeLearner) -> None:
     forecaster = make()
     teach(forecaster)
     chat, scan = 100 * 1_998, 100 * 1_998 + 10

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.hazard.answers import Answers
 from kvtier.cpu.policies.hazard.directory import Node
+from kvtier.cpu.policies.hazard.hints import HintReader
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
 from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner, ReuseForecast
 
@@ -22,6 +23,7 @@ class ReuseForecaster(RequestLearner, ReuseForecast):
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
+        self._hints = HintReader()
         self.clear()
 
     def clear(self) -> None:
@@ -31,9 +33,10 @@ class ReuseForecaster(RequestLearner, ReuseForecast):
 
     def note_request(self, request: ArrivedRequest) -> None:
         """Learn that a request arrived."""
+        hint = self._hints.read(request.hints)
         tails: dict[int, Node] = {}
         for named in request.chains:
-            _, tail = self._shadow.serve(dict.fromkeys(named), request.arrival_s)
+            _, tail = self._shadow.serve(dict.fromkeys(named), request.arrival_s, hint)
             if tail is not None:
                 tails[get_offload_group_idx(tail.key)] = tail
         self._answers.begin(request.req_id, tails)

@@ -4,7 +4,7 @@ It knows no block and no cache, only how long named blocks went without being na
 grows with age. For each class and bin it keeps exposure (block seconds spent at that age, evicted blocks included: what
 was cached must not colour the estimate) and events (blocks that came back at that age), and fits proportional hazards::
 
-    hazard(age | class) = base[stratum](age) * product over factors of multiplier[factor][level]
+    hazard(age | class) = base[shape](age) * product over factors of multiplier[factor][level]
 
 by alternating ratios of events to expected events; multipliers are shrunk towards 1, bases towards a power law.
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, NUM_STRATA, split_codes
+from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, HINT_FACTOR, NUM_SHAPES, split_codes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ class HazardModel:
         self.is_fitted = False
         self._table = WaitTable()
         self._ended: list[tuple[int, float, int, int]] = []
-        self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
+        self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_SHAPES, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
         self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
         # For each class the hazard at each age, and then its integral to the start of each bin.
@@ -175,9 +175,9 @@ class HazardModel:
         num_classes = len(self._table.rows)
         exposure_s = (open_s + self._table.exposure_s)[:num_classes]
         reused = self._table.reused[:num_classes]
-        stratum, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
+        shape, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
         for _ in range(NUM_ROUNDS):
-            self._fit_once(exposure_s, reused, stratum, levels)
+            self._fit_once(exposure_s, reused, shape, levels)
         self.is_fitted = True
         self.indices.clear()
         self._integrals.clear()
@@ -192,8 +192,8 @@ class HazardModel:
 
     def hazards(self, codes: Sequence[int]) -> Floats:
         """Return the hazard per second of each class at each age, shape (num_codes, NUM_BINS). Pure."""
-        stratum, levels = split_codes(np.array(codes, dtype=np.int64))
-        return self._bases[stratum] * self._scale(levels)[:, None]
+        shape, levels = split_codes(np.array(codes, dtype=np.int64))
+        return self._bases[shape] * self._scale(levels)[:, None]
 
     def _add_ended(self) -> None:
         if self._ended:
@@ -206,20 +206,22 @@ class HazardModel:
             scale = scale * multipliers[level]
         return scale
 
-    def _fit_once(self, exposure_s: Floats, reused: Floats, stratum: Ints, levels: list[Ints]) -> None:
+    def _fit_once(self, exposure_s: Floats, reused: Floats, shape: Ints, levels: list[Ints]) -> None:
         """One round: the bases given the multipliers, then each factor's multipliers given all else."""
         scaled = exposure_s * self._scale(levels)[:, None]
-        for number in range(NUM_STRATA):
-            is_in = stratum == number
+        for number in range(NUM_SHAPES):
+            is_in = shape == number
             events, exposure = reused[is_in].sum(axis=0), scaled[is_in].sum(axis=0)
             prior = BASE_PRIOR_EVENTS / PRIOR_HAZARD
             self._bases[number] = (events + BASE_PRIOR_EVENTS) / (exposure + prior)
         events = reused.sum(axis=1)
-        expected = (exposure_s * self._bases[stratum]).sum(axis=1) * self._scale(levels)
+        expected = (exposure_s * self._bases[shape]).sum(axis=1) * self._scale(levels)
         for number, level in enumerate(levels):
             old = self._multipliers[number]
             without = np.bincount(level, expected / old[level], len(old))
             found = (np.bincount(level, events, len(old)) + PRIOR_EVENTS) / (without + PRIOR_EVENTS)
+            if number == HINT_FACTOR:
+                found[0] = 1.0
             self._multipliers[number] = np.clip(found, *MULTIPLIER_RANGE)
             expected = expected * (self._multipliers[number] / old)[level]
 

@@ -19,6 +19,7 @@ from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, 
 from kvtier.cpu.policies.hazard.answers import Answers
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.guard import Guard, LRUShadow
+from kvtier.cpu.policies.hazard.hints import HintReader
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
@@ -39,6 +40,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._recent = LRUCachePolicy(cache_capacity)
         # Held blocks that the shadow knows and does not hold, in the order in which it gave them up.
         self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._hints = HintReader()
         self._begin()
 
     @property
@@ -106,12 +108,13 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def note_request(self, request: ArrivedRequest) -> None:
         """Let both shadows serve the request."""
+        hint = self._hints.read(request.hints)
         num_lru_hits = num_hazard_hits = 0
         tails: dict[int, Node] = {}
         for named in request.chains:
             keys = list(dict.fromkeys(named))
             num_lru_hits += self._lru.serve(keys)
-            num_hits, tail = self._shadow.serve(keys, request.arrival_s)
+            num_hits, tail = self._shadow.serve(keys, request.arrival_s, hint)
             num_hazard_hits += num_hits
             self._follow_shadow()
             if tail is not None:

@@ -68,12 +68,13 @@ class HazardShadow:
         self._start_s: float | None = None
         self._next_fit_s = 0.0
 
-    def serve(self, keys: Iterable[OffloadKey], now_s: float) -> tuple[int, Node | None]:
+    def serve(self, keys: Iterable[OffloadKey], now_s: float, hint: int = 0) -> tuple[int, Node | None]:
         """Serve a request.
 
         Args:
             keys: its blocks, distinct, head first.
             now_s: seconds, any origin; it does not run backwards.
+            hint: what the client says, as HintReader reads it.
 
         Returns:
             The length of its held prefix before it, and its last block.
@@ -86,7 +87,7 @@ class HazardShadow:
                 break
             node.ticket = 0
             num_hits += 1
-        self._name(chain, num_known, self._find_naming(chain, num_known))
+        self._name(chain, num_known, self._find_naming(chain, num_known, hint))
         self._candidates.renew(self._now_s)
         self._hold(chain, num_hits)
         return num_hits, chain[-1] if chain else None
@@ -155,7 +156,7 @@ class HazardShadow:
             [0] * len(cohorts),
         )
 
-    def _find_naming(self, chain: Sequence[Node], num_known: int) -> Naming:
+    def _find_naming(self, chain: Sequence[Node], num_known: int, hint: int) -> Naming:
         """Return what the request tells of its blocks. Pure."""
         turn, gap_s = 0, None
         if num_known:
@@ -164,7 +165,7 @@ class HazardShadow:
             if last.num_children - (num_known < len(chain)) < MAX_SHARED_CHILDREN:
                 before = last.cohort.naming
                 turn, gap_s = before.turn + 1, self._now_s - before.time_s
-        factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known)
+        factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known, hint)
         return Naming(self._now_s, turn, request_code(factors))
 
     def _name(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
