@@ -21,6 +21,7 @@ from kvtier.errors import BlockNotReadyError
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, DeviceStore, TieringDriver
+from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
 from kvtier.tiering.breaker import OPEN_S
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -62,12 +63,19 @@ class OpenLoad:
     context: ReqContext
 
 
+POLICIES = ("lru", "arc", "hazard")
+DEMANDING = TierAdmission(min_reuse_probability=0.7, horizon_s=10.0)
+"""Lets through what is named again and again within ten seconds and refuses the rest."""
+
 FIRST_TIERS = (
     TierSettings(),
     TierSettings(cascade=CascadeMode.ON_EVICT),
     TierSettings(store_threshold=2),
     TierSettings(fill=True),
     TierSettings(cascade=CascadeMode.ON_EVICT, store_threshold=2, fill=True),
+    TierSettings(admission=DEMANDING),
+    TierSettings(admission=DEMANDING, cascade=CascadeMode.ON_EVICT),
+    TierSettings(admission=DEMANDING, store_threshold=2, fill=True, policy="hazard"),
 )
 """What the first of several tiers wants; the others want every block at once."""
 
@@ -76,7 +84,7 @@ class TieringModel(RuleBasedStateMachine):
     """An engine that does anything, over tiers that fail in any way."""
 
     @initialize(
-        policy=st.sampled_from(["lru", "arc"]),
+        policy=st.sampled_from(POLICIES),
         num_tiers=st.integers(1, 2),
         budget_rows=st.sampled_from([1, 3, 100]),
         first=st.sampled_from(FIRST_TIERS),
@@ -176,8 +184,20 @@ class TieringModel(RuleBasedStateMachine):
 
     @rule(numbers=PREFIXES)
     def arrive(self, numbers: list[int]) -> None:
-        """A request comes."""
+        """A request comes, and managers are told of it."""
         self.requests.append(Request(numbers, ReqContext(str(len(self.requests)))))
+        self.tell(numbers, self.requests[-1].context)
+
+    @rule(seed=st.integers(0, 9))
+    def learn(self, seed: int) -> None:
+        """Many requests come and go, so that whoever learns from them expects some blocks more than others."""
+        rng = random.Random(seed)
+        for number in range(60):
+            self.driver.clock.advance(1.0)
+            request = ReqContext(f"taught {number}")
+            named = list(range(rng.choice([1, 2, 2, 8])))
+            self.tell(named, request)
+            self.driver.manager.request_finished(request)
 
     @precondition(lambda self: self.requests)
     @rule(pick=PICKS)
@@ -316,6 +336,13 @@ class TieringModel(RuleBasedStateMachine):
         self.driver.evict_everything()
         assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
 
+    def tell(self, numbers: list[int], request: ReqContext) -> None:
+        """Tell everybody of a request; faults do not pass it on."""
+        keys = [key_of(number) for number in numbers]
+        self.driver.manager.note_request([keys], request)
+        for tier in self.inner_tiers():
+            tier.note_request([keys], request)
+
     def end_everything(self) -> None:
         """Repair every tier and end what is under way."""
         for tier in self.faulty:
@@ -348,7 +375,8 @@ class TieringModel(RuleBasedStateMachine):
 
 def wants_everything(settings: TierSettings) -> bool:
     """Return whether a tier with these settings gets each block as soon as it is stored."""
-    return settings.cascade is CascadeMode.ON_STORE and settings.store_threshold == 0
+    is_choosy = settings.store_threshold > 0 or settings.admission is not None
+    return settings.cascade is CascadeMode.ON_STORE and not is_choosy
 
 
 TestTieringModel = TieringModel.TestCase
@@ -366,7 +394,7 @@ def test_a_long_random_walk_breaks_no_law(seed: int) -> None:
     """The same rules, weighted towards what an engine does all the time, for runs that shrinking would cut."""
     rng = random.Random(seed)
     model = TieringModel()
-    policy, num_tiers, budget_rows = rng.choice(["lru", "arc"]), rng.randint(1, 2), rng.choice([1, 3, 100])
+    policy, num_tiers, budget_rows = rng.choice(POLICIES), rng.randint(1, 2), rng.choice([1, 3, 100])
     model.start(policy, num_tiers, budget_rows, FIRST_TIERS[seed % len(FIRST_TIERS)], seed)
     for _ in range(250):
         act_at_random(model, rng)
@@ -393,6 +421,7 @@ def act_at_random(model: TieringModel, rng: random.Random) -> None:
         (10, model.step),
         (3, lambda: model.pass_time(rng.choice([0.1, 1.0, 6.0]))),
         (1, lambda: model.touch(numbers)),
+        (1, lambda: model.learn(pick % 10)),
         (1, lambda: model.reset(is_due=pick % 4 == 0)),
         (2, lambda: model.set_fault(pick % 2, rng.choice(FAULT_NAMES), rng.choice([0.3, 1.0]))),
         (3, lambda: model.repair(pick % 2)),

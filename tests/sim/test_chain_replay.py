@@ -1,12 +1,14 @@
 """The replay through host memory and tiers finds what they hold together, and gives the specified numbers."""
 
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.sim.chain_replay import NO_TIME, ChainReplay, replay_chain
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.model import HostModel
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
+from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, TierSettings
 
 
@@ -91,3 +93,30 @@ def test_a_disk_of_a_tenth_behind_a_host_of_a_hundredth_gives_about_the_specifie
     assert 100 * found.hit_ratio == pytest.approx(27.89, abs=0.03)
     assert round(100 * found.host_hit_ratio, 2) == 5.25
     assert round(found.writes_per_unique_block("0"), 2) == 1.14
+
+
+def test_the_policies_of_host_and_tier_are_told_of_each_request() -> None:
+    NotingLearner.made.clear()
+    tier = TierModel("disk", 10, NO_TIME, cache_policy=NOTING_LEARNER)
+
+    replay_chain(trace_of((1, 2), (1, 2, 3)), HostModel(2, NOTING_LEARNER, tiers=(tier,)))
+
+    told = [
+        [(each.arrival_s, len(each.chains[0])) for each in learner.requests] for learner in NotingLearner.made
+    ]
+    assert told == [[(0.0, 2), (1.0, 3)]] * 2
+    assert [learner.finished for learner in NotingLearner.made] == [["0", "1"]] * 2
+
+
+def test_hazard_before_a_disk_that_takes_what_is_likely_to_come_back_finds_as_much_with_half_the_writes(
+    conversation: Trace,
+) -> None:
+    host_blocks, disk_blocks = (blocks_of_share(conversation, share) for share in (0.01, 0.1))
+    likely = TierSettings(admission=TierAdmission(min_reuse_probability=0.3, horizon_s=1024.0))
+    disk = TierModel("disk", disk_blocks, NO_TIME, cache_policy="hazard", settings=likely)
+
+    found = replay_chain(conversation, HostModel(host_blocks, "hazard", tiers=(disk,)))
+
+    assert found.hit_ratio >= 0.279
+    assert found.writes_per_unique_block("disk") <= 0.65
+    assert found.host_hit_ratio >= 0.105

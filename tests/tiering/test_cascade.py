@@ -1,16 +1,27 @@
 """Each tier gets what it wants when it wants it, head first, as far as its budget reaches, and the rest later."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 from tests.tiering.drivers import ALWAYS, ROOMY, example_of, make_example, make_faulty_driver
 
 from kvtier.base import ReqContext
-from kvtier.testing.tier_suite import key_of
+from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK
+from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
-from kvtier.tiering.base import CascadeMode, TierSettings
+from kvtier.tiering.admission import TierAdmission
+from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
+from kvtier.tiering.cascade import MAX_REMEMBERED_BLOCKS, plan_num_remembered
+from kvtier.tiering.example import ExampleSecondaryTier
 
 BUDGET = 2**30
 WRITE_BACK = TierSettings(max_in_flight_store_bytes=BUDGET, cascade=CascadeMode.ON_EVICT)
 TWICE = TierSettings(max_in_flight_store_bytes=BUDGET, store_threshold=2)
+LIKELY = TierSettings(
+    max_in_flight_store_bytes=BUDGET, admission=TierAdmission(min_reuse_probability=0.3, horizon_s=200.0)
+)
 FILL = TierSettings(max_in_flight_store_bytes=BUDGET, fill=True)
 
 
@@ -189,3 +200,143 @@ def test_nothing_due_survives_a_reset() -> None:
         driver.step()
     driver.evict_everything()
     assert driver.search_until_known([1], ReqContext("a")) == 1
+
+
+def teach(driver: TieringDriver, num_requests: int = 1_000) -> None:
+    """Let prompts of two blocks come again once, after 50 s, and longer ones never."""
+    for number in range(1_000, 1_000 + num_requests):
+        driver.clock.advance(1.0)
+        prompts = [(10 * number, 10 * number + 1), tuple(range(10 * number + 2, 10 * number + 8))]
+        if number >= 1_050:
+            prompts.append((10 * (number - 50), 10 * (number - 50) + 1))
+        for prompt in prompts:
+            tell(driver, prompt)
+
+
+def tell(driver: TieringDriver, prompt: Iterable[int], req_id: str = "taught") -> ReqContext:
+    """A request arrives."""
+    request = ReqContext(req_id)
+    driver.manager.note_request([[key_of(number) for number in prompt]], request)
+    return request
+
+
+@pytest.mark.parametrize("cache_policy", ["lru", "hazard"])
+def test_a_tier_gets_what_is_likely_to_come_back_and_not_the_rest(cache_policy: str) -> None:
+    driver = make_chain(LIKELY, cache_policy=cache_policy)
+    teach(driver)
+    driver.store([0, 1], tell(driver, [0, 1]))
+    driver.store(range(2, 8), tell(driver, range(2, 8)))
+    driver.step()
+    assert numbers_in(driver) == [0, 1]
+    # What the tier does not want LRU holds all the same; hazard refuses it too.
+    stats = driver.manager.stats()
+    num_refused = 6 if cache_policy == "lru" else 0
+    assert (stats["tier.0.example.due_blocks"], stats["tier.0.example.refused_blocks"]) == (0, num_refused)
+
+
+def test_before_anything_is_learned_a_tier_gets_every_block() -> None:
+    driver = make_chain(LIKELY)
+    driver.store(range(8), tell(driver, range(8)))
+    assert numbers_in(driver) == list(range(8))
+
+
+def test_a_policy_of_the_primary_that_remembers_enough_is_asked_again_with_each_use() -> None:
+    def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+        tier = ExampleSecondaryTier(make_config(), view, max_blocks=16)
+        tier.settings = LIKELY
+        return [tier]
+
+    driver = TieringDriver(16, make_tiers, cache_policy=NOTING_LEARNER)
+    expected = NotingLearner.made[-1].expected
+    expected |= {key_of(1): 0.9, key_of(2): 0.1, key_of(3): 0.1}
+    driver.store([1, 2, 3])
+    driver.step()
+    assert numbers_in(driver) == [1]
+    expected[key_of(2)] = 0.5
+    driver.step()
+    assert numbers_in(driver) == [1]
+    driver.manager.touch([key_of(2), key_of(3)], ReqContext("a"))
+    driver.step()
+    assert numbers_in(driver) == [1, 2]
+
+
+@pytest.mark.parametrize("cascade", list(CascadeMode))
+def test_a_block_that_leaves_was_given_refused_or_declined(cascade: CascadeMode) -> None:
+    driver = make_chain(replace(LIKELY, cascade=cascade))
+    teach(driver)
+    for number in range(40):
+        prompt = range(8 * number, 8 * number + (2 if number % 2 else 6))
+        driver.store(prompt, tell(driver, prompt))
+        driver.step()
+    stats = driver.manager.stats()
+    num_left = stats["primary.evicted"]
+    gone = [n for n in range(320) if not driver.primary.is_ready(key_of(n))]
+    num_below = sum(key_of(number) in example_of(driver).blocks for number in gone)
+    num_refused = stats["tier.0.example.refused_by_admission"]
+    num_stored = 40 * 8 // 2
+    assert num_left == num_stored - 16
+    assert num_below + num_refused + lost(driver) == num_left
+    assert num_below > 0
+    assert num_refused > 0
+
+
+def test_a_reset_forgets_what_was_learned_and_what_was_refused() -> None:
+    driver = make_chain(LIKELY)
+    teach(driver)
+    driver.store(range(2, 8), tell(driver, range(2, 8)))
+    driver.reset()
+    assert driver.manager.stats()["tier.0.example.refused_blocks"] == 0
+    driver.store(range(2, 8), tell(driver, range(2, 8)))
+    assert numbers_in(driver) == list(range(2, 8))
+
+
+def test_what_the_policy_of_the_primary_refuses_passes_through_it_to_a_tier_that_wants_it() -> None:
+    driver = make_chain(ROOMY, cache_policy=NOTING_LEARNER)
+    NotingLearner.made[-1].refused = {key_of(2), key_of(3)}
+    driver.store([1, 2, 3])
+    assert numbers_in(driver) == [1, 2, 3]
+
+
+def test_what_the_policy_refuses_and_no_tier_wants_is_not_stored() -> None:
+    driver = make_chain(TWICE, cache_policy=NOTING_LEARNER)
+    NotingLearner.made[-1].refused = {key_of(2), key_of(3)}
+    driver.store([1, 2, 3])
+    assert not driver.primary.is_ready(key_of(2))
+    driver.manager.touch([key_of(2)], ReqContext("a"))
+    driver.manager.touch([key_of(2)], ReqContext("b"))
+    driver.store([2, 3])
+    assert numbers_in(driver) == [2]
+
+
+def test_without_tiers_the_policy_of_the_primary_has_the_last_word() -> None:
+    driver = make_chain(cache_policy=NOTING_LEARNER)
+    NotingLearner.made[-1].refused = {key_of(2)}
+    driver.store([1, 2])
+    assert not driver.primary.is_ready(key_of(2))
+
+
+def remembered(*tiers: tuple[int | None, TierSettings]) -> int:
+    """Return what is remembered for tiers of these capacities and settings."""
+    made = make_chain(*(settings for _, settings in tiers)).tiers
+    for tier, (capacity_blocks, _) in zip(made, tiers, strict=True):
+        tier.capacity_blocks = capacity_blocks
+    return plan_num_remembered(made)
+
+
+def test_as_many_blocks_are_remembered_as_the_largest_tier_that_asks_needs_and_no_more_than_a_bound() -> None:
+    assert remembered((100, LIKELY), (200, LIKELY), (10**6, ROOMY)) == 200 * GHOSTS_PER_BLOCK
+    assert remembered((10**9, LIKELY)) == MAX_REMEMBERED_BLOCKS
+    assert remembered((100, LIKELY), (None, LIKELY)) == MAX_REMEMBERED_BLOCKS
+    assert remembered((100, ROOMY)) == remembered() == 0
+
+
+def test_the_blocks_of_an_answer_are_judged_as_those_of_its_prompt_while_the_request_runs() -> None:
+    driver = make_chain(LIKELY)
+    teach(driver)
+    request = tell(driver, range(2, 8), "running")
+    driver.store(range(2, 10), request)
+    driver.step()
+    assert numbers_in(driver) == []
+    driver.manager.request_finished(request)
+    driver.store([10, 11], request)
+    assert numbers_in(driver) == [10, 11]

@@ -1,9 +1,12 @@
 """A tier is built from its configuration entry, or refused with the name of what is wrong."""
 
+from pathlib import Path
+
 import pytest
 
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.testing.tier_suite import make_config, make_rows
+from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import create_secondary_tier
 
@@ -49,16 +52,21 @@ def test_a_value_that_cannot_work_is_refused(name: str, value: object) -> None:
         create_secondary_tier({"type": "example", name: value}, make_rows(), make_config())
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("policy", "lru"),
-        ("admission", {"horizon_s": 10}),
-    ],
-)
-def test_a_setting_without_effect_is_refused_rather_than_ignored(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match="only the default"):
-        create_secondary_tier({"type": "example", name: value}, make_rows(), make_config())
+def test_a_policy_is_refused_by_a_tier_that_cannot_follow_it(tmp_path: Path) -> None:
+    config = {"type": "fs", "root_dir": str(tmp_path), "capacity_bytes": 2**30, "policy": "lru"}
+    with pytest.raises(ConfigError, match="orders its blocks by itself"):
+        create_secondary_tier(config, make_rows(), make_config())
+
+
+def test_every_tier_takes_an_admission() -> None:
+    config = {"type": "example", "admission": {"min_reuse_probability": 0.3, "horizon_s": 10}}
+    tier = create_secondary_tier(config, make_rows(), make_config())
+    assert tier.settings.admission == TierAdmission(0.3, 10.0)
+
+
+def test_a_bad_admission_is_refused() -> None:
+    with pytest.raises(ConfigError, match="min_reuse_probability"):
+        create_secondary_tier({"type": "example", "admission": {"horizon_s": 10}}, make_rows(), make_config())
 
 
 def test_a_missing_constructor_argument_names_the_tier() -> None:

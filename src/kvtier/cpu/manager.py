@@ -25,7 +25,7 @@ from kvtier.cpu.books import BlockBooks
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.events import EventLog
 from kvtier.cpu.policies.base import BlockStatus
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import BlockNotReadyError
@@ -44,6 +44,10 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses are counted.
         clock: seconds, monotonic; when requests arrive, for policies that learn from it.
+
+    Attributes:
+        admission: what refuses blocks that are offered; None when nothing does.
+        forecast: who can tell how likely blocks come back; None when the policy cannot.
 
     Raises:
         ConfigError: ``num_blocks`` or, with the filter on, ``max_tracker_size`` is below one.
@@ -64,7 +68,8 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         super().__init__(num_blocks, policy)
         self._clock = clock
         self._learner = policy if isinstance(policy, RequestLearner) else None
-        self._admission = policy if isinstance(policy, AdmissionControl) else None
+        self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
+        self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium(), is_enabled=enable_events)
@@ -125,11 +130,11 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
             What to write where, and what was evicted for it, never a key of this call; empty lists when
             nothing is missing; None when there is no room now, and then nothing has changed.
         """
-        if self._filter is None and self._admission is None:
+        if self._filter is None and self.admission is None:
             return self._reserve(keys)
         admitted = keys if self._filter is None else self._filter.admit(keys)
-        if self._admission is not None:
-            admitted = self._admission.admit(admitted, req_context.req_id)
+        if self.admission is not None:
+            admitted = self.admission.admit(admitted, req_context.req_id)
         protected = () if admitted is keys else frozenset(keys)
         output = self._reserve(admitted, protected)
         if output is not None and self._filter is not None:

@@ -4,8 +4,9 @@ It has no device cache and no engine; time passes only from one arrival to the n
 tier is a SimulatedTier over a link that is practically infinite, behind the production ``TieringOffloadingManager``,
 so cascades, promotions and write-back are its own. For each request, in the order of arrival:
 
-1. Its prefix is searched as the connector searches it, again after each step, until the answer is known: what a tier
-   has of it is promoted. The hits are the leading run that is then found; the host's are the run that it had before.
+1. The manager is told of it. Its prefix is searched as the connector searches it, again after each step, until the
+   answer is known: what a tier has of it is promoted. The hits are the leading run that is then found; the host's are
+   the run that it had before.
 2. Blocks in host memory are pinned, all are touched, missing ones are stored head to tail as in ``host_replay``, all
    are touched once more so that the head ends up most recent, the writes complete and the pins end.
 3. Steps are made until every cascade has ended.
@@ -113,6 +114,7 @@ class _Chain:
         manager, is_ready = self._manager, self._manager.primary.is_ready
         self._timeline.advance_to(arrival_s)
         manager.end_step()
+        manager.note_request([keys], context)
         self.num_host_hits += sum(1 for _ in takewhile(is_ready, keys))
         self.num_hits += self._search(keys, context)
         held = [key for key in keys if is_ready(key)]

@@ -6,7 +6,8 @@ host as the last one left it, and cold starts count. The books and the order of 
 the connector halves what it offers and tries again with the next step, the replay goes block by block. For each
 request, in the order of arrival:
 
-0. The manager is told of the request, for policies that learn from requests.
+0. The manager is told of the request, for policies that learn from requests, with what its client says of it
+   (``client_hints``; by default nothing).
 1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
 2. Blocks that are held are pinned, also those behind the first miss, and all blocks are touched.
 3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
@@ -28,6 +29,7 @@ from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
+from kvtier.sim.client_hints import ClientHints, Clients
 from kvtier.sim.trace import BlockKeys, Trace
 
 
@@ -55,6 +57,7 @@ class HostCache:
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
         chunk_blocks: blocks of a prompt that are stored at a time; None for all of them.
+        client_hints: what clients say of their requests.
     """
 
     num_blocks: int
@@ -63,6 +66,7 @@ class HostCache:
     store_threshold: int = 1
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     chunk_blocks: int | None = None
+    client_hints: ClientHints = ClientHints.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +133,13 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
         max_tracker_size=cache.max_tracker_size,
         clock=lambda: now_s,
     )
-    block_keys = BlockKeys()
+    block_keys, clients = BlockKeys(), Clients(cache.client_hints)
     num_hits = 0
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
+        context = ReqContext(str(number), clients.hints_of(request))
         num_hits += serve(
-            manager, block_keys.of(request.hash_ids), str(number), cache.touch_order, cache.chunk_blocks
+            manager, block_keys.of(request.hash_ids), context, cache.touch_order, cache.chunk_blocks
         )
         if on_request is not None:
             on_request()
@@ -152,12 +157,11 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
 def serve(
     manager: CPUOffloadingManager,
     keys: list[OffloadKey],
-    req_id: str,
+    context: ReqContext,
     order: TouchOrder,
     chunk_blocks: int | None = None,
 ) -> int:
     """Serve one request by the rules above and return the length of its held prefix."""
-    context = ReqContext(req_id)
     manager.note_request([keys], context)
     answers = [manager.lookup(key, context) for key in keys]
     held = [key for key, is_held in zip(keys, answers, strict=True) if is_held]

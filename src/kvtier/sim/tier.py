@@ -7,7 +7,7 @@ that it holds already, does not evict what it is reading, and ends jobs that nob
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
 from kvtier.sim.link import Link, LinkSpeed
 from kvtier.sim.timeline import Timeline
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
+from kvtier.tiering.base import JobMetadata, JobResult, RequestAware, SecondaryTierManager, TierSettings
 
 DIRECTORY = ReqContext("directory")
 
@@ -48,7 +48,7 @@ class TierModel:
             raise ConfigError("name", self.name, 'a tier is named with letters, digits, "_" and "-"')
 
 
-class SimulatedTier(SecondaryTierManager):
+class SimulatedTier(SecondaryTierManager, RequestAware):
     """One tier of a simulation. ``make_tier`` builds it under its own name.
 
     Args:
@@ -76,13 +76,14 @@ class SimulatedTier(SecondaryTierManager):
     ) -> None:
         super().__init__(config, primary_kv_view)
         self.settings = model.settings
+        self.capacity_blocks = model.num_blocks
         self._timeline = timeline
         self.link = Link(timeline, model.speed)
         self.num_written_blocks = 0
         self.num_read_blocks = 0
         self._block_bytes = block_bytes
         self._wake = wake
-        self._directory = CPUOffloadingManager(model.num_blocks, model.cache_policy)
+        self._directory = CPUOffloadingManager(model.num_blocks, model.cache_policy, clock=timeline)
         self._results: list[JobResult] = []
 
     @staticmethod
@@ -111,6 +112,14 @@ class SimulatedTier(SecondaryTierManager):
         """Return what has ended since the last call; what is overdue has been given up when its time came."""
         results, self._results = self._results, []
         return results
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell the policy that orders the tier of a request; what to write is for others to say."""
+        self._directory.note_request(chains, req_context)
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Tell the policy that a request has ended."""
+        self._directory.request_finished(req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Make ``keys`` the most recent, the first of them most."""

@@ -61,6 +61,7 @@ class FaultyTier(SecondaryTierManager):
     def __init__(self, inner: SecondaryTierManager, faults: Faults, rng: random.Random) -> None:
         super().__init__(inner.config, inner.primary_kv_view)
         self.settings = inner.settings
+        self.capacity_blocks = inner.capacity_blocks
         self.inner = inner
         self.faults = faults
         self.num_submitted = 0

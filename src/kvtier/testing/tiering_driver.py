@@ -86,7 +86,12 @@ class TieringDriver:
         self.clock = ManualClock()
         self.region = ArrayRegion(num_blocks)
         self.primary = CPUPrimaryTierOffloadingManager(
-            num_blocks, self.region, cache_policy, enable_events=True, store_threshold=store_threshold
+            num_blocks,
+            self.region,
+            cache_policy,
+            enable_events=True,
+            store_threshold=store_threshold,
+            clock=self.clock,
         )
         self.tiers = make_tiers(self.primary.get_kv_memoryview())
         self.manager = TieringOffloadingManager(

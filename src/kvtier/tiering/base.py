@@ -8,13 +8,14 @@ Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig, SettingsReader
+from kvtier.tiering.admission import TierAdmission, parse_admission
 
 DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
@@ -42,7 +43,7 @@ class TierSettings:
             means an eighth of the primary.
         fill: whether a hit in a slower tier is copied into this one.
         policy: name of the policy that orders the tier; None leaves it to the tier.
-        admission: what the policy must expect of a block for it to be written; None writes each.
+        admission: what must be expected of a block for it to be written; None writes each.
         emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
     """
 
@@ -53,7 +54,7 @@ class TierSettings:
     max_in_flight_store_bytes: int | None = None
     fill: bool = False
     policy: str | None = None
-    admission: Mapping[str, float] | None = None
+    admission: TierAdmission | None = None
     emit_events: bool = False
 
 
@@ -107,10 +108,12 @@ class SecondaryTierManager(ABC):
     Attributes:
         honours: those of the settings every tier has that only some tiers can honour, and this one does: "policy".
         settings: the settings every tier has; create_secondary_tier assigns them before the first call.
+        capacity_blocks: the most blocks that it can hold; None when it cannot say.
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
     settings: TierSettings = TierSettings()
+    capacity_blocks: int | None = None
 
     def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
         self.config = config
@@ -200,6 +203,14 @@ class ReachableTier(ABC):
         """Return how many questions since the last call found nobody to answer them, for the circuit breaker."""
 
 
+class RequestAware(ABC):
+    """What else a tier can do that orders its blocks by what it learns from requests: be told of them."""
+
+    @abstractmethod
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Learn that a request arrived, as ``OffloadingManager.note_request``; its end is ``request_finished``."""
+
+
 class EvictionReporter(ABC):
     """What else a tier can do that knows what it evicts: tell it, for events."""
 
@@ -236,6 +247,6 @@ def parse_tier_settings(values: Mapping[str, Any]) -> TierSettings:  # Any: this
         max_in_flight_store_bytes=read.size_bytes("max_in_flight_store_bytes", None),
         fill=read.flag("fill", default=False),
         policy=read.text("policy", "") or None,
-        admission=values.get("admission"),
+        admission=parse_admission(values.get("admission")),
         emit_events=read.flag("emit_events", default=False),
     )

@@ -104,6 +104,13 @@ class CircuitBreaker:
             self._probe_began_s = self._clock()
         return True
 
+    def record_end(self, owner: object, *, is_well: bool) -> None:
+        """Take note of how work has ended."""
+        if is_well:
+            self.record_success(owner)
+        else:
+            self.record_failure(owner)
+
     def record_success(self, owner: object) -> None:
         """Take note that work has succeeded; the probe's success closes it."""
         if self._opened_s is None or self._probe is owner:

@@ -6,12 +6,17 @@ stores hold their share of the primary, stays due and unpinned: a queue of pinne
 take the primary from everybody. A block that is evicted first is lost to that tier, and never waited for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.policies.hazard.forecaster import ReuseForecaster
+from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK
+from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.errors import InvariantError
+from kvtier.tiering.admission import PassingThrough
+from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.guard import TierGuard
 from kvtier.tiering.intake import TierIntake
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -23,6 +28,10 @@ stores; more writes blocks that are used again before they would have left."""
 MAX_AHEAD_BLOCKS = 1024
 """The most of them that are looked at in a step, which takes about a tenth of a millisecond; a step of an engine
 stores fewer."""
+
+MAX_REMEMBERED_BLOCKS = 2**18
+"""The most blocks that are remembered to tell which ones come back, about 0.4 KB each. Fewer make what comes back late
+look lost; more tell it for longer horizons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +52,42 @@ class CascadePlanner:
 
     Args:
         guards: the tiers, fastest first.
-        primary: where blocks are evicted from.
+        primary: where blocks are evicted from. What its policy refuses passes through it when a tier wants it.
+        clock: seconds, monotonic; when requests arrive.
     """
 
-    def __init__(self, guards: Sequence[TierGuard], primary: CPUPrimaryTierOffloadingManager) -> None:
+    def __init__(
+        self,
+        guards: Sequence[TierGuard],
+        primary: CPUPrimaryTierOffloadingManager,
+        clock: Callable[[], float],
+    ) -> None:
         self._primary = primary
-        self._intakes = [TierIntake(guard) for guard in guards]
+        self._clock = clock
+        self._learner: ReuseForecaster | None = None
+        forecast = primary.forecast
+        num_remembered = plan_num_remembered([guard.tier for guard in guards])
+        if num_remembered and (forecast is None or GHOSTS_PER_BLOCK * primary.num_blocks < num_remembered):
+            forecast = self._learner = ReuseForecaster(num_remembered)
+        self._intakes = [TierIntake(guard, forecast) for guard in guards]
         if self._intakes:
             primary.departed = []
+            if primary.admission is not None:
+                primary.admission = PassingThrough(primary.admission, self._wanted)
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Learn from a request that has arrived, where a tier asks how likely blocks come back."""
+        if self._learner is not None:
+            hints = req_context.kv_transfer_params or {}
+            self._learner.note_request(
+                ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+            )
 
     def offer(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Take note of blocks that the device has stored and that are ready now."""
         self._forget_departed()
+        if self._learner is not None:
+            self._learner.note_stored(keys, req_context.req_id)
         for intake in self._intakes:
             intake.offer(keys, req_context)
 
@@ -100,6 +133,8 @@ class CascadePlanner:
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Forget which blocks the request has used."""
+        if self._learner is not None:
+            self._learner.note_finished(req_context.req_id)
         for intake in self._intakes:
             intake.request_finished(req_context)
 
@@ -108,10 +143,13 @@ class CascadePlanner:
         self._forget_departed()
         for intake in self._intakes:
             intake.clear()
+        if self._learner is not None:
+            self._learner.clear()
 
     def stats(self, guard: TierGuard) -> dict[str, float]:
-        """Return a tier's gauge of blocks that it is to get and has not been given."""
-        return {"due_blocks": float(sum(len(i.due) for i in self._intakes if i.guard is guard))}
+        """Return a tier's gauges of blocks that it has not been given."""
+        (intake,) = (intake for intake in self._intakes if intake.guard is guard)
+        return intake.stats()
 
     def check(self) -> None:
         """Raise InvariantError when a tier waits for a block that is not in the primary."""
@@ -120,6 +158,14 @@ class CascadePlanner:
             for key in intake.waiting_keys():
                 if not self._primary.is_ready(key):
                     raise InvariantError(f"{key.hex()} is due for {intake.guard.name} but not in the primary")
+
+    def _wanted(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        """Return those of ``keys`` that any tier wants. Pure."""
+        wanted: set[OffloadKey] = set()
+        for intake in self._intakes:
+            if len(wanted) < len(keys):
+                wanted.update(intake.wanted(keys))
+        return wanted
 
     def _leaving(self, intake: TierIntake) -> Iterable[OffloadKey]:
         """Return what would be evicted next, soonest first; of a policy that cannot say it, the oldest stores."""
@@ -134,3 +180,19 @@ class CascadePlanner:
             for intake in self._intakes:
                 intake.note_departed(departed)
             departed.clear()
+
+
+def plan_num_remembered(tiers: Iterable[SecondaryTierManager]) -> int:
+    """Return how many blocks must be remembered for the tiers that admit only what is likely to come back. Pure.
+
+    Who remembers less than a tier holds does not see most of its hits, and takes what comes back late for lost.
+
+    Returns:
+        0 when every tier takes every block.
+    """
+    asking = [tier.capacity_blocks for tier in tiers if tier.settings.admission is not None]
+    if not asking:
+        return 0
+    known = [num_blocks for num_blocks in asking if num_blocks is not None]
+    largest = max(known) if len(known) == len(asking) else MAX_REMEMBERED_BLOCKS
+    return min(GHOSTS_PER_BLOCK * largest, MAX_REMEMBERED_BLOCKS)

@@ -25,8 +25,8 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
 NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
 """Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
 
-SPECIAL_SETTINGS = frozenset({"policy", "admission"})
-"""Settings that a tier must be able to honour: refused elsewhere rather than silently without effect."""
+SPECIAL_SETTINGS = frozenset({"policy"})
+"""Settings that a tier has to honour by itself: refused elsewhere rather than silently without effect."""
 
 
 def create_secondary_tier(
@@ -76,5 +76,5 @@ def _refuse_unavailable(settings: TierSettings, name: str, honours: frozenset[st
     for field in fields(TierSettings):
         value = getattr(settings, field.name)
         if field.name in SPECIAL_SETTINGS - honours and value != field.default:
-            remedy = f"tier {name!r} has only the default, {field.default!r}: leave the setting out"
+            remedy = f"tier {name!r} orders its blocks by itself: leave the setting out"
             raise ConfigError(field.name, value, remedy)

@@ -5,13 +5,20 @@ or lies costs its own hits and nothing else.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import TypeVar
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.events import EventLog
-from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult, ReachableTier, SecondaryTierManager
+from kvtier.tiering.base import (
+    EvictionReporter,
+    JobMetadata,
+    JobResult,
+    ReachableTier,
+    RequestAware,
+    SecondaryTierManager,
+)
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
 from kvtier.tiering.load_times import LoadTimes
 
@@ -64,6 +71,7 @@ class TierGuard:
         self.is_out_of_service = False
         self.events = EventLog(self.name, is_enabled=tier.settings.emit_events)
         self.num_declined_cascades = 0
+        self.num_refused_by_admission = 0
         self.num_promoted_blocks = 0
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
@@ -116,13 +124,6 @@ class TierGuard:
         if self._is_stale():
             self.breaker.trip()
         return results or []
-
-    def record_end(self, job: JobMetadata, *, is_well: bool) -> None:
-        """Tell the breaker how a job of this tier has ended."""
-        if is_well:
-            self.breaker.record_success(job.req_context)
-        else:
-            self.breaker.record_failure(job.req_context)
 
     def record_overdue(self, keys: Collection[OffloadKey], *, is_loading: bool) -> None:
         """Count a request that passed its deadline waiting for this tier: for a load, or for an answer.
@@ -179,6 +180,12 @@ class TierGuard:
         if not self.is_out_of_service:
             self._call("request_finished", lambda: self.tier.request_finished(req_context), None)
 
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell a tier that wants to know of a request that has arrived."""
+        tier = self.tier
+        if isinstance(tier, RequestAware) and not self.is_out_of_service:
+            self._call("note_request", lambda: tier.note_request(chains, req_context), None)
+
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
@@ -204,6 +211,7 @@ class TierGuard:
         rate = self.load_times.rate
         return own | {
             "declined_cascades": float(self.num_declined_cascades),
+            "refused_by_admission": float(self.num_refused_by_admission),
             "promoted_blocks": float(self.num_promoted_blocks),
             "lookups_left_out": float(self.num_lookups_left_out),
             "overdue_requests": float(self.num_overdue_requests),

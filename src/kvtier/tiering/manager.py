@@ -87,7 +87,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting = WaitingRequests(primary_tier, lookup_deadline_s)
         self._wanted = WantedPromotions()
         self._transfers = TierTransfers(primary_tier)
-        self._cascades = CascadePlanner(self._guards, primary_tier)
+        self._cascades = CascadePlanner(self._guards, primary_tier, clock)
 
         def open_step() -> StepMoment:
             self._poll()
@@ -104,8 +104,11 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell the primary of a request that has arrived; tiers learn from what is asked of them."""
+        """Tell the primary of a request that has arrived, and each tier that wants to know."""
         self.primary.note_request(chains, req_context)
+        self._cascades.note_request(chains, req_context)
+        for guard in self._guards:
+            guard.note_request(chains, req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""

@@ -119,7 +119,8 @@ class TierTransfers:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
         job.guard.load_times.end(job.metadata.job_id, is_whole=len(arrived) == len(keys))
-        job.guard.record_end(job.metadata, is_well=result.success or bool(arrived) or not result.is_fault)
+        is_well = result.success or bool(arrived) or not result.is_fault
+        job.guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
         if not job.is_stale:
             note_events(job, arrived, is_fault=result.is_fault)
         return self._settle(job, arrived)

@@ -1,10 +1,10 @@
-"""An LRU policy that writes down what it is told of requests, and refuses the keys that it was told to."""
+"""An LRU policy that writes down what it is told of requests, and refuses and expects what it was told to."""
 
 from collections.abc import Collection
 from typing import ClassVar
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 
@@ -12,7 +12,7 @@ NOTING_LEARNER = "noting learner"
 """Its registered name."""
 
 
-class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl):
+class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl, ReuseForecast):
     """Notes requests and ends, and what was offered by whom."""
 
     made: ClassVar[list["NotingLearner"]] = []
@@ -23,6 +23,7 @@ class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl):
         self.finished: list[str] = []
         self.offered: list[tuple[str, list[OffloadKey]]] = []
         self.refused: set[OffloadKey] = set()
+        self.expected: dict[OffloadKey, float] = {}
         self.made.append(self)
 
     def note_request(self, request: ArrivedRequest) -> None:
@@ -34,6 +35,9 @@ class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl):
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
         self.offered.append((req_id, list(keys)))
         return [key for key in keys if key not in self.refused]
+
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        return [self.expected.get(key) for key in keys]
 
 
 CACHE_POLICIES.register(NOTING_LEARNER, "tests.cpu.policies.learner:NotingLearner")

@@ -3,6 +3,7 @@
 from collections import deque
 
 import pytest
+from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import CachePolicy, create_cache_policy
@@ -232,3 +233,17 @@ def test_a_scan_that_ends_after_a_reset_finds_nothing_of_ours() -> None:
     fixture.book.adopt(before, Contents({key_of(1): 1}, free=deque([0])))
     assert fixture.held(1) == []
     assert fixture.store(2, 3) == [0, 1]
+
+
+def test_a_policy_that_learns_is_told_of_requests_of_the_current_space_alone() -> None:
+    fixture = Fixture(4, NOTING_LEARNER)
+    before = fixture.space
+    fixture.reset()
+    for space in (before, fixture.space):
+        fixture.book.tell_learner(space, lambda policy: policy.note_finished("r"))
+    assert NotingLearner.made[-1].finished == ["r"]
+
+
+def test_a_policy_that_does_not_learn_is_told_nothing() -> None:
+    fixture = Fixture(4, "lru")
+    fixture.book.tell_learner(fixture.space, lambda policy: pytest.fail(f"{policy} was told of a request"))

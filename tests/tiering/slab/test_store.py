@@ -11,9 +11,10 @@ from tests.tiering.slab.conftest import HANG_GUARD_S, StartTier, capacity_of, en
 from tests.tiering.slab.disk import change, envelopes, flip, slot_of
 
 from kvtier.base import ReqContext
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering import envelope
-from kvtier.tiering.base import TierSettings
+from kvtier.tiering.base import RequestAware, SecondaryTierManager, TierSettings
 from kvtier.tiering.slab.system import Buffers, SystemCalls
 
 SLOT_BYTES = ROW_BYTES + 4096
@@ -214,7 +215,7 @@ def test_a_full_slab_evicts_the_oldest_and_never_grows(start_tier: StartTier, pa
 
 
 def test_the_policy_of_the_settings_decides_who_leaves(start_tier: StartTier) -> None:
-    survivors = {}
+    survivors: dict[str | None, list[int]] = {}
     for policy in ("lru", "arc", None):
         driver = start_tier(capacity_bytes=capacity_of(4))
         driver.tier.settings = TierSettings(policy=policy)
@@ -226,6 +227,36 @@ def test_the_policy_of_the_settings_decides_who_leaves(start_tier: StartTier) ->
         survivors[policy] = [number for number in (1, 2) if driver.lookup(number)]
         end(driver)
     assert survivors == {"lru": [], "arc": [1, 2], None: []}
+
+
+def test_a_policy_that_learns_keeps_what_comes_back_in_a_slab_that_lru_would_overrun(
+    start_tier: StartTier,
+) -> None:
+    found = {}
+    for policy in ("lru", "hazard"):
+        clock = ManualClock()
+        driver = start_tier(capacity_bytes=capacity_of(16), clock=clock)
+        driver.tier.settings = TierSettings(policy=policy)
+        driver.tier.reset(bytes(16))
+        found[policy] = num_found_of_a_regular(driver.tier, driver, clock)
+        end(driver)
+    assert found["lru"] == 0
+    assert found["hazard"] > 20
+
+
+def num_found_of_a_regular(tier: SecondaryTierManager, driver: TierDriver, clock: ManualClock) -> int:
+    """Let one prompt of four blocks come every 8 s among others that come once; return how often it was found."""
+    assert isinstance(tier, RequestAware)
+    num_found = 0
+    for second in range(400):
+        clock.advance(1.0)
+        prompt = list(range(4)) if second % 8 == 0 else list(range(10 * second + 10, 10 * second + 14))
+        request = ReqContext(str(second))
+        tier.note_request([[key_of(number) for number in prompt]], request)
+        num_found += prompt[0] == 0 and all(map(driver.lookup, prompt))
+        driver.store(prompt)
+        tier.request_finished(request)
+    return num_found
 
 
 def test_a_job_larger_than_the_slab_stores_what_fits_and_is_no_fault(start_tier: StartTier) -> None:

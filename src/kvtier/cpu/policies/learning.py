@@ -1,6 +1,6 @@
-"""What else a policy may want to know and to say: whole requests when they arrive, and which blocks are worth storing.
+"""What else a policy may want to know and to say: whole requests when they arrive, and what blocks are worth.
 
-Both contracts are optional and small. A manager passes them on to its policy when the policy has them; an engine's
+The contracts are optional and small. A manager passes them on to its policy when the policy has them; an engine's
 connector and a replay call the same manager methods, so that a policy learns in production what it learned in a replay.
 """
 
@@ -51,4 +51,17 @@ class AdmissionControl(ABC):
         Args:
             keys: what a request offers, head first within each group. They may go on where its arrival ended.
             req_id: the request.
+        """
+
+
+class ReuseForecast(ABC):
+    """Whoever learns from requests how likely blocks come back, for tiers that want nothing else."""
+
+    @abstractmethod
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        """Return how likely each of ``keys`` is named again within ``horizon_s`` of the last request's arrival. Pure.
+
+        Returns:
+            In the order of ``keys``, from 0 to 1; None for a block that nothing is known of, and for each while too
+            little was learned.
         """

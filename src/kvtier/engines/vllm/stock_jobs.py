@@ -127,7 +127,7 @@ class StockJobs:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
         is_well = result.success or bool(arrived) or not result.is_fault
-        self._guard.record_end(job.metadata, is_well=is_well)
+        self._guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
         self._end(job, arrived)
 
     def _end(self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 STAT_NAME = "vllm:kvtier_tier_stat"
 """Family of kvtier's own numbers on vLLM's metrics page; those that vLLM counts itself are not repeated."""
 
-MANAGER_SETTINGS = frozenset({"cascade", "store_threshold", "fill"})
+MANAGER_SETTINGS = frozenset({"admission", "cascade", "store_threshold", "fill"})
 """Settings that only kvtier's own manager can carry out."""
 
 ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}

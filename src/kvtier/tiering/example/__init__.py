@@ -1,35 +1,95 @@
 """A secondary tier in private memory: the one to read first and to copy from.
 
-It really keeps the bytes of each block, evicts its oldest when full, and answers every job exactly once. It
+It really keeps the bytes of each block, evicts by a policy when full, and answers every job exactly once. It
 has no thread: a synchronous tier does its work in submit and reports it at the next poll; an asynchronous one
 (``simulate_async``) does it one poll later, as a tier behind a network would.
 """
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.base import EvictionReporter, JobMetadata, JobResult, SecondaryTierManager
+from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.errors import ConfigError, InvariantError, TierError
+from kvtier.tiering.base import (
+    EvictionReporter,
+    JobMetadata,
+    JobResult,
+    RequestAware,
+    SecondaryTierManager,
+)
+
+DEFAULT_POLICY = "lru"
 
 MAX_UNTOLD_KEYS = 65_536
 """Evicted keys that are remembered until they are asked for; nobody asks where events are off."""
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
+class KeyOrder:
+    """In what order keys leave: a policy of host memory, which orders blocks, with a block for each key.
+
+    Args:
+        make_policy: builds the policy, on its first use.
+    """
+
+    def __init__(self, make_policy: Callable[[], CachePolicy]) -> None:
+        self._make_policy = make_policy
+
+    @cached_property
+    def _policy(self) -> CachePolicy:
+        return self._make_policy()
+
+    def hold(self, key: OffloadKey) -> None:
+        """Order a key, or renew it when it is there already."""
+        if self._policy.get(key) is not None:
+            self._policy.touch([key])
+            return
+        block = BlockStatus(0)
+        block.ref_cnt = 0
+        self._policy.insert(key, block)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Record a use of ``keys``."""
+        self._policy.touch(keys)
+
+    def evict(self, protected: Collection[OffloadKey]) -> OffloadKey:
+        """Stop ordering the next key and return it, one of ``protected`` when there is no other."""
+        victims = self._policy.evict(1, protected) or self._policy.evict(1, ())
+        if not victims:
+            raise InvariantError("the tier is full and its policy holds nothing")
+        return victims[0][0]
+
+    def tell_learner(self, tell: Callable[[RequestLearner], object]) -> None:
+        """Call ``tell`` with the policy if it is one that learns from requests."""
+        if isinstance(self._policy, RequestLearner):
+            tell(self._policy)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._policy.clear()
+
+
+class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware):
     """Keeps rows in a dictionary.
 
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
-        max_blocks: rows kept; beyond them the oldest is evicted.
+        max_blocks: rows kept; beyond them the policy evicts, by default the oldest.
         simulate_async: whether a job ends one poll after the next instead of at the next.
+        clock: seconds, monotonic; when requests arrive, for policies that learn from it.
 
     Attributes:
-        blocks: the rows by key, oldest first.
+        blocks: the rows by key, the least recently used first.
         completed_jobs: what the next poll will report.
     """
+
+    honours: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
         self,
@@ -37,14 +97,21 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
         primary_kv_view: memoryview,
         max_blocks: int = 1000,
         simulate_async: bool = False,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, primary_kv_view)
         if max_blocks < 1:
             raise ConfigError("max_blocks", max_blocks, "must be at least one block")
-        self.max_blocks = max_blocks
+        self.max_blocks = self.capacity_blocks = max_blocks
         self.simulate_async = simulate_async
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
         self.completed_jobs: list[JobResult] = []
+        self._clock = clock
+        # Not before its first use: the settings that every tier has are assigned after the construction.
+        self._order = KeyOrder(
+            lambda: create_cache_policy(self.settings.policy or DEFAULT_POLICY, max_blocks)
+        )
         self._begun: list[JobMetadata] = []
         self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNTOLD_KEYS)
         self._is_shut_down = False
@@ -60,11 +127,16 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
 
     def submit_store(self, job: JobMetadata) -> None:
         """Copy the job's slots into the tier."""
-        self._begin(job)
+        if self._is_shut_down:
+            raise TierError(self.get_tier_type(), f"job {job.job_id} came after shutdown: build a new tier")
+        if self.simulate_async:
+            self._begun.append(job)
+        else:
+            self._carry_out(job)
 
     def submit_load(self, job: JobMetadata) -> None:
-        """Copy the tier's blocks into the job's slots."""
-        self._begin(job)
+        """Copy the tier's blocks into the job's slots; a job says itself in which direction it goes."""
+        self.submit_store(job)
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return what has ended since the last poll; begin what was submitted meanwhile."""
@@ -76,9 +148,20 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Make ``keys`` the most recent, the first of them most."""
-        for key in reversed(list(keys)):
-            if key in self.blocks:
-                self.blocks.move_to_end(key)
+        held = [key for key in keys if key in self.blocks]
+        for key in reversed(held):
+            self.blocks.move_to_end(key)
+        self._order.touch(held)
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell a policy that learns from requests of one that has arrived."""
+        hints = req_context.kv_transfer_params or {}
+        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        self._order.tell_learner(lambda policy: policy.note_request(request))
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Tell a policy that learns from requests that one has ended."""
+        self._order.tell_learner(lambda policy: policy.note_finished(req_context.req_id))
 
     def take_evicted(self) -> Collection[OffloadKey]:
         """Return what has been evicted since the last call, the oldest of very many left out."""
@@ -118,14 +201,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
     def clear(self) -> None:
         """Drop every block."""
         self.blocks.clear()
-
-    def _begin(self, job: JobMetadata) -> None:
-        if self._is_shut_down:
-            raise TierError(self.get_tier_type(), f"job {job.job_id} came after shutdown: build a new tier")
-        if self.simulate_async:
-            self._begun.append(job)
-        else:
-            self._carry_out(job)
+        self._order.clear()
 
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))
@@ -136,28 +212,34 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter):
         )
 
     def _store(self, job: JobMetadata) -> Iterable[OffloadKey]:
-        # A memoryview of more than one dimension has no rows of its own, so the rows are cut from the bytes.
-        for key, row in zip(job.keys, self._rows(job), strict=True):
+        named = frozenset(job.keys)
+        for key, row in zip(job.keys, _rows_of(job, self.primary_kv_view), strict=True):
+            if key not in self.blocks and len(self.blocks) == self.max_blocks:
+                evicted = self._order.evict(named)
+                del self.blocks[evicted]
+                self._evicted.append(evicted)
+            self._order.hold(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)
             yield key
-        while len(self.blocks) > self.max_blocks:
-            self._evicted.append(self.blocks.popitem(last=False)[0])
 
     def _load(self, job: JobMetadata) -> Iterable[OffloadKey]:
-        for key, row in zip(job.keys, self._rows(job), strict=True):
+        for key, row in zip(job.keys, _rows_of(job, self.primary_kv_view), strict=True):
             block = self.blocks.get(key)
             if block is not None:
                 row[:] = block
                 self.blocks.move_to_end(key)
+                self._order.touch([key])
                 yield key
-
-    def _rows(self, job: JobMetadata) -> Iterable[memoryview]:
-        whole = self.primary_kv_view.cast("B")
-        row_bytes = whole.nbytes // len(self.primary_kv_view)
-        for block_id in job.block_ids.tolist():
-            yield whole[block_id * row_bytes : (block_id + 1) * row_bytes]
 
     def _abandon_begun(self) -> None:
         self.completed_jobs += [JobResult(job.job_id, success=False) for job in self._begun]
         self._begun.clear()
+
+
+def _rows_of(job: JobMetadata, primary_kv_view: memoryview) -> Iterable[memoryview]:
+    # A memoryview of more than one dimension has no rows of its own, so the rows are cut from the bytes.
+    whole = primary_kv_view.cast("B")
+    row_bytes = whole.nbytes // len(primary_kv_view)
+    for block_id in job.block_ids.tolist():
+        yield whole[block_id * row_bytes : (block_id + 1) * row_bytes]

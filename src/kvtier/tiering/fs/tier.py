@@ -92,7 +92,7 @@ class FSTier(EvictingTier[Space]):
             positive_ttl_s=0.0,
             negative_ttl_s=own.negative_ttl_s,
         )
-        max_keys = own.capacity_bytes // own.block_bytes
+        self.capacity_blocks = max_keys = own.capacity_bytes // own.block_bytes
         block_store = FSBlockStore(
             directory, rows, self._evictor, max_keys, tells_evicted=lambda: self.settings.emit_events
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.counters import Counters
+from kvtier.tiering.envelope import ENVELOPE_BYTES
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.keeper import CapacityKeeper
 from kvtier.tiering.obj.rows import SealedRows
@@ -97,6 +98,7 @@ class ObjTier(PooledTier[Space]):
         keeper = None
         if own.capacity_bytes is not None:
             keeper = CapacityKeeper(client, own.place.root, own.capacity_bytes, counters)
+            self.capacity_blocks = own.capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         block_store = ObjBlockStore(client, SealedRows(rows), own, keeper, counters)
         options = PoolOptions(own.num_threads, own.blocks_per_object, POSITIVE_TTL_S)
         super().__init__(config, primary_kv_view, block_store, options, clock)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy
+from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.tiering.evicted import EvictedKeys
 from kvtier.tiering.slab.contents import Contents
 from kvtier.tiering.slab.era import Era, Hold
@@ -121,6 +122,13 @@ class SlotBook:
                     self._put_in_use(era, key)
                 era.policy.touch(keys)
 
+    def tell_learner(self, space: Space, tell: Callable[[RequestLearner], object]) -> None:
+        """Call ``tell`` with the policy if it is one that learns from requests."""
+        with self._lock:
+            policy = self._current_era().policy if space is self._space else None
+            if isinstance(policy, RequestLearner):
+                tell(policy)
+
     def begin_store(self, space: Space, keys: Sequence[OffloadKey]) -> StorePlan:
         """Find out which of ``keys`` have to be written, and pin slots for them; evicts where it must.
 
@@ -160,7 +168,7 @@ class SlotBook:
     def wait_written(self, space: Space, keys: Collection[OffloadKey], timeout_s: float) -> list[OffloadKey]:
         """Block until nobody writes ``keys`` any more, and return those that are there then."""
         with self._lock:
-            self._changed.wait_for(lambda: not any(self._is_in_flight(key) for key in keys), timeout_s)
+            self._changed.wait_for(lambda: not any(_is_in_flight(self._era, key) for key in keys), timeout_s)
             return [key for key in keys if space is self._space and self._is_ready(key)]
 
     def begin_load(self, space: Space, keys: Sequence[OffloadKey]) -> list[Hold | None]:
@@ -211,10 +219,6 @@ class SlotBook:
         status = self._era.policy.get(key) if self._era is not None else None
         return status is not None and status.is_ready
 
-    def _is_in_flight(self, key: OffloadKey) -> bool:
-        status = self._era.policy.get(key) if self._era is not None else None
-        return status is not None and not status.is_ready
-
     def _put_in_use(self, era: Era, key: OffloadKey) -> None:
         status = self._unused.pop(key, None)
         if status is not None:
@@ -252,6 +256,11 @@ class SlotBook:
         while len(slots) < num and (slot := self._spare.take_failed()) is not None:
             slots.append(slot)
         return slots
+
+
+def _is_in_flight(era: Era | None, key: OffloadKey) -> bool:
+    status = era.policy.get(key) if era is not None else None
+    return status is not None and not status.is_ready
 
 
 def _ready(slot: int) -> BlockStatus:

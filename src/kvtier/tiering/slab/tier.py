@@ -6,13 +6,15 @@ which waits a moment for it.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import CachePolicy, create_cache_policy
+from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.tiering.base import RequestAware
 from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.evicting import EvictingTier
@@ -37,7 +39,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class SlabTier(EvictingTier[Space]):
+class SlabTier(EvictingTier[Space], RequestAware):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
     Args:
@@ -87,7 +89,7 @@ class SlabTier(EvictingTier[Space]):
             tells_evicted=lambda: self.settings.emit_events,
         )
         self._slab = SlabBlockStore(file, rows, self._book, max_part_blocks)
-        self._num_slots = own.geometry.num_slots
+        self._num_slots = self.capacity_blocks = own.geometry.num_slots
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
         options = PoolOptions(own.num_threads, max_part_blocks, positive_ttl_s=0.0)
         super().__init__(config, primary_kv_view, self._slab, options, clock)
@@ -108,6 +110,16 @@ class SlabTier(EvictingTier[Space]):
         if is_complete or len(key) > MAX_KEY_BYTES:
             return False
         return super().lookup(key, req_context)
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Tell a policy that learns from requests of one that has arrived."""
+        hints = req_context.kv_transfer_params or {}
+        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        self._book.tell_learner(self._space, lambda policy: policy.note_request(request))
+
+    def request_finished(self, req_context: ReqContext) -> None:
+        """Tell a policy that learns from requests that one has ended."""
+        self._book.tell_learner(self._space, lambda policy: policy.note_finished(req_context.req_id))
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""

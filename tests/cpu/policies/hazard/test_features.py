@@ -5,7 +5,7 @@ import pytest
 
 from kvtier.cpu.policies.hazard.features import (
     FACTOR_LEVELS,
-    NUM_STRATA,
+    NUM_SHAPES,
     RequestFactors,
     class_code,
     request_code,
@@ -31,11 +31,11 @@ def test_a_class_is_made_of_its_levels(
 
     stratum, found = split_codes(np.array([code]))
 
-    assert [stratum[0], *(level[0] for level in found)] == levels
+    assert [stratum[0], *(level[0] for level in found)] == [*levels, 0]
 
 
 def test_classes_are_as_many_as_combinations_of_levels() -> None:
-    codes = np.arange(NUM_STRATA * int(np.prod(FACTOR_LEVELS)))
+    codes = np.arange(NUM_SHAPES * int(np.prod(FACTOR_LEVELS)))
 
     stratum, levels = split_codes(codes)
 

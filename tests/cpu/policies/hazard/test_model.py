@@ -140,3 +140,37 @@ def test_returns_at_the_very_start_of_a_bin_make_no_boundless_hazard() -> None:
         model.fit(NOBODY)
 
     assert model.hazards([code_of()]).max() < 20.0
+
+
+@pytest.mark.parametrize(
+    ("age_s", "horizon_s"), [(0.0, 10.0), (0.5, 0.2), (7.0, 60.0), (33.3, 60_000.0), (1e6, 5.0)]
+)
+def test_the_probability_of_reuse_is_that_of_the_hazard_between_two_ages(
+    age_s: float, horizon_s: float
+) -> None:
+    model = HazardModel()
+    plant(model, code_of(), 0.02, 2_000, seed=1)
+    model.fit(NOBODY)
+    hazards = model.hazards([code_of()])[0]
+    ages = np.linspace(age_s, age_s + horizon_s, 200_001)
+    bins = np.searchsorted(np.array(EDGES_S), (ages[1:] + ages[:-1]) / 2, side="right")
+    expected = 1 - np.exp(-np.sum(hazards[bins] * np.diff(ages)))
+
+    assert model.reuse_probability(code_of(), age_s, horizon_s) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_planted_constant_hazard_gives_the_exponential_law() -> None:
+    model = HazardModel()
+    plant(model, code_of(), 0.02, 6_000, seed=3)
+    model.fit(NOBODY)
+    for age_s in (0.0, 20.0):
+        found = model.reuse_probability(code_of(), age_s, 50.0)
+        assert found == pytest.approx(1 - np.exp(-0.02 * 50), abs=0.04)
+
+
+def test_the_probability_of_reuse_follows_a_new_fit() -> None:
+    model = HazardModel()
+    before = model.reuse_probability(code_of(), 10.0, 50.0)
+    plant(model, code_of(), 1e-4, 6_000, seed=3)
+    model.fit(NOBODY)
+    assert model.reuse_probability(code_of(), 10.0, 50.0) < before / 2

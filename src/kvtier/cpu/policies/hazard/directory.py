@@ -153,8 +153,10 @@ class Directory:
         ghosts = self.ghosts
         for node in reversed(nodes):
             key = node.key
-            ghosts[key] = node
-            ghosts.move_to_end(key)
+            if key in ghosts:
+                ghosts.move_to_end(key)
+            else:
+                ghosts[key] = node
 
     def forget_oldest(self) -> Iterator[Node]:
         """Forget the ghosts beyond the limit; yield each of them."""

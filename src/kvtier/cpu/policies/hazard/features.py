@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cpu.policies.hazard.hints import NUM_OUTPUT_LEVELS, NUM_STOP_LEVELS
+
 SEEN_FROM = (2, 3, 4, 6, 10)
 TURN_FROM = (1, 2, 3, 5)
 LENGTH_FROM_BLOCKS = (4, 12, 32, 96)
@@ -18,18 +20,28 @@ GAP_FROM_S = (5.0, 10.0, 20.0, 60.0, 300.0)
 NEW_UP_TO_BLOCKS = (1, 3, 10, 30)
 
 NUM_STRATA = 3
+NUM_SHAPES = NUM_STRATA * NUM_STOP_LEVELS
+"""Shapes of the hazard over age: one for each stratum, and each way in which a turn is expected to end."""
+
 FACTOR_LEVELS = (
     len(SEEN_FROM) + 1,
     len(TURN_FROM) + 1,
     len(LENGTH_FROM_BLOCKS) + 1,
     len(GAP_FROM_S) + 2,
     len(NEW_UP_TO_BLOCKS) + 1,
+    NUM_OUTPUT_LEVELS,
 )
-"""Levels of each factor: seen, turn, length, gap (of which 0 means no previous turn), new blocks."""
+"""Levels of each factor: seen, turn, length, gap (of which 0 means no previous turn), new blocks, expected answer."""
+
+HINT_FACTOR = 5
+"""The factor that clients may leave out: its level 0 scales nothing."""
 
 NUM_REQUEST_CODES = FACTOR_LEVELS[1] * FACTOR_LEVELS[2] * FACTOR_LEVELS[3] * FACTOR_LEVELS[4]
 NUM_SEEN_LEVELS = FACTOR_LEVELS[0]
 MAX_SEEN = SEEN_FROM[-1]
+NUM_UNHINTED_CODES = NUM_STRATA * NUM_SEEN_LEVELS * NUM_REQUEST_CODES
+"""Classes without hints; each hint has as many more."""
+
 BRANCHING_CHILDREN = 3
 """Children from which a block counts as a branching of the tree."""
 
@@ -48,21 +60,24 @@ class RequestFactors(NamedTuple):
         length_blocks: its blocks.
         gap_s: time since the previous turn, None without one.
         num_new_blocks: those of its blocks that were not known.
+        hint: what the client says, as one number.
     """
 
     turn: int
     length_blocks: int
     gap_s: float | None
     num_new_blocks: int
+    hint: int = 0
 
 
 def request_code(factors: RequestFactors) -> int:
-    """Return the request's part of a class, from 0 to NUM_REQUEST_CODES - 1. Pure."""
+    """Return the request's part of a class: up to NUM_REQUEST_CODES - 1, and NUM_UNHINTED_CODES for each hint. Pure."""
     turn = bisect_right(TURN_FROM, factors.turn)
     length = bisect_right(LENGTH_FROM_BLOCKS, factors.length_blocks)
     gap = 0 if factors.gap_s is None else 1 + bisect_right(GAP_FROM_S, factors.gap_s)
     new = bisect_left(NEW_UP_TO_BLOCKS, factors.num_new_blocks)
-    return ((turn * FACTOR_LEVELS[2] + length) * FACTOR_LEVELS[3] + gap) * FACTOR_LEVELS[4] + new
+    code = ((turn * FACTOR_LEVELS[2] + length) * FACTOR_LEVELS[3] + gap) * FACTOR_LEVELS[4] + new
+    return factors.hint * NUM_UNHINTED_CODES + code
 
 
 def class_code(num_children: int, num_seen: int, request: int) -> int:
@@ -77,10 +92,12 @@ def class_code(num_children: int, num_seen: int, request: int) -> int:
 
 
 def split_codes(codes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-    """Return the stratum of each class and, for each factor, its level; all of shape (num_classes,). Pure."""
-    rest, levels = codes, []
-    for num_levels in reversed(FACTOR_LEVELS[1:]):
+    """Return the shape of each class and, for each factor, its level; all of shape (num_classes,). Pure."""
+    hint, rest = np.divmod(codes, NUM_UNHINTED_CODES)
+    stop, output = np.divmod(hint, NUM_OUTPUT_LEVELS)
+    levels = []
+    for num_levels in reversed(FACTOR_LEVELS[1:HINT_FACTOR]):
         rest, level = np.divmod(rest, num_levels)
         levels.append(level)
     stratum, seen = np.divmod(rest, NUM_SEEN_LEVELS)
-    return stratum, [seen, *reversed(levels)]
+    return stop * NUM_STRATA + stratum, [seen, *reversed(levels), output]

@@ -61,7 +61,9 @@ class LRUShadow:
         """Make ``keys`` the most recent, the last of them most, held before or not."""
         held = self._held
         for key in keys:
-            held[key] = None
-            held.move_to_end(key)
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
         while len(held) > self._num_blocks:
             held.popitem(last=False)

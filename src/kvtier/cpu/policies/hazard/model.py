@@ -4,7 +4,7 @@ It knows no block and no cache, only how long named blocks went without being na
 grows with age. For each class and bin it keeps exposure (block seconds spent at that age, evicted blocks included: what
 was cached must not colour the estimate) and events (blocks that came back at that age), and fits proportional hazards::
 
-    hazard(age | class) = base[stratum](age) * product over factors of multiplier[factor][level]
+    hazard(age | class) = base[shape](age) * product over factors of multiplier[factor][level]
 
 by alternating ratios of events to expected events; multipliers are shrunk towards 1, bases towards a power law.
 
@@ -15,13 +15,15 @@ ended just now has no hazard yet, but is about to have some.
 Source: Cox, Regression Models and Life-Tables, 1972; Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import expm1
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, NUM_STRATA, split_codes
+from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, HINT_FACTOR, NUM_SHAPES, split_codes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -98,7 +100,9 @@ class WaitTable:
 
     def exposure_of(self, waits: Waits) -> tuple[Floats, Floats]:
         """Return exposure and reuses of ``waits``, each of shape (num_rows, NUM_BINS); their classes get rows."""
-        rows = np.array([self.row_of(code) for code in waits.codes], dtype=np.int64)
+        for code in dict.fromkeys(waits.codes):
+            self.row_of(code)
+        rows = np.array(list(map(self.rows.__getitem__, waits.codes)), dtype=np.int64)
         ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
         num_reused = np.array(waits.num_reused, dtype=np.float64)
         bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
@@ -120,7 +124,7 @@ class WaitTable:
 
 
 class IndexTable(dict[int, list[float]]):
-    """A row for each class, made when it is first asked for.
+    """A row of numbers for each class, made when it is first asked for.
 
     Args:
         make_row: returns the row of a class.
@@ -147,19 +151,17 @@ class HazardModel:
     def __init__(self) -> None:
         self.is_fitted = False
         self._table = WaitTable()
-        self._ended = Waits([], [], [], [])
-        self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_STRATA, 1))
+        self._ended: list[tuple[int, float, int, int]] = []
+        self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_SHAPES, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
         self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
+        # For each class the hazard at each age, and then its integral to the start of each bin.
+        self._integrals = IndexTable(lambda code: integrated(self.hazards([code]))[0].tolist())
 
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
-        ended = self._ended
-        ended.codes.append(code)
-        ended.ages_s.append(age_s)
-        ended.nums.append(num)
-        ended.num_reused.append(num if is_reuse else 0)
-        if len(ended.codes) >= MAX_RECORDS:
+        self._ended.append((code, age_s, num, num if is_reuse else 0))
+        if len(self._ended) >= MAX_RECORDS:
             self._add_ended()
 
     def fit(self, waiting: Waits) -> None:
@@ -173,23 +175,30 @@ class HazardModel:
         num_classes = len(self._table.rows)
         exposure_s = (open_s + self._table.exposure_s)[:num_classes]
         reused = self._table.reused[:num_classes]
-        stratum, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
+        shape, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
         for _ in range(NUM_ROUNDS):
-            self._fit_once(exposure_s, reused, stratum, levels)
+            self._fit_once(exposure_s, reused, shape, levels)
         self.is_fitted = True
         self.indices.clear()
-        codes = list(dict.fromkeys(waiting.codes))
+        self._integrals.clear()
+        # Also classes of which nobody waits now: each that comes back later would be a call of its own.
+        codes = list(self._table.rows)
         self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
+
+    def reuse_probability(self, code: int, age_s: float, horizon_s: float) -> float:
+        """Return how likely a block of a class that has waited ``age_s`` comes back within ``horizon_s``. Pure."""
+        row = self._integrals[code]
+        return -expm1(_integral_to(row, age_s) - _integral_to(row, age_s + horizon_s))
 
     def hazards(self, codes: Sequence[int]) -> Floats:
         """Return the hazard per second of each class at each age, shape (num_codes, NUM_BINS). Pure."""
-        stratum, levels = split_codes(np.array(codes, dtype=np.int64))
-        return self._bases[stratum] * self._scale(levels)[:, None]
+        shape, levels = split_codes(np.array(codes, dtype=np.int64))
+        return self._bases[shape] * self._scale(levels)[:, None]
 
     def _add_ended(self) -> None:
-        if self._ended.codes:
-            self._table.add(self._ended)
-        self._ended = Waits([], [], [], [])
+        if self._ended:
+            self._table.add(Waits(*map(list, zip(*self._ended, strict=True))))
+        self._ended = []
 
     def _scale(self, levels: list[Ints]) -> Floats:
         scale: Floats = np.ones(len(levels[0]))
@@ -197,22 +206,37 @@ class HazardModel:
             scale = scale * multipliers[level]
         return scale
 
-    def _fit_once(self, exposure_s: Floats, reused: Floats, stratum: Ints, levels: list[Ints]) -> None:
+    def _fit_once(self, exposure_s: Floats, reused: Floats, shape: Ints, levels: list[Ints]) -> None:
         """One round: the bases given the multipliers, then each factor's multipliers given all else."""
         scaled = exposure_s * self._scale(levels)[:, None]
-        for number in range(NUM_STRATA):
-            is_in = stratum == number
+        for number in range(NUM_SHAPES):
+            is_in = shape == number
             events, exposure = reused[is_in].sum(axis=0), scaled[is_in].sum(axis=0)
             prior = BASE_PRIOR_EVENTS / PRIOR_HAZARD
             self._bases[number] = (events + BASE_PRIOR_EVENTS) / (exposure + prior)
         events = reused.sum(axis=1)
-        expected = (exposure_s * self._bases[stratum]).sum(axis=1) * self._scale(levels)
+        expected = (exposure_s * self._bases[shape]).sum(axis=1) * self._scale(levels)
         for number, level in enumerate(levels):
             old = self._multipliers[number]
             without = np.bincount(level, expected / old[level], len(old))
             found = (np.bincount(level, events, len(old)) + PRIOR_EVENTS) / (without + PRIOR_EVENTS)
+            if number == HINT_FACTOR:
+                found[0] = 1.0
             self._multipliers[number] = np.clip(found, *MULTIPLIER_RANGE)
             expected = expected * (self._multipliers[number] / old)[level]
+
+
+def integrated(hazards: Floats) -> Floats:
+    """Return, for each class, its hazards, and then their integral to the start of each bin. Pure.
+
+    Args:
+        hazards: per second, shape (num_classes, NUM_BINS).
+
+    Returns:
+        Shape (num_classes, 2 * NUM_BINS).
+    """
+    integrals = np.cumsum(hazards * WIDTHS_S, axis=1) - hazards * WIDTHS_S
+    return np.concatenate([hazards, integrals], axis=1)
 
 
 def gittins_indices(hazards: Floats) -> Floats:
@@ -238,6 +262,13 @@ def gittins_indices(hazards: Floats) -> Floats:
     ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
     best = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
     return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+
+
+def _integral_to(row: Sequence[float], age_s: float) -> float:
+    """Return the integral to an age; ``row`` is one of ``integrated``. Pure."""
+    age_bin = bisect_right(EDGES_S, age_s)
+    start_s = EDGES_S[age_bin - 1] if age_bin else 0.0
+    return row[NUM_BINS + age_bin] + row[age_bin] * (age_s - start_s)
 
 
 def _sum_in_cells(cells: Ints, weights: Floats, num_rows: int) -> Floats:

@@ -16,17 +16,19 @@ from itertools import chain, islice
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.hazard.answers import Answers
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.guard import Guard, LRUShadow
+from kvtier.cpu.policies.hazard.hints import HintReader
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
 
-class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl):
+class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl, ReuseForecast):
     """Eviction and admission by learned time to reuse, never much below LRU.
 
     Args:
@@ -38,6 +40,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._recent = LRUCachePolicy(cache_capacity)
         # Held blocks that the shadow knows and does not hold, in the order in which it gave them up.
         self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._hints = HintReader()
         self._begin()
 
     @property
@@ -63,7 +66,9 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._recent.insert_many(keys, blocks)
         nodes = self._shadow.directory.nodes
         if nodes:
-            self._surplus.update((key, None) for key in keys if (node := nodes.get(key)) and not node.is_held)
+            for key, node in zip(keys, map(nodes.get, keys), strict=True):
+                if node is not None and not node.is_held:
+                    self._surplus[key] = None
 
     def remove(self, key: OffloadKey) -> None:
         """Stop holding ``key``; unknown keys are ignored."""
@@ -76,18 +81,19 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """Evict ``n`` idle blocks that are not protected, or none at all."""
-        idle = self._idle()
-        if protected:
-            idle = (item for item in idle if item[0] not in protected)
-        victims = list(islice(idle, n))
+        victims = self._surplus_victims(n, protected)
+        if len(victims) < n:
+            idle = self._idle()
+            if protected:
+                idle = (item for item in idle if item[0] not in protected)
+            victims = list(islice(idle, n))
         if len(victims) < n:
             return None
         blocks, surplus = self._recent.blocks, self._surplus
         for key, _ in victims:
             del blocks[key]
-        if surplus:
-            for key, _ in victims:
-                surplus.pop(key, None)
+            if key in surplus:
+                del surplus[key]
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
@@ -102,39 +108,44 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def note_request(self, request: ArrivedRequest) -> None:
         """Let both shadows serve the request."""
+        hint = self._hints.read(request.hints)
         num_lru_hits = num_hazard_hits = 0
         tails: dict[int, Node] = {}
         for named in request.chains:
             keys = list(dict.fromkeys(named))
             num_lru_hits += self._lru.serve(keys)
-            num_hits, tail = self._shadow.serve(keys, request.arrival_s)
+            num_hits, tail = self._shadow.serve(keys, request.arrival_s, hint)
             num_hazard_hits += num_hits
             self._follow_shadow()
             if tail is not None:
                 tails[get_offload_group_idx(tail.key)] = tail
-        self._tails[request.req_id] = tails
+        self._answers.begin(request.req_id, tails)
         self._guard.count(num_lru_hits, num_hazard_hits)
 
     def note_finished(self, req_id: str) -> None:
         """Forget where the request's prompt ended."""
-        self._tails.pop(req_id, None)
+        self._answers.end(req_id)
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
         """Return those of ``keys`` that the shadow holds, and those of requests that it was not told of."""
-        tails = self._tails.get(req_id)
-        if tails is None:
+        groups = self._answers.groups_of(req_id)
+        if groups is None:
             return keys
-        get = self._shadow.directory.nodes.get
-        ends = frozenset(tails.values())
-        if any((node := get(key)) is None or node.parent in ends for key in keys):
-            self._learn_answer(keys, tails)
+        for tail, answer in self._answers.learn(keys, req_id):
+            self._follow_shadow()
+            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
         if self.is_guarded:
             return keys
+        get = self._shadow.directory.nodes.get
         return [
             key
             for key in keys
-            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in tails)
+            if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in groups)
         ]
+
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        """Return how likely each of ``keys`` comes back; the model tells it in either mode."""
+        return self._shadow.reuse_probabilities(keys, horizon_s)
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         """Compare the policy with the manager's books, and its shadow with itself."""
@@ -149,7 +160,21 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._shadow = HazardShadow(self.cache_capacity)
         self._lru = LRUShadow(self.cache_capacity)
         self._guard = Guard()
-        self._tails: dict[str, dict[int, Node]] = {}
+        self._answers = Answers(self._shadow)
+
+    def _surplus_victims(self, n: int, protected: Collection[OffloadKey]) -> Victims:
+        """Return the first of ``_idle`` as far as they are surplus: in one plain loop, for nearly all who leave are."""
+        victims: Victims = []
+        if self.is_guarded:
+            return victims
+        blocks = self._recent.blocks
+        for key in self._surplus:
+            block = blocks[key]
+            if not block.ref_cnt and key not in protected:
+                victims.append((key, block))
+                if len(victims) == n:
+                    break
+        return victims
 
     def _idle(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
         """Yield the idle blocks in the order in which they would leave."""
@@ -163,26 +188,13 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def _follow_shadow(self) -> None:
         """Note what the shadow has just ceased to hold, and what it holds again."""
         blocks, surplus = self._recent.blocks, self._surplus
-        surplus.update((key, None) for key in self._shadow.released if key in blocks)
+        for key in self._shadow.released:
+            if key in blocks:
+                surplus[key] = None
         if surplus:
             for key in self._shadow.held:
-                surplus.pop(key, None)
-
-    def _learn_answer(self, keys: Collection[OffloadKey], tails: dict[int, Node]) -> None:
-        """Let a request name blocks that it did not come with; those that are known it passes over."""
-        get = self._shadow.directory.nodes.get
-        answers: dict[int, list[OffloadKey]] = {}
-        for key in dict.fromkeys(keys):
-            group, node = get_offload_group_idx(key), get(key)
-            if node is None and group in tails:
-                answers.setdefault(group, []).append(key)
-            elif node is not None and node.parent is tails.get(group) and group not in answers:
-                tails[group] = node
-        for group, answer in answers.items():
-            tail = tails[group]
-            tails[group] = self._shadow.extend(tail, answer)
-            self._follow_shadow()
-            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
+                if key in surplus:
+                    del surplus[key]
 
 
 def _prefix_of(tail: Node) -> list[OffloadKey]:

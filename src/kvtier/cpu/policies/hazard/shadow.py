@@ -5,12 +5,12 @@ class; then the missing ones are held head first, each in place of the leaf with
 whose own index is lower.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
-from kvtier.cpu.policies.hazard.directory import Cohort, Directory, Naming, Node
+from kvtier.cpu.policies.hazard.directory import UNNAMED, Cohort, Directory, Naming, Node
 from kvtier.cpu.policies.hazard.features import (
     BRANCHING_CHILDREN,
     MAX_SEEN,
@@ -44,7 +44,8 @@ class HazardShadow:
     """The policy as if every request were stored at once.
 
     Args:
-        num_blocks: its capacity.
+        num_blocks: its capacity; with 0 it only learns.
+        max_ghosts: blocks that it remembers besides; GHOSTS_PER_BLOCK for each block of capacity by default.
 
     Attributes:
         directory: the blocks that it knows.
@@ -53,9 +54,9 @@ class HazardShadow:
         released: keys that it ceased to hold.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_ghosts: int | None = None) -> None:
         self._num_blocks = num_blocks
-        self.directory = Directory(GHOSTS_PER_BLOCK * num_blocks)
+        self.directory = Directory(GHOSTS_PER_BLOCK * num_blocks if max_ghosts is None else max_ghosts)
         self.model = HazardModel()
         self.held: list[OffloadKey] = []
         self.released: list[OffloadKey] = []
@@ -67,12 +68,13 @@ class HazardShadow:
         self._start_s: float | None = None
         self._next_fit_s = 0.0
 
-    def serve(self, keys: Iterable[OffloadKey], now_s: float) -> tuple[int, Node | None]:
+    def serve(self, keys: Iterable[OffloadKey], now_s: float, hint: int = 0) -> tuple[int, Node | None]:
         """Serve a request.
 
         Args:
             keys: its blocks, distinct, head first.
             now_s: seconds, any origin; it does not run backwards.
+            hint: what the client says, as HintReader reads it.
 
         Returns:
             The length of its held prefix before it, and its last block.
@@ -85,7 +87,7 @@ class HazardShadow:
                 break
             node.ticket = 0
             num_hits += 1
-        self._name(chain, self._find_naming(chain, num_known))
+        self._name(chain, num_known, self._find_naming(chain, num_known, hint))
         self._candidates.renew(self._now_s)
         self._hold(chain, num_hits)
         return num_hits, chain[-1] if chain else None
@@ -115,6 +117,18 @@ class HazardShadow:
             self._bury([*_ghosts_up_to(tail), *chain])
         return chain[-1]
 
+    def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
+        """Return how likely each of ``keys`` is named again within ``horizon_s``; None where nothing tells. Pure."""
+        if not self.model.is_fitted:
+            return [None] * len(keys)
+        nodes = list(map(self.directory.nodes.get, keys))
+        # Blocks of a batch were mostly named by one request, in a few classes.
+        of_cohort = {
+            cohort: self.model.reuse_probability(cohort.code, self._now_s - cohort.naming.time_s, horizon_s)
+            for cohort in {node.cohort for node in nodes if node is not None}
+        }
+        return [None if node is None else of_cohort[node.cohort] for node in nodes]
+
     def _tell_time(self, now_s: float) -> None:
         self.held, self.released = [], []
         self._now_s = now_s = max(self._now_s, now_s)
@@ -142,7 +156,7 @@ class HazardShadow:
             [0] * len(cohorts),
         )
 
-    def _find_naming(self, chain: Sequence[Node], num_known: int) -> Naming:
+    def _find_naming(self, chain: Sequence[Node], num_known: int, hint: int) -> Naming:
         """Return what the request tells of its blocks. Pure."""
         turn, gap_s = 0, None
         if num_known:
@@ -151,15 +165,13 @@ class HazardShadow:
             if last.num_children - (num_known < len(chain)) < MAX_SHARED_CHILDREN:
                 before = last.cohort.naming
                 turn, gap_s = before.turn + 1, self._now_s - before.time_s
-        factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known)
+        factors = RequestFactors(turn, len(chain), gap_s, len(chain) - num_known, hint)
         return Naming(self._now_s, turn, request_code(factors))
 
-    def _name(self, chain: Sequence[Node], naming: Naming) -> None:
+    def _name(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
         """End the waits of the blocks, and begin others."""
-        ended: dict[Cohort, int] = {}
-        for node in takewhile(lambda node: node.num_seen, chain):
-            ended[node.cohort] = ended.get(node.cohort, 0) + 1
-        for cohort, num in ended.items():
+        # Counter counts in a C loop; so the blocks are visited no more often than the cohorts that they leave.
+        for cohort, num in Counter([node.cohort for node in chain[:num_known]]).items():
             cohort.num -= num
             self.model.record(cohort.code, naming.time_s - cohort.naming.time_s, num, is_reuse=True)
         self._put_in_cohorts(chain, naming)
@@ -168,6 +180,8 @@ class HazardShadow:
         """Set the class of each block; a loop without calls, because every named block passes through it."""
         cohorts: dict[int, Cohort] = {}
         request = naming.request_code
+        last_code, num = -1, 0
+        cohort = UNNAMED
         for node in chain:
             seen = node.num_seen = node.num_seen + 1
             children = node.num_children
@@ -176,11 +190,14 @@ class HazardShadow:
                 + SEEN_BASE[seen if seen < MAX_SEEN else MAX_SEEN]  # noqa: FURB136 - a call of min costs more
                 + request
             )
-            cohort = cohorts.get(code)
-            if cohort is None:
-                cohort = cohorts[code] = Cohort(naming, code)
-            cohort.num += 1
+            # Neighbours are mostly of one class.
+            if code != last_code:
+                cohort.num += num
+                last_code, num = code, 0
+                cohort = cohorts.get(code) or cohorts.setdefault(code, Cohort(naming, code))
+            num += 1
             node.cohort = cohort
+        cohort.num += num
         self._cohorts += cohorts.values()
         self._num_named += len(chain)
 
