@@ -147,7 +147,8 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         if self._orphans:
             keys = self._orphans.settle_keys(keys, is_write=False)
         num_idle = 0
-        for block in map(self._get_block, dict.fromkeys(keys)):
+        distinct = dict.fromkeys(keys)
+        for block in map(self._get_block, distinct):
             if block is None:
                 continue
             num_pins = block.ref_cnt
@@ -156,7 +157,7 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
                 num_idle += 1
             elif num_pins > 1:
                 block.ref_cnt = num_pins - 1
-        self._num_evictable += num_idle
+        self._note_idle(num_idle, distinct)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

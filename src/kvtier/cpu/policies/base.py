@@ -123,6 +123,18 @@ class EvictionPreview(ABC):
         """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
 
 
+class IdleNews(ABC):
+    """What else a policy can do: make use of being told which blocks become idle, whose ``ref_cnt`` it only sees."""
+
+    @abstractmethod
+    def expect_news(self) -> None:
+        """Rely on ``note_idle`` from now on; called once, while nothing is held."""
+
+    @abstractmethod
+    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
+
+
 def check_same_blocks(
     found: Mapping[OffloadKey, BlockStatus], held: Mapping[OffloadKey, BlockStatus]
 ) -> None:
