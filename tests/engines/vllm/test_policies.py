@@ -19,7 +19,14 @@ from kvtier.engines.vllm.policies import KVTierARC, in_prefix_order
 from kvtier.testing.policy_suite import make_trace
 
 MODULE = "kvtier.engines.vllm.policies"
-POLICIES = {"KVTierLRU": "lru", "KVTierARC": "arc"}
+POLICIES = {
+    "KVTierLRU": "lru",
+    "KVTierARC": "arc",
+    "KVTierMQ": "mq",
+    "KVTierS3FIFO": "s3fifo",
+    "KVTierSieve": "sieve",
+    "KVTierFIFO": "fifo",
+}
 
 needs_request_ends = pytest.mark.skipif(
     not hasattr(StockPolicy, "on_request_finished"),

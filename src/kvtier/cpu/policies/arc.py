@@ -20,13 +20,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, IdleNews, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, IdleNews, Renewal, check_same_blocks
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.set_aside import SetAside
 from kvtier.errors import InvariantError
 
 
-class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews):
+class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
     """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
 
     Attributes:
@@ -106,6 +106,13 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews):
                 ghosts = self._ghosts_with(key)
                 if ghosts is not None:
                     self._adapt(key, ghosts)
+
+    def renew(self, key: OffloadKey) -> None:
+        """Make ``key`` the most recent of the list that it is in."""
+        self._forget_places((key,))
+        for blocks in (self.t1, self.t2):
+            if key in blocks:
+                blocks.move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict ``n`` idle blocks, each from the list that is then too long, or none at all."""

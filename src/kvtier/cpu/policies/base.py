@@ -123,6 +123,17 @@ class EvictionPreview(ABC):
         """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
 
 
+class Renewal(ABC):
+    """What else a policy can do: put ready blocks in order without counting a use of them.
+
+    For engines that say only at a request's end what it has stored (``engines.vllm.policies``).
+    """
+
+    @abstractmethod
+    def renew(self, key: OffloadKey) -> None:
+        """Make a block the most recent of the queue that it is in; a key that is not held is no error."""
+
+
 class IdleNews(ABC):
     """What else a policy can do: make use of being told which blocks become idle, whose ``ref_cnt`` it only sees."""
 

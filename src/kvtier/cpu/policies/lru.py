@@ -48,6 +48,10 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
             _exhaust(map(self.blocks.move_to_end, filter(self.blocks.__contains__, oldest_first)))
         self.aside.forget(oldest_first)
 
+    def renew(self, key: OffloadKey) -> None:
+        """Make ``key`` the most recent: order is all that a use changes here."""
+        self.touch((key,))
+
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict the ``n`` oldest idle blocks that are not protected, or none at all."""
         victims = list(islice(self.aside.walk(protected), n))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
 
 
-class OneQueuePolicy(CachePolicy, EvictionPreview):
+class OneQueuePolicy(CachePolicy, EvictionPreview, Renewal):
     """A policy with one queue; what it lacks is ``touch`` and ``evict``.
 
     Attributes:
@@ -44,6 +44,11 @@ class OneQueuePolicy(CachePolicy, EvictionPreview):
     def remove(self, key: OffloadKey) -> None:
         """Stop holding ``key``; unknown keys are ignored."""
         self.blocks.pop(key, None)
+
+    def renew(self, key: OffloadKey) -> None:
+        """Send ``key`` to the end of the queue; an unknown one is ignored."""
+        if key in self.blocks:
+            self.blocks.move_to_end(key)
 
     def next_victims(self, n: int) -> list[OffloadKey]:
         """Return the first ``n`` idle blocks of the queue."""
