@@ -92,6 +92,21 @@ class BlockBooks:
             self._note_idle(1, (key,))
         return True
 
+    def _unpin_each(self, keys: Iterable[OffloadKey]) -> None:
+        """Unpin each of ``keys`` once, however often they name it; those that are not pinned are ignored."""
+        distinct = dict.fromkeys(keys)
+        num_idle = 0
+        for block in map(self._get_block, distinct):
+            if block is None:
+                continue
+            num_pins = block.ref_cnt
+            if num_pins == 1:
+                block.ref_cnt = 0
+                num_idle += 1
+            elif num_pins > 1:
+                block.ref_cnt = num_pins - 1
+        self._note_idle(num_idle, distinct)
+
     def _note_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
         """Count blocks that have become idle, which are some of ``keys``, and tell a policy that wants to know."""
         self._num_evictable += num_idle

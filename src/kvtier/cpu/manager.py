@@ -144,20 +144,7 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin each of ``keys`` once, however often the call names it; keys not pinned are ignored."""
         del req_context
-        if self._orphans:
-            keys = self._orphans.settle_keys(keys, is_write=False)
-        num_idle = 0
-        distinct = dict.fromkeys(keys)
-        for block in map(self._get_block, distinct):
-            if block is None:
-                continue
-            num_pins = block.ref_cnt
-            if num_pins == 1:
-                block.ref_cnt = 0
-                num_idle += 1
-            elif num_pins > 1:
-                block.ref_cnt = num_pins - 1
-        self._note_idle(num_idle, distinct)
+        self._unpin_each(self._orphans.settle_keys(keys, is_write=False) if self._orphans else keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True

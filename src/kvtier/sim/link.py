@@ -57,6 +57,7 @@ class _Job:
     part_bytes: int
     on_end: Callable[[int], object]
     submitted_s: float
+    moving_s: float
     num_begun: int = 0
     num_running: int = 0
 
@@ -117,7 +118,8 @@ class Link:
             return
         self._follow()
         now_s = self._timeline()
-        job = _Job(is_read, num_parts, part_bytes, on_end, now_s)
+        rate = self._speed.read_bytes_per_s if is_read else self._speed.write_bytes_per_s
+        job = _Job(is_read, num_parts, part_bytes, on_end, now_s, part_bytes / rate)
         (self._reads if is_read else self._writes).append(job)
         self._num_queued += num_parts
         self._begin_parts(now_s)
@@ -172,16 +174,16 @@ class Link:
 
     def _begin_parts(self, now_s: float) -> None:
         """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
-        speed, traffic, under_way = self._speed, self.traffic, self._under_way
-        while len(under_way) < speed.num_streams and (queue := self._reads or self._writes):
+        traffic, under_way = self.traffic, self._under_way
+        num_streams, arrives_s = self._speed.num_streams, now_s + self._speed.latency_s
+        while len(under_way) < num_streams and (queue := self._reads or self._writes):
             job = queue[0]
             job.num_begun += 1
             job.num_running += 1
             self._num_queued -= 1
-            moving_s = job.part_bytes / (speed.read_bytes_per_s if job.is_read else speed.write_bytes_per_s)
-            self._pipe_free_s = max(now_s + speed.latency_s, self._pipe_free_s) + moving_s
+            self._pipe_free_s = max(arrives_s, self._pipe_free_s) + job.moving_s
             under_way.append((self._pipe_free_s, job))
-            traffic.busy_s += moving_s
+            traffic.busy_s += job.moving_s
             if job.is_read:
                 traffic.read_bytes += job.part_bytes
             else:

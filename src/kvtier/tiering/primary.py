@@ -71,8 +71,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin ``keys`` after a tier has read them."""
-        for key in dict.fromkeys(keys):
-            self._unpin(key)
+        self._unpin_each(keys)
 
     def prepare_write(
         self,
