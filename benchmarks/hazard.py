@@ -1,7 +1,7 @@
 """What a policy costs that learns from requests: hazard beside LRU on made-up chats, through the manager.
 
-Each request is driven as the connector drives it, ``note_request`` first, in a cache of a tenth of the unique blocks. All
-calls of the manager count, lookups, pins and stores included, on the thread's processor time; so does the learning,
+Each request is driven as the connector drives it, ``note_request`` first, in a cache of a tenth of the unique blocks.
+All calls of the manager count, lookups, pins and stores included, on the thread's processor time; so does the learning,
 which is hazard's own. A block is one that a request names.
 """
 

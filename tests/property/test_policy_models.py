@@ -75,8 +75,9 @@ class ToldOfIdleBlocks(PolicyMachine):
     policy_name: ClassVar[str]
 
     def make_policy(self, cache_capacity: int) -> CachePolicy:
-        self.told = create_cache_policy(self.policy_name, cache_capacity)
-        assert isinstance(self.told, LRUCachePolicy | ARCCachePolicy)
+        told = create_cache_policy(self.policy_name, cache_capacity)
+        assert isinstance(told, LRUCachePolicy | ARCCachePolicy)
+        self.told: LRUCachePolicy | ARCCachePolicy = told
         self.told.expect_news()
         for aside in self.told.asides if isinstance(self.told, ARCCachePolicy) else (self.told.aside,):
             aside.min_busy_blocks = 1

@@ -1,4 +1,4 @@
-"""A link as its model says: one event for the end of each part. Slow, short, and without a queue of what is under way."""
+"""A link as its model says: one event for the end of each part, and no queue of what is under way."""
 
 from collections import deque
 from collections.abc import Callable

@@ -151,7 +151,13 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     ) -> None:
         """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
         del req_context
-        self._note_finished(self._finish_writes(keys, success=success), success=success)
+        self.finish_store(keys, success=success)
+
+    def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
+        """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order."""
+        finished = self._finish_writes(keys, success=success)
+        self._note_finished(finished, success=success)
+        return finished
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, oldest first, and forget them."""

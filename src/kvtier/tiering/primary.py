@@ -101,17 +101,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self._note_finished(finished, success=success)
         self._pin_held(finished)
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        """Make the in-flight ones of ``keys`` ready after a store, held for whoever waits for them."""
-        del req_context
-        self.finish_store(keys, success=success)
-
     def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
-        """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order."""
-        finished = self._finish_writes(keys, success=success)
-        self._note_finished(finished, success=success)
+        """Make the in-flight ones of ``keys`` ready after a store, held for whoever waits for them; return them."""
+        finished = super().finish_store(keys, success=success)
         self._pin_held(finished)
         return finished
 

@@ -20,7 +20,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, IdleNews, Renewal, check_same_blocks
+from kvtier.cpu.policies.base import (
+    BlockStatus,
+    CachePolicy,
+    EvictionPreview,
+    IdleNews,
+    Renewal,
+    check_same_blocks,
+)
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.set_aside import SetAside
 from kvtier.errors import InvariantError

@@ -45,7 +45,7 @@ class KVTierPolicy(StockPolicy):
         del unknown
         super().__init__(cache_capacity)
         self.policy = self.policy_class(cache_capacity)
-        assert isinstance(self.policy, Renewal), "the policies below can renew"  # noqa: PT018
+        assert isinstance(self.policy, Renewal), "the policies below can renew"
         self._renewal: Renewal = self.policy
 
     def get(self, key: OffloadKey) -> StockBlock | None:
