@@ -1,7 +1,8 @@
 """What an eviction policy costs by itself: blocks per second of insertion, hit and eviction.
 
 The floor is a bare ordered dictionary that drops its oldest entry without asking whether anybody uses it. Blocks are
-the manager's own objects, made beforehand; calls come in batches of 64. The thread's processor time is taken.
+the manager's own objects, made beforehand; calls come in batches of 64. The thread's processor time is taken. Hazard,
+which learns from whole requests, is measured by them (``benchmarks.hazard``).
 """
 
 import time
@@ -9,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
+from benchmarks import hazard
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
 from benchmarks.harness.rounds import Contestant, run_rounds
 from benchmarks.harness.suite import Options
@@ -86,6 +88,7 @@ def measure(options: Options) -> Iterator[Measurement]:
                     "blocks": num_blocks,
                 }
                 yield Measurement(labels, "k blocks/s", Better.HIGHER, values)
+    yield from hazard.measure(is_quick=options.is_quick)
 
 
 def make_batches(num_blocks: int) -> Batches:

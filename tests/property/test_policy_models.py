@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -11,9 +12,11 @@ from tests.property.naive_policies import NaiveFIFO, NaiveMQ, NaivePolicy, Naive
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.hazard import HazardCachePolicy
 from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
 from kvtier.testing.policy_machine import KEYS, PolicyMachine, key_lists
 
@@ -21,7 +24,7 @@ from kvtier.testing.policy_machine import KEYS, PolicyMachine, key_lists
 class Twins(CachePolicy, EvictionPreview):
     """Two policies that are told the same and must evict the same; the first of them answers."""
 
-    def __init__(self, policy: CachePolicy, naive: NaivePolicy) -> None:
+    def __init__(self, policy: CachePolicy, naive: NaivePolicy | CachePolicy) -> None:
         super().__init__(policy.cache_capacity)
         self.policy, self.naive = policy, naive
 
@@ -64,6 +67,50 @@ class Twins(CachePolicy, EvictionPreview):
         self.policy.check(held)
         for key, block in held.items():
             assert self.naive.get(key) is block
+
+
+class ToldOfIdleBlocks(PolicyMachine):
+    """A policy that is told which blocks become idle beside one that is not; the first sets every busy block aside."""
+
+    policy_name: ClassVar[str]
+
+    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        told = create_cache_policy(self.policy_name, cache_capacity)
+        assert isinstance(told, LRUCachePolicy | ARCCachePolicy)
+        self.told: LRUCachePolicy | ARCCachePolicy = told
+        self.told.expect_news()
+        for aside in self.told.asides if isinstance(self.told, ARCCachePolicy) else (self.told.aside,):
+            aside.min_busy_blocks = 1
+        return Twins(self.told, create_cache_policy(self.policy_name, cache_capacity))
+
+    @rule(keys=key_lists, success=st.sampled_from([True, False]))
+    def finish_writes(self, keys: list[OffloadKey], success: bool) -> None:
+        super().finish_writes(keys, success)
+        self.told.note_idle(keys)
+
+    @rule()
+    def unpin(self) -> None:
+        super().unpin()
+        self.told.note_idle(self.held)
+
+    @rule(key=st.sampled_from(KEYS))
+    def unpin_one(self, key: OffloadKey) -> None:
+        """Unpin one block."""
+        if key in self.held:
+            self.held[key].ref_cnt = min(self.held[key].ref_cnt, 0)
+            self.told.note_idle([key])
+
+
+class ToldLRUMachine(ToldOfIdleBlocks):
+    """LRU."""
+
+    policy_name = "lru"
+
+
+class ToldARCMachine(ToldOfIdleBlocks):
+    """ARC."""
+
+    policy_name = "arc"
 
 
 class LRUMachine(PolicyMachine):
@@ -149,11 +196,24 @@ TestHazardMachine = HazardMachine.TestCase
 MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
 TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
-TestHazardMachine.settings = MODEL_SETTINGS
+TestToldLRUMachine = ToldLRUMachine.TestCase
+TestToldARCMachine = ToldARCMachine.TestCase
+TestHazardMachine.settings = TestToldLRUMachine.settings = TestToldARCMachine.settings = MODEL_SETTINGS
 
 
 @pytest.mark.parametrize(
-    "machine", [LRUMachine, ARCMachine, FIFOMachine, SieveMachine, S3FIFOMachine, MQMachine, HazardMachine]
+    "machine",
+    [
+        LRUMachine,
+        ToldLRUMachine,
+        ARCMachine,
+        ToldARCMachine,
+        FIFOMachine,
+        SieveMachine,
+        S3FIFOMachine,
+        MQMachine,
+        HazardMachine,
+    ],
 )
 def test_a_long_walk(machine: type[PolicyMachine]) -> None:
     """Thousands of steps without a new beginning go where Hypothesis's short examples seldom come."""
@@ -181,6 +241,8 @@ def walk_one_step(model: PolicyMachine, rng: random.Random) -> None:
         model.pin(keys[0], 1)
     elif choice < 0.95:
         model.evict(rng.randint(1, 2), keys[:1])
+    elif choice < 0.96 and isinstance(model, ToldOfIdleBlocks):
+        model.unpin_one(keys[0])
     elif choice < 0.98:
         model.unpin()
     else:

@@ -1,6 +1,9 @@
 """A link hides latency behind streams, is never faster than its bandwidth, and lets reads pass."""
 
+import random
+
 import pytest
+from tests.sim.naive_link import NaiveLink
 
 from kvtier.errors import ConfigError
 from kvtier.sim.link import Link, LinkSpeed
@@ -130,3 +133,49 @@ def test_the_longest_queue_is_remembered() -> None:
 def test_a_speed_that_cannot_be_is_refused(values: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError):
         LinkSpeed(*values)  # type: ignore[arg-type]
+
+
+def test_a_job_that_is_given_up_is_reported_when_its_last_part_under_way_has_ended() -> None:
+    watched = Watched(num_streams=2)
+    watched.submit("a", 9)
+    watched.timeline.advance_to(1.5)
+
+    watched.link.give_up_older_than(1.0)
+
+    assert watched.ends == []
+    assert watched.run() == [("a", 3.0, 3)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_link_ends_jobs_when_one_does_that_follows_each_part(seed: int) -> None:
+    assert play(Link, seed) == play(NaiveLink, seed)
+
+
+def play(make: type[Link | NaiveLink], seed: int) -> tuple[list[tuple[int, float, float]], int, int]:
+    """Return what ended when, and the bytes read and written, of a random run."""
+    rng = random.Random(seed)
+    timeline = Timeline()
+    speed = LinkSpeed(
+        rng.choice([100.0, 130.0]), 100.0, rng.choice([0.0, 0.3, 2.0]), rng.choice([1, 2, 3, 8])
+    )
+    link = make(timeline, speed)
+    seen: list[tuple[int, float, float]] = []
+    for number in range(60):
+        timeline.advance_to(timeline() + rng.choice([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 10.0]))
+        choice = rng.random()
+        if choice < 0.8:
+            link.submit(
+                is_read=rng.random() < 0.5,
+                num_parts=rng.randrange(12),
+                part_bytes=rng.choice([10, 100]),
+                on_end=lambda num_moved, number=number: seen.append((number, timeline(), num_moved)),  # type: ignore[misc]
+            )
+        elif choice < 0.9:
+            seen.append((number, timeline(), link.oldest_wait_s()))
+        else:
+            link.give_up_older_than(rng.choice([1.0, 5.0, 20.0]))
+    while timeline.next_s is not None:
+        timeline.advance_to(timeline.next_s)
+    if isinstance(link, Link):
+        return seen, link.traffic.read_bytes, link.traffic.written_bytes
+    return seen, link.moved_bytes[True], link.moved_bytes[False]

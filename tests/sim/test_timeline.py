@@ -70,3 +70,25 @@ def test_an_event_may_cancel_another_of_its_instant() -> None:
     timeline.advance_to(9.0)
 
     assert (seen, timeline()) == (["later"], 9.0)
+
+
+def test_a_move_may_end_after_an_instant_and_goes_on_from_there() -> None:
+    timeline, seen = Timeline(), list[str]()
+    for when_s, name in ((1.0, "a"), (2.0, "b"), (2.0, "c"), (3.0, "d")):
+        timeline.at(when_s, lambda name=name: seen.append(name))  # type: ignore[misc]
+
+    timeline.advance_to(9.0, lambda: "b" in seen)
+    assert (seen, timeline()) == (["a", "b", "c"], 2.0)
+
+    timeline.advance_to(9.0)
+    assert (seen[-1], timeline()) == ("d", 9.0)
+
+
+def test_a_move_without_an_end_stops_at_the_last_event_whatever_was_cancelled() -> None:
+    timeline = Timeline()
+    timeline.at(1.0, lambda: None)
+    timeline.cancel(timeline.at(30.0, lambda: None))
+
+    timeline.advance_to(float("inf"))
+
+    assert (timeline(), timeline.next_s) == (1.0, None)

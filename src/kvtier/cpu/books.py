@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.orphans import OrphanLedger
-from kvtier.cpu.policies.base import IN_FLIGHT, CachePolicy
+from kvtier.cpu.policies.base import IN_FLIGHT, CachePolicy, IdleNews
 from kvtier.cpu.slots import SlotTable
 from kvtier.errors import ConfigError, InvariantError
 
@@ -32,6 +32,9 @@ class BlockBooks:
         self.num_blocks = num_blocks
         self._policy = policy
         self._get_block = policy.getter()
+        self._idle_news = policy if isinstance(policy, IdleNews) else None
+        if self._idle_news is not None:
+            self._idle_news.expect_news()
         self._slots = SlotTable(num_blocks)
         self._orphans = OrphanLedger(self._slots.give_back)
         # INVARIANT: _num_evictable held blocks have ref_cnt 0, _num_in_flight have IN_FLIGHT.
@@ -86,8 +89,29 @@ class BlockBooks:
             return False
         block.ref_cnt -= 1
         if block.ref_cnt == 0:
-            self._num_evictable += 1
+            self._note_idle(1, (key,))
         return True
+
+    def _unpin_each(self, keys: Iterable[OffloadKey]) -> None:
+        """Unpin each of ``keys`` once, however often they name it; those that are not pinned are ignored."""
+        distinct = dict.fromkeys(keys)
+        num_idle = 0
+        for block in map(self._get_block, distinct):
+            if block is None:
+                continue
+            num_pins = block.ref_cnt
+            if num_pins == 1:
+                block.ref_cnt = 0
+                num_idle += 1
+            elif num_pins > 1:
+                block.ref_cnt = num_pins - 1
+        self._note_idle(num_idle, distinct)
+
+    def _note_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
+        """Count blocks that have become idle, which are some of ``keys``, and tell a policy that wants to know."""
+        self._num_evictable += num_idle
+        if num_idle and self._idle_news is not None:
+            self._idle_news.note_idle(keys)
 
     def _assign(self, keys: Collection[OffloadKey]) -> list[int]:
         """Hold ``keys``, distinct and not held, as in flight; return their slots. So many slots are free."""
@@ -154,7 +178,7 @@ class BlockBooks:
         self._slots.give_back(freed)
         self._num_in_flight -= len(finished)
         if success:
-            self._num_evictable += len(finished)
+            self._note_idle(len(finished), finished)
         return finished
 
     def _forget_blocks(self) -> list[OffloadKey]:

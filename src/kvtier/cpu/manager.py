@@ -149,26 +149,20 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin each of ``keys`` once, however often the call names it; keys not pinned are ignored."""
         del req_context
-        if self._orphans:
-            keys = self._orphans.settle_keys(keys, is_write=False)
-        num_idle = 0
-        for block in map(self._get_block, dict.fromkeys(keys)):
-            if block is None:
-                continue
-            num_pins = block.ref_cnt
-            if num_pins == 1:
-                block.ref_cnt = 0
-                num_idle += 1
-            elif num_pins > 1:
-                block.ref_cnt = num_pins - 1
-        self._num_evictable += num_idle
+        self._unpin_each(self._orphans.settle_keys(keys, is_write=False) if self._orphans else keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
         del req_context
-        self._note_finished(self._finish_writes(keys, success=success), success=success)
+        self.finish_store(keys, success=success)
+
+    def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
+        """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order."""
+        finished = self._finish_writes(keys, success=success)
+        self._note_finished(finished, success=success)
+        return finished
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, oldest first, and forget them."""

@@ -7,6 +7,7 @@ leaves first. A block whose content nobody can ask for, such as a partial one, i
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from kvtier.errors import ConfigError, InvariantError
 
@@ -65,34 +66,41 @@ class DevicePool:
         """
         if not self.has_room(prefix, num_new):
             raise InvariantError(f"{num_new} device blocks are asked for and {len(self._free)} are free")
+        num_users, free = self._num_users, self._free
         for block_id in prefix:
-            if self._num_users[block_id] == 0:
-                del self._free[block_id]
-            self._num_users[block_id] += 1
-        new = [self._free.popitem(last=False)[0] for _ in range(num_new)]
+            if num_users[block_id] == 0:
+                del free[block_id]
+            num_users[block_id] += 1
+        new = list(islice(free, num_new))
         for block_id in new:
-            self._num_empty -= self._hashes[block_id] is None
-            self._forget(block_id)
-            self._num_users[block_id] = 1
+            del free[block_id]
+            num_users[block_id] = 1
+            if self._hashes[block_id] is None:
+                self._num_empty -= 1
+            else:
+                self._forget(block_id)
         return [*prefix, *new]
 
     def name(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
         """Let blocks in use be found under their hashes; a hash that another block has stays with that one."""
+        cached, hashes_of = self._cached, self._hashes
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            if block_hash not in self._cached:
-                self._forget(block_id)
-                self._cached[block_hash] = block_id
-                self._hashes[block_id] = block_hash
+            if block_hash not in cached:
+                if hashes_of[block_id] is not None:
+                    self._forget(block_id)
+                cached[block_hash] = block_id
+                hashes_of[block_id] = block_hash
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """End one use of each block; those without a name are given away first, then the last of the others."""
+        num_users, free = self._num_users, self._free
         for block_id in reversed(block_ids):
-            self._num_users[block_id] -= 1
-            if self._num_users[block_id] == 0:
-                self._free[block_id] = None
+            num_users[block_id] -= 1
+            if num_users[block_id] == 0:
+                free[block_id] = None
                 if self._hashes[block_id] is None:
                     self._num_empty += 1
-                    self._free.move_to_end(block_id, last=False)
+                    free.move_to_end(block_id, last=False)
 
     def _forget(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]

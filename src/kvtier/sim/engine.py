@@ -16,6 +16,7 @@ vLLM's and simpler where a trace says no more:
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.sim.device import DevicePool
@@ -83,6 +84,7 @@ class SimulatedEngine:
         self._num_running = 0
         self._has_news = False
         self._has_undecided = False
+        self._heartbeat_s = inf
 
     def run(self, requests: Sequence[SimulatedRequest]) -> None:
         """Serve ``requests``, ordered by arrival, until each has its answer and every transfer has ended."""
@@ -92,20 +94,20 @@ class SimulatedEngine:
             while arrivals and arrivals[0].arrival_s <= timeline():
                 self._waiting.append(arrivals.popleft())
                 self._has_news = True
-            if self._has_news or self._has_undecided:
+            if self._has_news or timeline() >= self._heartbeat_s:
                 self._step()
-            times = [arrivals[0].arrival_s] if arrivals else []
-            if timeline.next_s is not None:
-                times.append(timeline.next_s)
+                self._heartbeat_s = timeline() + HEARTBEAT_S if self._has_undecided else inf
             if self._has_news:
                 continue
-            if self._has_undecided:
-                times.append(timeline() + HEARTBEAT_S)
-            if not times:
+            times = [self._heartbeat_s, arrivals[0].arrival_s if arrivals else inf]
+            if timeline.next_s is not None:
+                times.append(timeline.next_s)
+            until_s = min(times)
+            if until_s == inf:
                 return
             if self._on_advance is not None:
-                self._on_advance(min(times))
-            timeline.advance_to(min(times))
+                self._on_advance(until_s)
+            timeline.advance_to(until_s)
 
     def stats(self) -> dict[str, float]:
         """Return what the connector and the managers have counted; nothing without offloading."""
@@ -202,7 +204,7 @@ class SimulatedEngine:
         num_left = request.num_prompt_tokens - request.num_computed_tokens
         tokens = {request.request_id: min(num_left, self._model.max_step_tokens)}
         computed = request.num_computed_tokens
-        self._name(request, computed + tokens[request.request_id])
+        self._name(request, computed + tokens[request.request_id], first_token=computed)
         if not request.is_scheduled:
             request.is_scheduled = True
             return StepOutput(
@@ -251,7 +253,11 @@ class SimulatedEngine:
         num_tokens = request.num_prompt_tokens + max(0, request.num_output_tokens - 1)
         return -(-num_tokens // self._model.block_tokens)
 
-    def _name(self, request: SimulatedRequest, num_tokens: int) -> None:
-        """Let the request's full blocks within ``num_tokens`` be found by others, as vLLM does when it schedules."""
+    def _name(self, request: SimulatedRequest, num_tokens: int, first_token: int = 0) -> None:
+        """Let the request's full blocks within ``num_tokens`` be found by others, as vLLM does when it schedules.
+
+        Those that end before ``first_token`` have been named.
+        """
+        first = first_token // self._model.block_tokens
         num_full = min(num_tokens // self._model.block_tokens, len(request.block_hashes))
-        self._pool.name(request.block_ids[:num_full], request.block_hashes[:num_full])
+        self._pool.name(request.block_ids[first:num_full], request.block_hashes[first:num_full])

@@ -5,12 +5,15 @@ free server, reads before writes and each kind in the order of submission, as th
 out the latency, which overlaps with that of the others, then goes through the pipe at full bandwidth behind whoever was
 there before. So one stream with latency is slow, many streams hide the latency, and no number of streams is faster than
 the bandwidth.
+
+Parts end in the order in which they begin, for there is one pipe. So a link keeps the ends of what is under way in a
+queue of its own and follows them later, with what began at each, when somebody looks or when a job may end. The
+timeline gets one event for the end of a job and one for each time that all servers have turned, not one for a part.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvtier.errors import ConfigError
 from kvtier.sim.timeline import Timeline
@@ -54,6 +57,7 @@ class _Job:
     part_bytes: int
     on_end: Callable[[int], object]
     submitted_s: float
+    moving_s: float
     num_begun: int = 0
     num_running: int = 0
 
@@ -91,9 +95,11 @@ class Link:
         self._speed = speed
         self._reads: deque[_Job] = deque()
         self._writes: deque[_Job] = deque()
-        self._num_busy = 0
+        # Parts under way and when each ends. INVARIANT: soonest first.
+        self._under_way: deque[tuple[float, _Job]] = deque()
         self._num_queued = 0
         self._pipe_free_s = 0.0
+        self._next_look_s = 0.0
         self.traffic = LinkTraffic()
 
     def submit(
@@ -110,10 +116,14 @@ class Link:
         if num_parts == 0:
             on_end(0)
             return
-        job = _Job(is_read, num_parts, part_bytes, on_end, self._timeline())
+        self._follow()
+        now_s = self._timeline()
+        rate = self._speed.read_bytes_per_s if is_read else self._speed.write_bytes_per_s
+        job = _Job(is_read, num_parts, part_bytes, on_end, now_s, part_bytes / rate)
         (self._reads if is_read else self._writes).append(job)
         self._num_queued += num_parts
-        self._begin_parts()
+        self._begin_parts(now_s)
+        self._plan_to_follow()
         self.traffic.max_queued_parts = max(self.traffic.max_queued_parts, self._num_queued)
 
     def change_speed(self, speed: LinkSpeed) -> None:
@@ -123,11 +133,13 @@ class Link:
 
     def oldest_wait_s(self) -> float:
         """Return the age in seconds of the oldest job none of whose parts has begun, 0 when there is none."""
+        self._follow()
         waiting = [job.submitted_s for job in (*self._reads, *self._writes) if job.num_begun == 0]
         return self._timeline() - min(waiting) if waiting else 0.0
 
     def give_up_older_than(self, age_s: float) -> None:
         """Drop the parts of jobs of at least that age that have not begun; those under way still end."""
+        self._follow()
         now_s = self._timeline()
         for queue in (self._reads, self._writes):
             # Oldest first, and a part of a job that has begun is at the head.
@@ -135,37 +147,55 @@ class Link:
                 job = queue.popleft()
                 self._num_queued -= job.num_parts - job.num_begun
                 job.num_parts = job.num_begun
+                for end_s in [end_s for end_s, moving in self._under_way if moving is job][-1:]:
+                    self._timeline.at(end_s, self._follow_on)
                 self._report_if_ended(job)
+        self._plan_to_follow()
 
-    def _begin_parts(self) -> None:
+    def _follow(self) -> None:
+        """Catch up with the parts that have ended until now, and with those that began in their places."""
         now_s = self._timeline()
-        while self._num_busy < self._speed.num_streams and (queue := self._reads or self._writes):
+        under_way = self._under_way
+        while under_way and under_way[0][0] <= now_s:
+            end_s, job = under_way.popleft()
+            job.num_running -= 1
+            self._begin_parts(end_s)
+            self._report_if_ended(job)
+
+    def _follow_on(self) -> None:
+        self._follow()
+        self._plan_to_follow()
+
+    def _plan_to_follow(self) -> None:
+        """Plan to look again when the next job's last part begins, or when every part under way has ended."""
+        queue = self._reads or self._writes
+        if not queue:
+            return
+        num_to_begin = min(queue[0].num_parts - queue[0].num_begun, len(self._under_way))
+        next_s = self._under_way[num_to_begin - 1][0]
+        if next_s != self._next_look_s:
+            self._next_look_s = next_s
+            self._timeline.at(next_s, self._follow_on)
+
+    def _begin_parts(self, now_s: float) -> None:
+        """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
+        traffic, under_way = self.traffic, self._under_way
+        num_streams, arrives_s = self._speed.num_streams, now_s + self._speed.latency_s
+        while len(under_way) < num_streams and (queue := self._reads or self._writes):
             job = queue[0]
             job.num_begun += 1
             job.num_running += 1
-            self._num_busy += 1
             self._num_queued -= 1
+            self._pipe_free_s = max(arrives_s, self._pipe_free_s) + job.moving_s
+            under_way.append((self._pipe_free_s, job))
+            traffic.busy_s += job.moving_s
+            if job.is_read:
+                traffic.read_bytes += job.part_bytes
+            else:
+                traffic.written_bytes += job.part_bytes
             if job.num_begun == job.num_parts:
                 queue.popleft()
-            self._plan_end(job, now_s)
-
-    def _plan_end(self, job: _Job, now_s: float) -> None:
-        speed, traffic = self._speed, self.traffic
-        rate = speed.read_bytes_per_s if job.is_read else speed.write_bytes_per_s
-        moving_s = job.part_bytes / rate
-        self._pipe_free_s = max(now_s + speed.latency_s, self._pipe_free_s) + moving_s
-        traffic.busy_s += moving_s
-        if job.is_read:
-            traffic.read_bytes += job.part_bytes
-        else:
-            traffic.written_bytes += job.part_bytes
-        self._timeline.at(self._pipe_free_s, partial(self._end_part, job))
-
-    def _end_part(self, job: _Job) -> None:
-        job.num_running -= 1
-        self._num_busy -= 1
-        self._begin_parts()
-        self._report_if_ended(job)
+                self._timeline.at(self._pipe_free_s, self._follow_on)
 
     def _report_if_ended(self, job: _Job) -> None:
         if job.num_running == 0 and job.num_begun == job.num_parts:

@@ -41,19 +41,21 @@ class Timeline:
     def cancel(self, number: int) -> None:
         """Forget an event; one that has run or was forgotten before is ignored."""
         self._actions.pop(number, None)
-        while self._times and self._times[0][1] not in self._actions:
-            heappop(self._times)
 
     @property
     def next_s(self) -> float | None:
         """When the next event is planned, None when nothing is."""
+        while self._times and self._times[0][1] not in self._actions:
+            heappop(self._times)
         return self._times[0][0] if self._times else None
 
     def advance_to(self, when_s: float) -> None:
         """Move to ``when_s`` and run what is planned until then, each event at its own time."""
-        while self._times and self._times[0][0] <= when_s:
-            time_s, number = heappop(self._times)
-            if (action := self._actions.pop(number, None)) is not None:
+        times, actions = self._times, self._actions
+        while times and times[0][0] <= when_s:
+            time_s, number = heappop(times)
+            action = actions.pop(number, None)
+            if action is not None:
                 self._now_s = time_s
                 action()
         self._now_s = max(self._now_s, when_s)

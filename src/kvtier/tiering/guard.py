@@ -83,6 +83,8 @@ class TierGuard:
         self._began_s: dict[JobId, float] = {}
         self._asked: dict[OffloadKey, ReqContext] = {}
         self._has_logged_error = False
+        # An isinstance of an abstract class is dear, and the answer never changes.
+        self._reachable = tier if isinstance(tier, ReachableTier) else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Ask the tier; False without asking while it is left out or the key's last load failed."""
@@ -118,8 +120,8 @@ class TierGuard:
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
-        if isinstance(self.tier, ReachableTier):
-            for _ in range(self._call("take_unanswered", self.tier.take_unanswered, 0)):
+        if self._reachable is not None:
+            for _ in range(self._call("take_unanswered", self._reachable.take_unanswered, 0)):
                 self.breaker.record_silence()
         if self._is_stale():
             self.breaker.trip()

@@ -173,14 +173,14 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Complete the store in the primary, then hand what became ready to the tiers that admit it."""
         # A promotion of the same key is the tier's to complete: its slot is still being written.
-        distinct = dict.fromkeys(keys)
-        own = [key for key in distinct if key not in self._transfers.promoting]
-        self.primary.settle_old_stores([key for key in distinct if key in self._transfers.promoting])
-        in_flight = [key for key in own if self.primary.is_in_flight(key)]
-        self.primary.complete_store(own, req_context, success)
-        self._waiting.notify(in_flight)
-        ready = [key for key in in_flight if self.primary.is_ready(key)]
-        self._cascades.offer(ready, req_context)
+        own: Collection[OffloadKey] = dict.fromkeys(keys)
+        if not self._transfers.promoting.keys().isdisjoint(own):
+            self.primary.settle_old_stores([key for key in own if key in self._transfers.promoting])
+            own = [key for key in own if key not in self._transfers.promoting]
+        finished = self.primary.finish_store(own, success=success)
+        self._waiting.notify(finished)
+        if success:
+            self._cascades.offer(finished, req_context)
         for planned in self._cascades.plan(req_context, is_step_over=False):
             self._transfers.cascade(planned, req_context)
 
@@ -323,10 +323,11 @@ class TieringOffloadingManager(OffloadingManager):
         self._now_s = self._clock()
         for guard in self._guards:
             ended = self._transfers.poll(guard)
-            came = list(filter(self.primary.is_ready, ended))
-            self._cascades.offer_promoted(came, guard)
-            self._waiting.notify(came, promoted_from=guard.name)
-            self._waiting.notify(ended)
+            if ended:
+                came = list(filter(self.primary.is_ready, ended))
+                self._cascades.offer_promoted(came, guard)
+                self._waiting.notify(came, promoted_from=guard.name)
+                self._waiting.notify(ended)
             self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)

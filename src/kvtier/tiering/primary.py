@@ -71,8 +71,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Unpin ``keys`` after a tier has read them."""
-        for key in dict.fromkeys(keys):
-            self._unpin(key)
+        self._unpin_each(keys)
 
     def prepare_write(
         self,
@@ -102,13 +101,11 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self._note_finished(finished, success=success)
         self._pin_held(finished)
 
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        """Make the in-flight ones of ``keys`` ready after a store, held for whoever waits for them."""
-        in_flight = [key for key in keys if self.is_in_flight(key)]
-        super().complete_store(keys, req_context, success)
-        self._pin_held(in_flight)
+    def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
+        """Make the in-flight ones of ``keys`` ready after a store, held for whoever waits for them; return them."""
+        finished = super().finish_store(keys, success=success)
+        self._pin_held(finished)
+        return finished
 
     def slots_of(self, spec: LoadStoreSpec) -> list[int]:
         """Return the slots of a spec that this tier has made, in the order of its keys. Pure."""
@@ -183,6 +180,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
     def _pin_held(self, keys: Collection[OffloadKey]) -> None:
         """Pin what has just become ready as often as it is held; until now it could not be evicted."""
+        if self._holds.keys().isdisjoint(keys):
+            return
         for key in dict.fromkeys(keys):
             for _ in range(self._holds.get(key, 0)):
                 self._pin(key)

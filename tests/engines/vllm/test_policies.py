@@ -19,7 +19,14 @@ from kvtier.engines.vllm.policies import KVTierARC, in_prefix_order
 from kvtier.testing.policy_suite import make_trace
 
 MODULE = "kvtier.engines.vllm.policies"
-POLICIES = {"KVTierLRU": "lru", "KVTierARC": "arc"}
+POLICIES = {
+    "KVTierLRU": "lru",
+    "KVTierARC": "arc",
+    "KVTierMQ": "mq",
+    "KVTierS3FIFO": "s3fifo",
+    "KVTierSieve": "sieve",
+    "KVTierFIFO": "fifo",
+}
 
 needs_request_ends = pytest.mark.skipif(
     not hasattr(StockPolicy, "on_request_finished"),
@@ -109,16 +116,28 @@ def test_hits_on_single_blocks_are_those_of_kvtiers_own_manager(policy: str, num
     assert 0 < sum(hits) < len(trace)
 
 
-@needs_request_ends
-@pytest.mark.parametrize("policy", POLICIES)
-def test_hits_on_prefixes_are_those_of_kvtiers_own_manager(policy: str) -> None:
+def make_prefixes() -> list[list[OffloadKey]]:
     rng = random.Random(6)
     conversations = [[key_of(1000 * number + block) for block in range(12)] for number in range(30)]
-    trace = [rng.choice(conversations)[: rng.randint(1, 12)] for _ in range(2_000)]
+    return [rng.choice(conversations)[: rng.randint(1, 12)] for _ in range(2_000)]
+
+
+@needs_request_ends
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "KVTierMQ"])
+def test_hits_on_prefixes_are_those_of_kvtiers_own_manager(policy: str) -> None:
+    trace = make_prefixes()
     stock, own = StockSide(policy, 100), OwnSide(policy, 100)
     hits = [stock.serve(keys) for keys in trace]
     assert hits == [own.serve(keys) for keys in trace]
     assert 0 < sum(hits) < sum(map(len, trace))
+
+
+@needs_request_ends
+def test_mq_whose_blocks_sink_once_a_call_finds_nearly_the_same_on_prefixes() -> None:
+    trace = make_prefixes()
+    stock, own = StockSide("KVTierMQ", 100), OwnSide("KVTierMQ", 100)
+    num_hits = sum(stock.serve(keys) for keys in trace)
+    assert num_hits == pytest.approx(sum(own.serve(keys) for keys in trace), rel=0.01)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -17,20 +17,29 @@ Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement C
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import (
+    BlockStatus,
+    CachePolicy,
+    EvictionPreview,
+    IdleNews,
+    Renewal,
+    check_same_blocks,
+)
 from kvtier.cpu.policies.ghosts import GhostList
+from kvtier.cpu.policies.set_aside import SetAside
 from kvtier.errors import InvariantError
 
 
-class ARCCachePolicy(CachePolicy, EvictionPreview):
+class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
     """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
 
     Attributes:
-        t1: blocks used once, oldest first.
-        t2: blocks used more than once, oldest first.
+        t1: blocks used once, oldest first but for what is set aside.
+        t2: blocks used more than once, in the same order.
+        asides: busy blocks of t1 and of t2 that evictions need not pass.
         b1: keys that left t1, oldest first.
         b2: keys that left t2, oldest first.
         target_t1_size: the length t1 should have, from 0 to the capacity; the paper's p.
@@ -43,6 +52,17 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         self.b1: GhostList[bool] = GhostList()
         self.b2: GhostList[bool] = GhostList()
         self.target_t1_size = 0.0
+        self.asides = (SetAside(self.t1), SetAside(self.t2))
+
+    def expect_news(self) -> None:
+        """Set busy blocks aside from now on."""
+        for aside in self.asides:
+            aside.is_told = True
+
+    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
+        """Find blocks again that were set aside."""
+        for aside in self.asides:
+            aside.note_idle(keys)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         """Return the held block under ``key``, or None."""
@@ -70,6 +90,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
         if self.t1.pop(key, None) is None:
             self.t2.pop(key, None)
+        self._forget_places((key,))
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Record a use: a ready block of t1 moves to t2, any other held one is renewed, a ghost adapts.
@@ -78,6 +99,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
         and that is still its first use.
         """
         t1, t2 = self.t1, self.t2
+        self._forget_places(keys)
         for key in reversed(tuple(keys)):
             block = t1.get(key)
             if block is not None and block.ref_cnt < 0:
@@ -92,28 +114,39 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
                 if ghosts is not None:
                     self._adapt(key, ghosts)
 
+    def renew(self, key: OffloadKey) -> None:
+        """Make ``key`` the most recent of the list that it is in."""
+        self._forget_places((key,))
+        for blocks in (self.t1, self.t2):
+            if key in blocks:
+                blocks.move_to_end(key)
+
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         """Evict ``n`` idle blocks, each from the list that is then too long, or none at all."""
         victims = self._plan_eviction(n, protected)
-        if len(victims) < n:
-            return None
-        for key, _ in victims:
+        is_possible = len(victims) == n
+        for key, _ in victims if is_possible else ():
             self._make_ghost(key)
-        return victims
+        self._settle(victims if is_possible else ())
+        return victims if is_possible else None
 
     def next_victims(self, n: int) -> list[OffloadKey]:
         """Return the ``n`` blocks that would leave, each from the list that is then too long."""
-        return [key for key, _ in self._plan_eviction(n, ())]
+        victims = [key for key, _ in self._plan_eviction(n, ())]
+        self._settle(())
+        return victims
 
     def clear(self) -> None:
         """Forget every block and ghost, and the target."""
-        for part in (self.t1, self.t2, self.b1, self.b2):
+        for part in (self.t1, self.t2, self.b1, self.b2, *self.asides):
             part.clear()
         self.target_t1_size = 0.0
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         """Compare the policy with the manager's books, and its lists with each other."""
         check_same_blocks({**self.t1, **self.t2}, held)
+        for aside in self.asides:
+            aside.check()
         num_keys = len({*self.t1, *self.t2, *self.b1, *self.b2})
         num_ghosts = len(self.b1) + len(self.b2)
         if num_keys != len(held) + num_ghosts:
@@ -128,8 +161,8 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
     def _plan_eviction(
         self, n: int, protected: Collection[OffloadKey]
     ) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Return the next ``n`` victims in order, fewer when there are no more. Pure."""
-        recent, frequent = _idle(self.t1, protected), _idle(self.t2, protected)
+        """Return the next ``n`` victims in order, fewer when there are no more; ``_settle`` ends it."""
+        recent, frequent = (aside.walk(protected) for aside in self.asides)
         num_recent = len(self.t1)
         victims: list[tuple[OffloadKey, BlockStatus]] = []
         for _ in range(n):
@@ -140,6 +173,14 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
             victims.append(victim)
             num_recent -= victim[0] in self.t1
         return victims
+
+    def _settle(self, left: Collection[tuple[OffloadKey, BlockStatus]]) -> None:
+        for aside in self.asides:
+            aside.settle(left)
+
+    def _forget_places(self, keys: Iterable[OffloadKey]) -> None:
+        for aside in self.asides:
+            aside.forget(keys)
 
     def _ghosts_with(self, key: OffloadKey) -> GhostList[bool] | None:
         if key in self.b1:
@@ -172,12 +213,3 @@ class ARCCachePolicy(CachePolicy, EvictionPreview):
             self.b1.pop_oldest()
         elif num_recent + len(self.t2) + len(self.b2) >= 2 * self.cache_capacity:
             (self.b2 or self.b1).pop_oldest()
-
-
-def _idle(
-    blocks: Mapping[OffloadKey, BlockStatus], protected: Collection[OffloadKey]
-) -> Iterator[tuple[OffloadKey, BlockStatus]]:
-    """Yield the blocks that may leave, oldest first."""
-    for key, block in blocks.items():
-        if block.ref_cnt == 0 and key not in protected:
-            yield key, block

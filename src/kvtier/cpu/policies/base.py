@@ -123,6 +123,29 @@ class EvictionPreview(ABC):
         """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
 
 
+class Renewal(ABC):
+    """What else a policy can do: put ready blocks in order without counting a use of them.
+
+    For engines that say only at a request's end what it has stored (``engines.vllm.policies``).
+    """
+
+    @abstractmethod
+    def renew(self, key: OffloadKey) -> None:
+        """Make a block the most recent of the queue that it is in; a key that is not held is no error."""
+
+
+class IdleNews(ABC):
+    """What else a policy can do: make use of being told which blocks become idle, whose ``ref_cnt`` it only sees."""
+
+    @abstractmethod
+    def expect_news(self) -> None:
+        """Rely on ``note_idle`` from now on; called once, while nothing is held."""
+
+    @abstractmethod
+    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
+
+
 def check_same_blocks(
     found: Mapping[OffloadKey, BlockStatus], held: Mapping[OffloadKey, BlockStatus]
 ) -> None:

@@ -7,46 +7,16 @@ when its turn comes is in use: it goes to the end, as if stored again, and the n
 eviction visits its victims and the busy blocks before them, and meets a busy block once each time the queue turns.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from itertools import islice
+from collections.abc import Collection
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus
+from kvtier.cpu.policies.one_queue import OneQueuePolicy
 from kvtier.cpu.policies.touched import find_touched
 
 
-class FIFOCachePolicy(CachePolicy, EvictionPreview):
-    """FIFO; as large as LRU, one entry of an ordered dictionary a block.
-
-    Attributes:
-        blocks: every held block, first stored first. INVARIANT: the same object for the policy's life, because
-            ``getter`` hands out its bound method.
-    """
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-
-    def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
-        return self.blocks.get(key)
-
-    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``."""
-        return self.blocks.get
-
-    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block`` as the newest."""
-        self.blocks[key] = block
-
-    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``, the last of them as the newest."""
-        self.blocks.update(zip(keys, blocks, strict=True))
-
-    def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key``; unknown keys are ignored."""
-        self.blocks.pop(key, None)
+class FIFOCachePolicy(OneQueuePolicy):
+    """FIFO; as large as LRU, one entry of an ordered dictionary a block."""
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Make those of ``keys`` that are in flight the newest, the first of them most; ready ones stay."""
@@ -73,15 +43,3 @@ class FIFOCachePolicy(CachePolicy, EvictionPreview):
         for key in busy:
             self.blocks.move_to_end(key)
         return victims
-
-    def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the ``n`` idle blocks stored first."""
-        return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
-
-    def clear(self) -> None:
-        """Forget every block."""
-        self.blocks.clear()
-
-    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books."""
-        check_same_blocks(self.blocks, held)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
@@ -50,7 +50,7 @@ class Fate(Enum):
     GOES_ROUND = auto()
 
 
-class S3FIFOCachePolicy(CachePolicy, EvictionPreview):
+class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
     """S3-FIFO; a held block costs an entry of a dictionary, of an ordered one and, once used, one of the counts.
 
     Attributes:
@@ -102,6 +102,11 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview):
             uses = self.uses
             uses.update({key: min(uses.get(key, 0) + 1, MAX_USES) for key in touched.held})
         for key in touched.in_flight:
+            self._queue_of(key).move_to_end(key)
+
+    def renew(self, key: OffloadKey) -> None:
+        """Send ``key`` to the end of its queue without a count."""
+        if key in self.blocks:
             self._queue_of(key).move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:

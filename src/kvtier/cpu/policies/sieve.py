@@ -21,12 +21,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
 from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
 
 
-class SieveCachePolicy(CachePolicy, EvictionPreview):
+class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
     """SIEVE; a held block costs an entry of a dictionary, of an ordered one and, when marked, of a set.
 
     Attributes:
@@ -75,6 +75,11 @@ class SieveCachePolicy(CachePolicy, EvictionPreview):
         if touched.is_use:
             self.marked.update(touched.held)
         for key in touched.in_flight:
+            self.renew(key)
+
+    def renew(self, key: OffloadKey) -> None:
+        """Make ``key`` the newest, marked or not as it was."""
+        if key in self.blocks:
             (self.ahead if key in self.ahead else self.passed).pop(key)
             self.ahead[key] = self.blocks[key]
 

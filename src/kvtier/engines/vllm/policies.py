@@ -16,8 +16,12 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.arc import ARCCachePolicy
-from kvtier.cpu.policies.base import CachePolicy
+from kvtier.cpu.policies.base import CachePolicy, Renewal
+from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.policies.mq import MQCachePolicy
+from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
+from kvtier.cpu.policies.sieve import SieveCachePolicy
 
 StockBlock = Any
 """vLLM's block: a slot and a ``ref_cnt``. Any: its name and module change with the release."""
@@ -35,12 +39,14 @@ class KVTierPolicy(StockPolicy):
     """
 
     policy_class: ClassVar[type[CachePolicy]]
-    """kvtier's policy."""
+    """kvtier's policy; one that can renew."""
 
     def __init__(self, cache_capacity: int, **unknown: object) -> None:
         del unknown
         super().__init__(cache_capacity)
         self.policy = self.policy_class(cache_capacity)
+        assert isinstance(self.policy, Renewal), "the policies below can renew"
+        self._renewal: Renewal = self.policy
 
     def get(self, key: OffloadKey) -> StockBlock | None:
         """Return the held block under ``key``, or None."""
@@ -74,13 +80,9 @@ class KVTierPolicy(StockPolicy):
         # Last to first, one at a time: the two kinds share one order, in which the head of the prefix comes last.
         for key in reversed(in_prefix_order(key_groups, req_context)):
             if key in insertion_only_keys:
-                self.renew(key)
+                self._renewal.renew(key)
             elif key in reused_keys:
                 self.policy.touch((key,))
-
-    def renew(self, key: OffloadKey) -> None:
-        """Make a block the most recent of its kind without counting a use; a key that is not held is no error."""
-        self.policy.touch((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, StockBlock]] | None:
         """Evict ``n`` idle blocks outside ``protected``, or none at all."""
@@ -103,11 +105,29 @@ class KVTierARC(KVTierPolicy):
     policy_class = ARCCachePolicy
     policy: ARCCachePolicy
 
-    def renew(self, key: OffloadKey) -> None:
-        """Make a block the most recent of the list that it is in."""
-        for blocks in (self.policy.t1, self.policy.t2):
-            if key in blocks:
-                blocks.move_to_end(key)
+
+class KVTierMQ(KVTierPolicy):
+    """kvtier's MQ, which counts uses and forgets them slowly."""
+
+    policy_class = MQCachePolicy
+
+
+class KVTierS3FIFO(KVTierPolicy):
+    """kvtier's S3-FIFO; what a request stores is put in order once, at its end, and then keeps its place."""
+
+    policy_class = S3FIFOCachePolicy
+
+
+class KVTierSieve(KVTierPolicy):
+    """kvtier's SIEVE; as for S3-FIFO."""
+
+    policy_class = SieveCachePolicy
+
+
+class KVTierFIFO(KVTierPolicy):
+    """kvtier's FIFO, the floor to measure others against."""
+
+    policy_class = FIFOCachePolicy
 
 
 def in_prefix_order(

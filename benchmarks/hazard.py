@@ -1,0 +1,73 @@
+"""What a policy costs that learns from requests: hazard beside LRU on made-up chats, through the manager.
+
+Each request is driven as the connector drives it, ``note_request`` first, in a cache of a tenth of the unique blocks.
+All calls of the manager count, lookups, pins and stores included, on the thread's processor time; so does the learning,
+which is hazard's own. A block is one that a request names.
+"""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from benchmarks.harness.chats import make_chats
+from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
+from benchmarks.harness.rounds import Contestant, run_rounds
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.hazard import HazardCachePolicy
+from kvtier.sim.host_replay import HostCache, TouchOrder, blocks_of_share, replay_host, serve
+from kvtier.sim.trace import BlockKeys, Trace
+
+SHARE = 0.1
+"""Of the unique blocks: where the bars are set."""
+
+NUM_HOURS = 4
+"""Of made-up traffic: the first minutes, in which fits come often, are then a small part, as in production."""
+
+NUM_ROUNDS = 6
+QUICK_ROUNDS = 2
+COST_BAR_US = 10.0
+COST_BAR_TIMES = 10.0
+GHOST_BAR = 4.0
+LRU = "lru"
+COST = "us a block"
+
+
+def measure(*, is_quick: bool) -> Iterator[Measurement]:
+    """Yield hazard's time per block, how many times LRU's it is, and its ghosts."""
+    trace = make_chats(num_hours=1 if is_quick else NUM_HOURS)
+    num_blocks = blocks_of_share(trace, SHARE)
+    contestants: dict[str, Contestant] = {
+        OURS: partial(cost_once, trace, num_blocks, "hazard"),
+        LRU: partial(cost_once, trace, num_blocks, "lru"),
+    }
+    rounds = run_rounds(contestants, QUICK_ROUNDS if is_quick else NUM_ROUNDS)[COST]
+    labels: dict[str, str | int] = {"operation": "whole requests", "policy": "hazard", "blocks": num_blocks}
+    yield Measurement(labels, COST, Better.LOWER, rounds, Bar(None, COST_BAR_US))
+    times = tuple(ours / lru for ours, lru in zip(rounds[OURS], rounds[LRU], strict=True))
+    compared = labels | {"operation": "whole requests, times LRU's"}
+    yield Measurement(compared, "times", Better.LOWER, {OURS: times}, Bar(None, COST_BAR_TIMES))
+    remembered = labels | {"operation": "ghosts a block of capacity"}
+    ghosts = (count_ghosts(trace, num_blocks) / num_blocks,)
+    yield Measurement(remembered, "blocks", Better.LOWER, {OURS: ghosts}, Bar(None, GHOST_BAR))
+
+
+def cost_once(trace: Trace, num_blocks: int, policy: str) -> Mapping[str, float]:
+    """Return the processor time of a replay, in microseconds for each block that a request names."""
+    gc.collect()
+    begun_s = time.thread_time()
+    replay_host(trace, HostCache(num_blocks, policy))
+    return {COST: 1e6 * (time.thread_time() - begun_s) / trace.num_accesses}
+
+
+def count_ghosts(trace: Trace, num_blocks: int) -> int:
+    """Return how many blocks hazard remembers, at the end of a replay, that it does not hold."""
+    now_s = 0.0
+    manager = CPUOffloadingManager(num_blocks, "hazard", clock=lambda: now_s)
+    block_keys = BlockKeys()
+    for number, request in enumerate(trace.requests):
+        now_s = request.arrival_s
+        serve(manager, block_keys.of(request.hash_ids), str(number), TouchOrder.TAIL_FIRST)
+    policy = manager._policy  # noqa: SLF001 - ghosts show nowhere else
+    assert isinstance(policy, HazardCachePolicy)
+    return len(policy._shadow.directory.ghosts)  # noqa: SLF001 - as above

@@ -1,0 +1,63 @@
+"""What policies share whose whole state is one queue of blocks: holding, finding, and asking who leaves next.
+
+It decides no order: a policy says what a use moves and which idle block leaves. One ordered dictionary is queue and
+directory in one; its C implementation is the reason that books of a million blocks cost well under a microsecond a
+block.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
+
+
+class OneQueuePolicy(CachePolicy, EvictionPreview, Renewal):
+    """A policy with one queue; what it lacks is ``touch`` and ``evict``.
+
+    Attributes:
+        blocks: every held block, the next to leave first. INVARIANT: the same object for the policy's life, because
+            ``getter`` hands out its bound method.
+    """
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+
+    def get(self, key: OffloadKey) -> BlockStatus | None:
+        """Return the held block under ``key``, or None."""
+        return self.blocks.get(key)
+
+    def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
+        """Return the dictionary's own ``get``, which saves a Python call on every lookup."""
+        return self.blocks.get
+
+    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+        """Hold ``block`` at the end of the queue."""
+        self.blocks[key] = block
+
+    def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks``, the last of them at the end of the queue."""
+        self.blocks.update(zip(keys, blocks, strict=True))
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop holding ``key``; unknown keys are ignored."""
+        self.blocks.pop(key, None)
+
+    def renew(self, key: OffloadKey) -> None:
+        """Send ``key`` to the end of the queue; an unknown one is ignored."""
+        if key in self.blocks:
+            self.blocks.move_to_end(key)
+
+    def next_victims(self, n: int) -> list[OffloadKey]:
+        """Return the first ``n`` idle blocks of the queue."""
+        return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self.blocks.clear()
+
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Compare the policy with the manager's books."""
+        check_same_blocks(self.blocks, held)
