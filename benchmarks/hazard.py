@@ -13,6 +13,7 @@ from functools import partial
 from benchmarks.harness.chats import make_chats
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
 from benchmarks.harness.rounds import Contestant, run_rounds
+from kvtier.base import ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.hazard import HazardCachePolicy
 from kvtier.sim.host_replay import HostCache, TouchOrder, blocks_of_share, replay_host, serve
@@ -67,7 +68,7 @@ def count_ghosts(trace: Trace, num_blocks: int) -> int:
     block_keys = BlockKeys()
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
-        serve(manager, block_keys.of(request.hash_ids), str(number), TouchOrder.TAIL_FIRST)
+        serve(manager, block_keys.of(request.hash_ids), ReqContext(str(number)), TouchOrder.TAIL_FIRST)
     policy = manager._policy  # noqa: SLF001 - ghosts show nowhere else
     assert isinstance(policy, HazardCachePolicy)
     return len(policy._shadow.directory.ghosts)  # noqa: SLF001 - as above

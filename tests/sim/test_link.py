@@ -179,3 +179,24 @@ def play(make: type[Link | NaiveLink], seed: int) -> tuple[list[tuple[int, float
     if isinstance(link, Link):
         return seen, link.traffic.read_bytes, link.traffic.written_bytes
     return seen, link.moved_bytes[True], link.moved_bytes[False]
+
+
+def test_parts_too_short_for_the_clock_to_show_end_all_the_same() -> None:
+    timeline, ended = Timeline(), list[int]()
+    link = Link(timeline, LinkSpeed(1e18, 1e18))
+    timeline.advance_to(1000.0)
+    for _ in range(2):
+        link.submit(is_read=True, num_parts=3, part_bytes=1, on_end=ended.append)
+        while timeline.next_s is not None:
+            timeline.advance_to(timeline.next_s)
+
+    assert (ended, timeline()) == ([3, 3], 1000.0)
+
+
+def test_a_new_speed_counts_for_parts_that_wait_and_not_for_those_under_way() -> None:
+    watched = Watched()
+    watched.submit("a", 3)
+    watched.timeline.advance_to(0.5)
+    watched.link.change_speed(LinkSpeed(50.0, 50.0))
+
+    assert watched.run() == [("a", 1.0 + 2.0 + 2.0, 3)]

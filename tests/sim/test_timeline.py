@@ -72,23 +72,11 @@ def test_an_event_may_cancel_another_of_its_instant() -> None:
     assert (seen, timeline()) == (["later"], 9.0)
 
 
-def test_a_move_may_end_after_an_instant_and_goes_on_from_there() -> None:
-    timeline, seen = Timeline(), list[str]()
-    for when_s, name in ((1.0, "a"), (2.0, "b"), (2.0, "c"), (3.0, "d")):
-        timeline.at(when_s, lambda name=name: seen.append(name))  # type: ignore[misc]
-
-    timeline.advance_to(9.0, lambda: "b" in seen)
-    assert (seen, timeline()) == (["a", "b", "c"], 2.0)
-
-    timeline.advance_to(9.0)
-    assert (seen[-1], timeline()) == ("d", 9.0)
-
-
-def test_a_move_without_an_end_stops_at_the_last_event_whatever_was_cancelled() -> None:
+def test_what_was_cancelled_is_not_planned() -> None:
     timeline = Timeline()
     timeline.at(1.0, lambda: None)
     timeline.cancel(timeline.at(30.0, lambda: None))
 
-    timeline.advance_to(float("inf"))
+    timeline.advance_to(1.0)
 
-    assert (timeline(), timeline.next_s) == (1.0, None)
+    assert timeline.next_s is None

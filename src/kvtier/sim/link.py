@@ -99,7 +99,7 @@ class Link:
         self._under_way: deque[tuple[float, _Job]] = deque()
         self._num_queued = 0
         self._pipe_free_s = 0.0
-        self._next_look_s = 0.0
+        self._next_look_s: float | None = None
         self.traffic = LinkTraffic()
 
     def submit(
@@ -118,8 +118,8 @@ class Link:
             return
         self._follow()
         now_s = self._timeline()
-        rate = self._speed.read_bytes_per_s if is_read else self._speed.write_bytes_per_s
-        job = _Job(is_read, num_parts, part_bytes, on_end, now_s, part_bytes / rate)
+        moving_s = self._moving_s(part_bytes, is_read=is_read)
+        job = _Job(is_read, num_parts, part_bytes, on_end, now_s, moving_s)
         (self._reads if is_read else self._writes).append(job)
         self._num_queued += num_parts
         self._begin_parts(now_s)
@@ -128,8 +128,12 @@ class Link:
 
     def change_speed(self, speed: LinkSpeed) -> None:
         """Be as fast as ``speed`` from the next part on; those under way end when they were to end."""
+        self._follow()
         self._speed = speed
-        self._begin_parts()
+        for job in (*self._reads, *self._writes):
+            job.moving_s = self._moving_s(job.part_bytes, is_read=job.is_read)
+        self._begin_parts(self._timeline())
+        self._plan_to_follow()
 
     def oldest_wait_s(self) -> float:
         """Return the age in seconds of the oldest job none of whose parts has begun, 0 when there is none."""
@@ -152,6 +156,9 @@ class Link:
                 self._report_if_ended(job)
         self._plan_to_follow()
 
+    def _moving_s(self, part_bytes: int, *, is_read: bool) -> float:
+        return part_bytes / (self._speed.read_bytes_per_s if is_read else self._speed.write_bytes_per_s)
+
     def _follow(self) -> None:
         """Catch up with the parts that have ended until now, and with those that began in their places."""
         now_s = self._timeline()
@@ -163,6 +170,7 @@ class Link:
             self._report_if_ended(job)
 
     def _follow_on(self) -> None:
+        self._next_look_s = None
         self._follow()
         self._plan_to_follow()
 
