@@ -169,8 +169,12 @@ class Link:
             self._begin_parts(end_s)
             self._report_if_ended(job)
 
+    def _look(self) -> None:
+        if self._next_look_s == self._timeline():  # else another look was planned instead
+            self._next_look_s = None
+            self._follow_on()
+
     def _follow_on(self) -> None:
-        self._next_look_s = None
         self._follow()
         self._plan_to_follow()
 
@@ -183,7 +187,7 @@ class Link:
         next_s = self._under_way[num_to_begin - 1][0]
         if next_s != self._next_look_s:
             self._next_look_s = next_s
-            self._timeline.at(next_s, self._follow_on)
+            self._timeline.at(next_s, self._look)
 
     def _begin_parts(self, now_s: float) -> None:
         """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
