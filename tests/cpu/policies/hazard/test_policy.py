@@ -247,3 +247,12 @@ def test_a_wish_that_is_not_held_is_found_out() -> None:
 
     with pytest.raises(InvariantError, match="is to leave, but is absent"):
         policy.check({})
+
+
+def test_evicting_none_takes_no_block_that_is_to_leave() -> None:
+    policy = learned_policy()
+    ghost = next(key for key, node in policy._shadow.directory.nodes.items() if not node.is_held)
+    insert_ready(policy, [ghost])
+
+    assert policy.evict(0, frozenset()) == []
+    assert evicted_keys(policy, 1) == [ghost]

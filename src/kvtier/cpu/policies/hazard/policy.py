@@ -165,7 +165,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def _surplus_victims(self, n: int, protected: Collection[OffloadKey]) -> Victims:
         """Return the first of ``_idle`` as far as they are surplus: in one plain loop, for nearly all who leave are."""
         victims: Victims = []
-        if self.is_guarded:
+        if self.is_guarded or n == 0:
             return victims
         blocks = self._recent.blocks
         for key in self._surplus:
