@@ -12,7 +12,7 @@ from kvtier.connector.offloading_connector import OffloadingConnector, make_sche
 from kvtier.connector.recorder import TraceRecorder, open_recorder
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_line import StopReason
+from kvtier.connector.trace_line import StopReason, TraceEnd
 from kvtier.connector.trace_salt import TraceSalt
 from kvtier.errors import ConfigError
 from kvtier.sim.formats.kvtier import read_end
@@ -350,3 +350,36 @@ def test_the_scheduler_half_of_a_connector_records_and_a_worker_half_does_not(tm
 
     assert [file.name for file in tmp_path.iterdir()] == ["trace"]
     assert len(read_trace(tmp_path / "trace").requests) == 1
+
+
+def test_a_request_whose_blocks_have_no_names_yet_is_dropped_and_the_others_are_read(path: Path) -> None:
+    recorder = TraceRecorder(TraceFile(path, 10**6), HASH_TOKENS, SALT)
+    for req_id, num_keys in (("whole", 3), ("short", 2), ("again", 3)):
+        recorder.note_arrival(req_id)
+        recorder.note_end(req_id, 3 * HASH_TOKENS + 1, 0, [bytes([number]) for number in range(num_keys)])
+    recorder.close()
+
+    assert len(read_trace(path).requests) == 2
+    assert read_end(path) == TraceEnd(2, 1, is_full=False)
+
+
+def test_a_prompt_of_no_token_and_one_of_a_million_are_recorded(path: Path) -> None:
+    recorder = TraceRecorder(TraceFile(path, 2**30), HASH_TOKENS, SALT)
+    for req_id, num_blocks in (("none", 0), ("huge", 10**6 // HASH_TOKENS)):
+        recorder.note_arrival(req_id)
+        keys = [number.to_bytes(8, "big") for number in range(num_blocks)]
+        recorder.note_end(req_id, num_blocks * HASH_TOKENS, 0, keys)
+    recorder.close()
+
+    assert [one.num_prompt_tokens for one in read_trace(path).requests] == [0, 10**6]
+
+
+def test_a_clock_that_goes_back_leaves_a_trace_that_is_read(path: Path) -> None:
+    times_s = iter((5.0, 4.0, 6.5))
+    recorder = TraceRecorder(TraceFile(path, 10**6), HASH_TOKENS, SALT, clock=lambda: next(times_s))
+    for req_id in ("early", "late"):
+        recorder.note_arrival(req_id)
+        recorder.note_end(req_id, 1, 0, [])
+    recorder.close()
+
+    assert [one.arrival_s for one in read_trace(path).requests] == [0.0, 1.5]

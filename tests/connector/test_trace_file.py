@@ -118,3 +118,40 @@ def test_a_path_where_no_file_can_be_made_is_refused(tmp_path: Path) -> None:
         create_trace_file(Path("trace.jsonl"), 1000, "record_trace")
     with pytest.raises(ConfigError, match=r"cannot be made .No such file or directory"):
         create_trace_file(tmp_path / "missing" / "trace", 1000, "record_trace")
+
+
+class CuttingFile(TraceFile):
+    """A file on a disk that is full behind so many bytes, and has room again after the complaint."""
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        super().__init__(path, 10**6)
+        self._left: int | None = num_bytes
+
+    def _hand_over(self, content: memoryview) -> int:
+        if self._left is None:
+            return super()._hand_over(content)
+        if self._left == 0:
+            self._left = None
+            raise OSError(28, "No space left on device")
+        num_bytes = super()._hand_over(content[: self._left])
+        self._left -= num_bytes
+        return num_bytes
+
+
+def write_all(file: TraceFile, lines: list[bytes]) -> None:
+    for line in lines:
+        file.write(line)
+
+
+def test_a_compressed_file_that_is_cut_anywhere_ends_there_and_is_not_damaged(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    lines = [chance.randbytes(40).hex().encode() + b"\n" for _ in range(4)]
+    for num_bytes in range(11, 150):
+        file = CuttingFile(tmp_path / f"{num_bytes}.gz", num_bytes)
+        with pytest.raises(OSError, match="No space left"):
+            write_all(file, lines)
+        file.close()
+
+        assert file.path.stat().st_size == num_bytes
+        with gzip.open(file.path) as unzipped, pytest.raises(EOFError):
+            unzipped.read()

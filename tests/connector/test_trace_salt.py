@@ -1,5 +1,6 @@
 """Ids say that two blocks are equal, and to who lacks the secret nothing else."""
 
+import os
 from hashlib import blake2b
 from pathlib import Path
 
@@ -87,3 +88,10 @@ def test_a_missing_file_and_a_folder_are_refused_and_the_remedy_makes_a_secret(t
 
 def test_a_salt_does_not_show_its_secret() -> None:
     assert repr(TraceSalt(b"the secret of this recording")) == "TraceSalt(...)"
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "salt", 0o600)
+
+    with pytest.raises(ConfigError, match="must be a file of 16 to 4096 bytes"):
+        read_salt_file(tmp_path / "salt")

@@ -2,7 +2,12 @@
 
 import dataclasses
 import os
+import select
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +138,51 @@ def test_a_larger_host_finds_no_less_under_lru_and_reaches_the_bound_with_room_f
 
     assert ratios == sorted(ratios)
     assert ratios[-1] == run_cases(TRACE, cases[-1:])[0].bound_ratio
+
+
+STUCK = """
+import multiprocessing, threading
+from tests.sim.test_sweep import ENGINE, HOST, TRACE
+from kvtier.cpu.policies.registry import CACHE_POLICIES
+from kvtier.sim.sweep import WITHOUT, Case, run_cases
+import dataclasses
+
+class Stuck:
+    def __init__(self, cache_capacity):
+        threading.Event().wait()
+
+CACHE_POLICIES.register("stuck", f"{__name__}:Stuck")
+
+def tell(case, number):
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+
+if __name__ == "__main__":
+    stuck = Case("stuck", ENGINE, dataclasses.replace(HOST, cache_policy="stuck"))
+    run_cases(TRACE, [Case(WITHOUT, ENGINE, None), stuck, stuck], num_processes=2, on_requests=tell)
+"""
+"""A sweep whose simulations never end, but for the first, after which it names its processes."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_a_sweep_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "stuck_sweep.py").write_text(STUCK)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "stuck_sweep"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as sweep:
+        assert sweep.stdout is not None
+        processes = [os.pidfd_open(int(pid)) for pid in sweep.stdout.readline().split()]
+        sweep.send_signal(number)
+        assert sweep.wait(timeout=60) != 0
+
+        assert len(processes) == 2
+        for process in processes:
+            assert select.select([process], [], [], 60.0)[0], "it goes on without its parent"
+            os.close(process)
+
+
+@pytest.mark.parametrize("name", ["host", "device", "CPU"])
+def test_no_tier_is_called_what_a_sweep_calls_another_place(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"name='{name}'"):
+        dataclasses.replace(HOST, tiers=(TierModel(name, 20, FAST),))

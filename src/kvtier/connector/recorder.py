@@ -106,7 +106,7 @@ class TraceRecorder:
 
     def note_arrival(self, req_id: str) -> None:
         """Note that a request has come, unless it is known already."""
-        self._arrivals_s.setdefault(req_id, self._clock() - self._began_s)
+        self._arrivals_s.setdefault(req_id, max(0.0, self._clock() - self._began_s))
 
     def note_end(
         self,
@@ -122,15 +122,18 @@ class TraceRecorder:
             req_id: its name, which is not written; one that never came is not recorded.
             num_prompt_tokens: length of its prompt.
             num_output_tokens: length of its answer, as far as it got.
-            keys: the names of its blocks, head first; those beyond the full blocks of its prompt are left out.
+            keys: the names of its blocks, head first; those beyond the full blocks of its prompt are left out. A
+                request that lacks one of them is dropped and counted: a reader would refuse the whole trace.
             stop: why its answer ended.
         """
         arrival_s = self._arrivals_s.pop(req_id, None)
         if arrival_s is None:
             return
-        of_prompt = tuple(keys[: num_prompt_tokens // self._block_tokens])
+        num_blocks = num_prompt_tokens // self._block_tokens
+        of_prompt = tuple(keys[:num_blocks])
         num_queued = self._num_handed_keys - self._num_taken_keys
-        if self._has_ended or self._is_closed or num_queued > self._max_queued_keys:
+        is_over = self._has_ended or self._is_closed
+        if is_over or len(of_prompt) < num_blocks or num_queued > self._max_queued_keys:
             self._num_dropped += 1
             return
         self._num_handed_keys += _weight(of_prompt)

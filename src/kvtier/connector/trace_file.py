@@ -46,6 +46,7 @@ class TraceFile:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._zip = zlib.compressobj(wbits=GZIP_WINDOW) if path.suffix == GZIP_SUFFIX else None
+        self._is_cut = False
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether lines of ``num_bytes`` in all fit, even if they do not get smaller by compression."""
@@ -72,19 +73,27 @@ class TraceFile:
         if self._fd is None:
             return
         try:
-            if self._zip is not None:
+            # Behind a line that is cut the end would be read as the rest of that line: damaged, and not cut.
+            if self._zip is not None and not self._is_cut:
                 self._put(self._zip.flush())
         finally:
             os.close(self._fd)
             self._fd = None
 
     def _put(self, content: bytes) -> None:
-        assert self._fd is not None, "a line was written after the end"
         rest = memoryview(content)
         while rest:
-            num_written = os.write(self._fd, rest)
+            try:
+                num_written = self._hand_over(rest)
+            except OSError:
+                self._is_cut = True
+                raise
             self.num_bytes += num_written
             rest = rest[num_written:]
+
+    def _hand_over(self, content: memoryview) -> int:
+        assert self._fd is not None, "a line was written after the end"
+        return os.write(self._fd, content)
 
 
 def numbered(path: Path, number: int) -> Path:

@@ -62,7 +62,8 @@ def read_salt_file(path: Path) -> TraceSalt:
     setting = "record_salt_file"
     make = f"make one: (umask 077; head -c {SECRET_BYTES} /dev/urandom > {path})"
     try:
-        with path.open("rb") as file:
+        # A pipe without a writer would never open.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""
     except OSError as error:

@@ -84,5 +84,5 @@ class HostModel:
             raise ConfigError("store_threshold", self.store_threshold, "must be a whole number from 0")
 
 
-RESERVED_NAMES = ("CPU", "device", "computed")
-"""Where tokens of a result come from that no secondary tier had."""
+RESERVED_NAMES = ("CPU", "device", "computed", "host")
+"""Where tokens of a result come from that no secondary tier had, and what a sweep calls host memory."""

@@ -4,14 +4,17 @@ It has no rule of a simulation. ``plan_cases`` says what is to be simulated, ``r
 own if asked; the results are in the order of the cases and equal however many processes there were.
 """
 
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.process import BaseProcess
 
 from kvtier.errors import ConfigError, SimulationDiedError, UnknownNameError
 from kvtier.sim.model import EngineModel, HostModel
@@ -171,8 +174,9 @@ def _run_in_processes(
         if not future.cancelled() and future.exception() is None:
             on_requests(case, len(trace.requests))
 
+    others = set(active_children())
     # A spawned process begins clean: a forked one would inherit the locks of the caller's threads as they are.
-    with ProcessPoolExecutor(num_processes, get_context("spawn"), _end_on_interrupt) as executor:
+    with ProcessPoolExecutor(num_processes, get_context("spawn"), _end_with_parent) as executor:
         futures = []
         for case in cases:
             future = executor.submit(simulate, trace, case.engine, case.host, finds_bound=True)
@@ -184,9 +188,23 @@ def _run_in_processes(
             raise SimulationDiedError(num_processes) from error
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
+            # Leaving the block waits for simulations that have begun, which may take minutes.
+            for process in set(active_children()) - others:
+                process.terminate()
             raise
 
 
-def _end_on_interrupt() -> None:
-    """Let an interrupt from the keyboard end this process at once and without a traceback: its parent tells."""
+def _end_with_parent() -> None:
+    """Let an interrupt from the keyboard end this process at once and without a traceback: its parent tells.
+
+    A parent that is killed tells nothing, and an executor's process would wait for more work from it for ever.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = parent_process()
+    assert parent is not None, "it is run in a process of its own"
+    threading.Thread(target=_end_after, args=(parent,), name="kvtier-sweep-end", daemon=True).start()
+
+
+def _end_after(process: BaseProcess) -> None:
+    process.join()
+    os._exit(1)

@@ -188,3 +188,45 @@ def test_nothing_of_a_recording_is_left_in_the_environment_of_later_commands(out
     found = subprocess.run([*PYTHON, script], capture_output=True, text=True, check=True)
 
     assert not [name for name in json.loads(found.stdout) if name.startswith("KVTIER_RECORD")]
+
+
+BROKEN = "open(__import__('os').environ['KVTIER_RECORD_TRACE'], 'w').write({!r})\n"
+
+
+@pytest.mark.parametrize("content", ["", "{}\n", '{"kvtier_tr'])
+def test_a_recording_that_cannot_be_read_hides_neither_the_status_nor_the_others(
+    out: Path, content: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = BROKEN.format(content) + ENGINE + "\nsys.exit(7)"
+
+    assert run(str(out), "--", *PYTHON, command, "1") == 7
+
+    printed = capfd.readouterr().err
+    assert f"kvtier: {out}" in printed
+    assert f"5 requests are in {out.with_suffix('.2.jsonl')}" in printed
+
+
+def test_a_recording_that_has_not_begun_is_nothing_recorded(out: Path) -> None:
+    assert run(str(out), "--", *PYTHON, BROKEN.format("")) == 1
+
+
+def test_a_command_ends_when_its_recorder_is_killed(out: Path) -> None:
+    command = [sys.executable, "-m", "kvtier.cli.main", "record", str(out), "--", *PYTHON, WAITING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as recording:
+        assert recording.stdout is not None
+        assert recording.stdout.readline() == "ready\n"
+        recording.kill()
+        said, _ = recording.communicate(timeout=60)  # the command holds stdout until it has ended
+
+    assert said == f"got {signal.SIGTERM.value}\n"
+    assert recording.returncode == -signal.SIGKILL
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tmp_path / "missing" / "trace"), "--", *PYTHON, "print('started')") == 2
+
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "cannot be made: name a file in a folder that exists" in printed.err

@@ -138,6 +138,8 @@ def test_one_log_is_of_one_replica(log: EventLog, path: Path) -> None:
         {"type": "BlockStored", "block_hashes": [True], "block_size": 4},
         {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": "secret", "block_size": 4},
         {"type": "BlockStored", "block_hashes": [1], "block_size": "secret"},
+        {"type": "BlockStored", "block_hashes": [1], "block_size": 0},
+        {"type": "BlockStored", "block_hashes": [1], "block_size": -4},
         ["secret"],
         [],
         "secret",

@@ -17,7 +17,10 @@ import zmq
 
 from kvtier.cli.main import main
 from kvtier.cli.record.event_batch import decode_batch
-from kvtier.errors import EventMessageError
+from kvtier.cli.record.listening import Listening, listen
+from kvtier.connector.trace_file import TraceFile
+from kvtier.connector.trace_salt import draw_salt
+from kvtier.errors import ConfigError, EventMessageError
 from kvtier.sim.formats.registry import detect_format, read_trace
 
 GUARD_S = 60.0
@@ -160,6 +163,27 @@ def test_an_interrupt_ends_a_recording_in_order(tmp_path: Path, number: signal.S
     assert len(read_trace(out).requests) == 1
 
 
+class FullDisk(TraceFile):
+    """A file on a disk that is full when so many lines are written, or at its end."""
+
+    def __init__(self, path: Path, num_lines: int) -> None:
+        super().__init__(path, 10**6)
+        self._num_left = num_lines
+
+    def _hand_over(self, content: memoryview) -> int:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise OSError(28, "No space left on device")
+        return super()._hand_over(content)
+
+
+@pytest.mark.parametrize("num_lines", [0, 2, 3])
+def test_a_disk_that_is_full_is_told_in_one_sentence(tmp_path: Path, num_lines: int) -> None:
+    file = FullDisk(tmp_path / "events.gz", num_lines)
+    with publishing() as endpoint, pytest.raises(ConfigError, match="cannot be written: No space left"):
+        listen(Listening(endpoint, is_bound=False, max_s=None, max_batches=3), file, draw_salt(), print)
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     """Ask over and over; the guard is the test's own time-out."""
     pause = threading.Event()
@@ -178,6 +202,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         [b"", b"12345678", msgspec.msgpack.encode([1.0])],
         [b"", b"12345678", msgspec.msgpack.encode(["now", []])],
         [b"", b"12345678", msgspec.msgpack.encode([float("nan"), []])],
+        [b"", b"12345678", msgspec.msgpack.encode([-1e300, []])],
         [b"", b"12345678", msgspec.msgpack.encode([True, []])],
         [b"", b"12345678", msgspec.msgpack.encode([1.0, {}])],
         [b"", b"12345678", msgspec.msgpack.encode([1.0, [], "zero"])],

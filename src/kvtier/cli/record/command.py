@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.record.child import run_command
-from kvtier.cli.record.report import describe_recordings, find_recordings
+from kvtier.cli.record.report import describe_recording, find_recordings
 from kvtier.config import parse_bytes
 from kvtier.connector.recorder import (
     MAX_BYTES_VARIABLE,
@@ -21,7 +21,7 @@ from kvtier.connector.recorder import (
 )
 from kvtier.connector.trace_file import TraceFile
 from kvtier.connector.trace_salt import draw_salt, read_salt_file
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TraceError
 
 DEFAULT_MAX_SIZE = "1GiB"
 """That of the recorder itself."""
@@ -64,6 +64,8 @@ def record(
     out = out.absolute()
     if os.path.lexists(out):
         raise ConfigError("OUT", str(out), "exists: name a new file, or move it away")
+    if not out.parent.is_dir():
+        raise ConfigError("OUT", str(out), "cannot be made: name a file in a folder that exists")
     status = (
         _run(out, command or [], max_bytes, salt_file)
         if kv_events is None
@@ -80,13 +82,21 @@ def _run(out: Path, command: list[str], max_bytes: int, salt_file: Path | None) 
     before = find_recordings(out)
     status = run_command(command, {**os.environ, **variables})
     recordings = [path for path in find_recordings(out) if path not in before]
-    for line in describe_recordings(recordings):
-        _tell(line)
+    has_trace = False
+    for path in recordings:
+        try:
+            for line in describe_recording(path):
+                _tell(line)
+            has_trace = True
+        except (
+            TraceError
+        ) as error:  # of an engine that died at its start, perhaps; others may have a whole one
+            _tell(str(error))
     if not recordings:
         _tell(
             "nothing is recorded: no engine with a kvtier connector was started, or its record_trace names a file"
         )
-    return status or (0 if recordings else NOTHING_RECORDED_STATUS)
+    return status or (0 if has_trace else NOTHING_RECORDED_STATUS)
 
 
 def _listen(

@@ -5,7 +5,6 @@ It hears nothing and keeps nothing. A message is input from a network: what has 
 Source: ``vllm/distributed/kv_events.py``, versions 0.28 to 0.32.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvtier.errors import EventMessageError
+from kvtier.sim.formats.lines import MAX_TIME_S
 
 NUM_PARTS = 3
 """Topic, sequence number, payload."""
@@ -49,7 +49,8 @@ def decode_batch(parts: Sequence[bytes]) -> EventBatch:
         raise EventMessageError(f"{len(parts)} parts")
     fields = _decode_fields(parts[2])
     time_s, events = fields[:MIN_FIELDS]
-    if isinstance(time_s, bool) or not isinstance(time_s, int | float) or not math.isfinite(time_s):
+    is_number = isinstance(time_s, int | float) and not isinstance(time_s, bool)
+    if not is_number or not abs(time_s) <= MAX_TIME_S:
         raise EventMessageError("its time is no number")
     if not isinstance(events, list):
         raise EventMessageError("its events are no list")

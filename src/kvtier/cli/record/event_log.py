@@ -117,7 +117,7 @@ class EventLog:
             parent = fields.get("parent_block_hash")
             parent_ids = self._ids_of([] if parent is None else [parent])
             block_size = fields.get("block_size")
-            if parent_ids is None or type(block_size) is not int:
+            if parent_ids is None or type(block_size) is not int or block_size < 1:
                 return None
             kept |= {"parent_block_hash": next(iter(parent_ids), None), "block_size": block_size}
         group_idx = fields.get("group_idx")

@@ -55,22 +55,14 @@ def listen(
     """
     log = EventLog(file, salt)
     try:
-        with (
-            Subscriber(listening.endpoint, is_bound=listening.is_bound) as subscriber,
-            ended_like_interrupted(),
-        ):
-            tell(f"listening to {listening.endpoint}; Ctrl-C ends the recording")
-            for parts in _messages(subscriber, listening, log, clock):
-                try:
-                    log.take(decode_batch(parts))
-                except EventMessageError as error:
-                    tell(str(error))
-    except KeyboardInterrupt:
-        tell("interrupted")
+        try:
+            _hear(listening, log, tell, clock)
+        except KeyboardInterrupt:
+            tell("interrupted")
+        finally:
+            log.close()
     except OSError as error:
         raise ConfigError("OUT", str(file.path), f"cannot be written: {error.strerror}") from error
-    finally:
-        log.close()
     return log
 
 
@@ -90,6 +82,21 @@ def describe_log(log: EventLog, path: Path) -> Iterator[str]:
         yield f"{counts.num_foreign_batches:,} batches of other replicas than {counts.rank} are left out"
     if counts.num_left_out_events:
         yield f"{counts.num_left_out_events:,} events of unknown kind or shape are left out"
+
+
+def _hear(
+    listening: Listening, log: EventLog, tell: Callable[[str], object], clock: Callable[[], float]
+) -> None:
+    with (
+        Subscriber(listening.endpoint, is_bound=listening.is_bound) as subscriber,
+        ended_like_interrupted(),
+    ):
+        tell(f"listening to {listening.endpoint}; Ctrl-C ends the recording")
+        for parts in _messages(subscriber, listening, log, clock):
+            try:
+                log.take(decode_batch(parts))
+            except EventMessageError as error:
+                tell(str(error))
 
 
 def _messages(

@@ -1,6 +1,6 @@
 """What a recording holds, in words. It reads files that are closed and changes nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from kvtier.connector.trace_file import MAX_NUMBER, numbered
@@ -13,23 +13,20 @@ def find_recordings(out: Path) -> list[Path]:
     return [path for path in names if path.exists()]
 
 
-def describe_recordings(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield what the user should know of each recording, and the command that simulates it.
+def describe_recording(path: Path) -> Iterator[str]:
+    """Yield what the user should know of a recording, and the command that simulates it.
 
     Raises:
-        TraceError: one of them is damaged.
+        TraceError: it has not begun, or is damaged.
     """
-    for path in paths:
-        num_requests = sum(1 for _ in KVTierFormat.read(path))
-        yield (
-            f"{num_requests:,} requests are in {path}, blocks of {KVTierFormat.block_tokens_of(path)} tokens"
-        )
-        end = read_end(path)
-        if end is None:
-            yield "its engine did not end in order: requests of its last moment may be missing"
-        elif end.is_full:
-            yield "the file has reached its limit: later requests are not in it"
-        if end is not None and end.num_dropped:
-            yield f"{end.num_dropped:,} requests were dropped"
-        if num_requests:
-            yield f"kvtier simulate {path}"
+    num_requests = sum(1 for _ in KVTierFormat.read(path))
+    yield f"{num_requests:,} requests are in {path}, blocks of {KVTierFormat.block_tokens_of(path)} tokens"
+    end = read_end(path)
+    if end is None:
+        yield "its engine did not end in order: requests of its last moment may be missing"
+    elif end.is_full:
+        yield "the file has reached its limit: later requests are not in it"
+    if end is not None and end.num_dropped:
+        yield f"{end.num_dropped:,} requests were dropped"
+    if num_requests:
+        yield f"kvtier simulate {path}"

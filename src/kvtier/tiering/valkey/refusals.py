@@ -67,7 +67,8 @@ def _reason(cause: BaseException) -> str | None:
         return f"its certificate is not trusted ({cause.verify_message}): name its authority's in ca_file"
     if isinstance(cause, ssl.SSLError):
         return "TLS fails: does it listen with TLS on this port, and is ca_file right?"
-    if isinstance(cause, TimeoutError | redis.exceptions.TimeoutError):
+    # The kernel's own time-outs, which lent sockets have, come as a call that would block.
+    if isinstance(cause, TimeoutError | BlockingIOError | redis.exceptions.TimeoutError):
         return "it has not answered within timeout_s"
     if isinstance(cause, socket.gaierror):
         return "its name is not known: check the host in url"

@@ -4,6 +4,8 @@ import dataclasses
 import re
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from kvtier.cli.simulate.report.chart import BarChart, Line, LineChart, Panel, Segment
 from kvtier.cli.simulate.report.svg import NUM_COLOURS, draw
 
@@ -94,3 +96,28 @@ def test_each_line_can_be_found_by_its_policy_and_the_bound_by_none() -> None:
 
 def test_a_chart_without_lines_is_drawn() -> None:
     assert "<svg" in draw(dataclasses.replace(LINES, panels=(Panel("", ()),)))
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["1.587TiB", "0.123456", "a$b$c", r"$\frac$", "#000000", "_hidden", '<g id="series_1_0">', "url(#a)"],
+)
+def test_labels_are_shown_as_they_are(label: str) -> None:
+    line = Line(label, 1, (1.0, 10.0), (1.0, 2.0))
+    lines = dataclasses.replace(LINES, panels=(Panel(label, (line,)),), x_ticks=((1.0, label), (10.0, "end")))
+    bars = dataclasses.replace(BARS, bars=(label,), segments=(Segment(label, (40.0,)), *BARS.segments[1:]))
+
+    assert shown_texts(lines).count(label) == 3  # above the panel, on the axis, in the legend
+    assert shown_texts(bars).count(label) == 2
+
+
+def test_small_numbers_on_an_axis_keep_their_digits() -> None:
+    line = Line("lru", 1, (0.0004, 0.003, 0.02), (1.0, 2.0, 3.0))
+
+    assert {"0.001", "0.01"} <= set(
+        shown_texts(dataclasses.replace(LINES, panels=(Panel("", (line,)),), x_ticks=()))
+    )
+
+
+def shown_texts(chart: LineChart | BarChart) -> list[str | None]:
+    return [element.text for element in ET.fromstring(draw(chart)).iter("text")]  # noqa: S314 - our own

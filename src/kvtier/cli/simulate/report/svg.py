@@ -44,7 +44,8 @@ STROKES = ("-", "--", "-.", ":")
 SETTINGS = {"svg.fonttype": "none", "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False,
             "axes.spines.right": False, "axes.grid": True, "grid.color": GRID_COLOUR, "grid.linewidth": 0.6,
             "figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0,
-            "legend.edgecolor": "none", "legend.fontsize": 9.0, "lines.linewidth": 1.7}  # fmt: skip
+            "legend.edgecolor": "none", "legend.fontsize": 9.0, "lines.linewidth": 1.7,
+            "text.parse_math": False}  # fmt: skip
 
 
 def require_plot() -> None:
@@ -92,16 +93,8 @@ def embed(drawing: str, chart: LineChart | BarChart) -> str:
     assert view_box is not None, "matplotlib gives each drawing a view box"
     inner = drawing[drawing.index(">", view_box.end()) + 1 :]
     inner = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", inner, flags=re.DOTALL)
-    inner = re.sub(r'<g id="series_([0-9]+)[^"]*">', r'<g class="series series-\1">', inner)
-    inner = re.sub(r'<g id="[^"]*">', "<g>", inner)  # nothing points at a group
-    inner = re.sub(r'\bid="([^"]+)"', rf'id="{chart.name}-\1"', inner)
-    inner = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{chart.name}-\1"', inner)
-    inner = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart.name}-\1)", inner)
-    inner = re.sub(r" ?font-family: [^;\"]+;?", "", inner)
-    inner = re.sub(r"#([0-9a-f]{6})\b", _name_colour, inner)
-    inner = re.sub(
-        r"(\.[0-9]{2})[0-9]+", r"\1", inner
-    )  # hundredths of a point are enough, and half the bytes
+    # Between tags stand labels, which are shown as they are.
+    inner = re.sub(r"<[^>]*>", lambda tag: _rewrite_tag(tag[0], chart.name), inner)
     inner = re.sub(r"\n\s*", "\n", inner)
     label, words = f"{chart.name}-title", f"{chart.name}-description"
     return (
@@ -109,6 +102,17 @@ def embed(drawing: str, chart: LineChart | BarChart) -> str:
         f'<title id="{label}">{html.escape(chart.title)}</title>'
         f'<desc id="{words}">{html.escape(chart.description)}</desc>{inner}'
     )
+
+
+def _rewrite_tag(tag: str, chart_name: str) -> str:
+    tag = re.sub(r'^<g id="series_([0-9]+)[^"]*">', r'<g class="series series-\1">', tag)
+    tag = re.sub(r'^<g id="[^"]*">', "<g>", tag)  # nothing points at a group
+    tag = re.sub(r'\bid="([^"]+)"', rf'id="{chart_name}-\1"', tag)
+    tag = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{chart_name}-\1"', tag)
+    tag = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart_name}-\1)", tag)
+    tag = re.sub(r" ?font-family: [^;\"]+;?", "", tag)
+    tag = re.sub(r"#([0-9a-f]{6})\b", _name_colour, tag)
+    return re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", tag)  # hundredths of a point are enough, and half the bytes
 
 
 def _name_colour(found: re.Match[str]) -> str:
@@ -135,10 +139,11 @@ def _draw_panels(figure: "Figure", chart: LineChart) -> None:
     height = SINGLE_INCHES if num_panels == 1 else EDGE_INCHES + PANEL_INCHES * num_rows
     figure.set_size_inches(WIDTH_INCHES, height)
     grid = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    drawn: dict[str, Artist] = {}
     for axes, panel in zip(grid, chart.panels, strict=False):
         axes.set_title(panel.title)
         for number, line in enumerate(panel.lines):
-            _draw_line(axes, line, number)
+            drawn.setdefault(line.name, _draw_line(axes, line, number))
         if chart.is_log_x:
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
@@ -148,24 +153,29 @@ def _draw_panels(figure: "Figure", chart: LineChart) -> None:
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
     for axes in grid[num_panels:]:
         axes.set_visible(False)
-    handles: dict[str, Artist] = {}
-    for axes in figure.axes:
-        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(name, handle)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5)
+    _draw_legend(figure, drawn, num_columns=5)
 
 
-def _draw_line(axes: "Axes", line: Line, number: int) -> None:
+def _draw_legend(figure: "Figure", drawn: "dict[str, Artist]", *, num_columns: int) -> None:
+    legend = figure.legend(
+        list(drawn.values()), [""] * len(drawn), loc="outside lower center", ncols=num_columns
+    )
+    # Matplotlib leaves out what is called "_something".
+    for text, name in zip(legend.get_texts(), drawn, strict=True):
+        text.set_text(name)
+
+
+def _draw_line(axes: "Axes", line: Line, number: int) -> "Artist":
     stroke = (0, (1, 1)) if line.is_bound else STROKES[line.series % len(STROKES)]
     colour = TEXT_COLOUR if line.is_bound else _colour(line.series)
     style = "steps-post" if line.is_step else "default"
     marker = "o" if len(line.x) <= MAX_MARKERS and not line.is_step else ""
     (drawn,) = axes.plot(
-        line.x, line.y, color=colour, linestyle=stroke, drawstyle=style, marker=marker, markersize=3.5,
-        label=line.name,
-    )  # fmt: skip
+        line.x, line.y, color=colour, linestyle=stroke, drawstyle=style, marker=marker, markersize=3.5
+    )
     if not line.is_bound:
         drawn.set_gid(f"series_{line.series}_{number}")
+    return drawn
 
 
 def _set_ticks(axes: "Axes", chart: LineChart) -> None:
@@ -182,11 +192,13 @@ def _draw_bars(figure: "Figure", chart: BarChart) -> None:
     positions = range(len(chart.bars))
     left = [0.0] * len(chart.bars)
     last = len(chart.segments) - 1
+    drawn: dict[str, Artist] = {}
     for number, segment in enumerate(chart.segments):
         # What was computed is what is left: it takes the colour of what others are compared against. Places take
         # colours from the other end than policies do.
         colour = _colour(0 if number == last else NUM_COLOURS - number)
-        axes.barh(positions, segment.widths, left=left, height=0.7, color=colour, label=segment.name)
+        bars = axes.barh(positions, segment.widths, left=left, height=0.7, color=colour)
+        drawn[segment.name] = bars[0]
         left = [begin + width for begin, width in zip(left, segment.widths, strict=True)]
     for position, mark in enumerate(chart.marks):
         if mark is not None:
@@ -196,4 +208,4 @@ def _draw_bars(figure: "Figure", chart: BarChart) -> None:
     axes.grid(visible=False, axis="y")
     axes.set_axisbelow(True)
     axes.set(xlabel=chart.x_label, xlim=(0, 100))
-    figure.legend(loc="outside lower center", ncols=6)
+    _draw_legend(figure, drawn, num_columns=6)
