@@ -84,7 +84,7 @@ def test_occupancy_is_a_panel_for_each_place_in_percent_of_its_capacity() -> Non
     for panel in chart.panels:
         assert all(0 <= value <= 100 for line in panel.lines for value in line.y)
     assert max(chart.panels[1].lines[0].y) == 100.0
-    assert chart.x_label == "min from the first request"
+    assert chart.x_label == "s from the first request"
 
 
 def test_a_place_of_the_size_that_was_swept_is_measured_by_that_size() -> None:
