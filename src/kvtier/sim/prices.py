@@ -115,7 +115,7 @@ class Medium:
         steps = math.ceil(num_bytes / (self.sold_in_gib * GIB))
         return math.ceil(steps * self.sold_in_gib * GIB)
 
-    def largest_sold_bytes(self, max_bytes: int) -> int:
+    def largest_sold_bytes(self, max_bytes: float) -> int:
         """Return the largest capacity of whole pieces within ``max_bytes``; nothing when not one is. Pure."""
         return math.floor(math.floor(max_bytes / (self.sold_in_gib * GIB)) * self.sold_in_gib * GIB)
 
