@@ -32,6 +32,9 @@ COLOURS = {
 }
 """In the order of the legend."""
 
+DIGITS = 4
+"""Of a ratio in percent: a block in a million."""
+
 SIZE_INCHES = (8.0, 4.8)
 
 Ratios = Mapping[str, Sequence[float]]
@@ -61,13 +64,18 @@ def count_ratios(trace: Trace) -> Ratios:
     found = {BOUND: [count_belady_hits(accesses, capacity) for capacity in capacities]}
     for policy in CACHE_POLICIES.names():
         found[policy] = [replay_host(trace, HostCache(capacity, policy)).num_hits for capacity in capacities]
-    return {name: [100 * hits / trace.num_accesses for hits in row] for name, row in found.items()}
+    # As exact as they are kept, so that a picture of what was kept is the same file.
+    return {
+        name: [round(100 * hits / trace.num_accesses, DIGITS) for hits in row] for name, row in found.items()
+    }
 
 
 def write_ratios(ratios: Ratios, path: Path) -> None:
     """Write a line for each policy."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([name, *(f"{ratio:.4f}" for ratio in row)] for name, row in ratios.items())
+        csv.writer(file).writerows(
+            [name, *(f"{ratio:.{DIGITS}f}" for ratio in row)] for name, row in ratios.items()
+        )
 
 
 def read_ratios(path: Path) -> Ratios:

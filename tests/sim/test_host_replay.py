@@ -35,6 +35,11 @@ def test_only_the_leading_run_of_held_blocks_is_a_hit() -> None:
     assert hits_of(8, (1, 2, 3), (9, 2, 3)) == 0
 
 
+def test_a_prompt_without_a_full_block_neither_finds_nor_changes_anything() -> None:
+    assert hits_of(8, (1, 2), (), (1, 2)) == 2
+    assert replay_host(trace_of((), ()), HostCache(1)).hit_ratio == 0.0
+
+
 def test_of_one_request_the_tail_leaves_first() -> None:
     assert hits_of(3, (1, 2, 3), (4,), (1, 2)) == 2
     assert hits_of(3, (1, 2, 3), (4,), (1, 2), order=TouchOrder.STORES_HEAD_FIRST) == 0

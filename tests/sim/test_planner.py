@@ -232,5 +232,9 @@ def test_capacities_are_what_is_sold_and_end_where_all_blocks_fit() -> None:
     assert row(DISK) == (8, 16, 32, 64, 104)
     assert row(DISK, max_bytes=40 * GIB) == (8, 16, 32)
     assert row(dataclasses.replace(DISK, max_gib=20)) == (8, 16)
-    with pytest.raises(ConfigError, match="the least that is worth trying is"):
+    # Less than is worth trying on its own account is still all that the machine has room for.
+    big = dataclasses.replace(HOST, sold_in_gib=1)
+    assert make_row(big, 1000, GIB, 5 * GIB + 1).num_blocks == (5,)
+    assert make_row(dataclasses.replace(HOST, sold_in_gib=2), 1000, GIB, 5 * GIB).num_blocks == (4,)
+    with pytest.raises(ConfigError, match="capacity of disk=1073741824: must be at least 8589934592 bytes"):
         row(DISK, max_bytes=GIB)

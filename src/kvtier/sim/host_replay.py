@@ -168,7 +168,7 @@ def serve(
     missing = {key for key, is_held in zip(keys, answers, strict=True) if not is_held}
     manager.prepare_load(held, context)
     manager.touch(keys[::-1] if order is TouchOrder.HEAD_FIRST else keys, context)
-    size = chunk_blocks or len(keys)
+    size = chunk_blocks or max(1, len(keys))
     for begin in range(0, len(keys) if missing else 0, size):
         stored = prepare_stores(
             manager, [key for key in keys[begin : begin + size] if key in missing], context

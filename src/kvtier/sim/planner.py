@@ -92,7 +92,8 @@ def make_row(
 ) -> Row:
     """Return the capacities of ``medium`` that are worth trying for a trace. Pure.
 
-    They are what is sold: doublings from SMALLEST_SHARE of the trace's blocks up to all of them, each rounded up.
+    They are what is sold: doublings from SMALLEST_SHARE of the trace's blocks up to all of them, each rounded up. Where
+    none of these is within the limit, the largest capacity that is.
 
     Args:
         medium: the medium.
@@ -102,7 +103,7 @@ def make_row(
         steps_per_doubling: how fine the row is.
 
     Raises:
-        ConfigError: not one block fits, or not one piece is within the limit.
+        ConfigError: not one piece that holds a block is within the limit.
     """
     limits = [
         limit for limit in (max_bytes, medium.max_gib and int(medium.max_gib * GIB)) if limit is not None
@@ -115,10 +116,11 @@ def make_row(
         if all(sold <= limit for limit in limits):
             found.add(sold // block_bytes)
     if not found:
-        least = medium.sold_bytes(smallest * block_bytes)
-        raise ConfigError(
-            medium.name, min(limits), f"the least that is worth trying is {least} bytes: allow more"
-        )
+        found.add(medium.largest_sold_bytes(min(limits)) // block_bytes)
+    if 0 in found:
+        least = medium.sold_bytes(block_bytes)
+        remedy = f"must be at least {least} bytes: less is not sold, or holds no block of {block_bytes}"
+        raise ConfigError(f"capacity of {medium.name}", min(limits), remedy)
     return Row(medium, tuple(sorted(found)))
 
 

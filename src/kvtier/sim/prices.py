@@ -115,6 +115,10 @@ class Medium:
         steps = math.ceil(num_bytes / (self.sold_in_gib * GIB))
         return math.ceil(steps * self.sold_in_gib * GIB)
 
+    def largest_sold_bytes(self, max_bytes: float) -> int:
+        """Return the largest capacity of whole pieces within ``max_bytes``; nothing when not one is. Pure."""
+        return math.floor(math.floor(max_bytes / (self.sold_in_gib * GIB)) * self.sold_in_gib * GIB)
+
     def rated_write_bytes(self, num_bytes: int) -> float | None:
         """Return the bytes that may be written to what is sold for ``num_bytes``; None when it does not wear. Pure."""
         if self.drive_writes_per_day is None or self.warranty_years is None:

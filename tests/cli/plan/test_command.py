@@ -166,6 +166,19 @@ def test_the_same_command_prints_the_same(
     assert printed() == printed()
 
 
+def test_a_trace_of_prompts_shorter_than_a_block_is_planned_with(
+    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"timestamp": 1000.0 * n, "input_length": 9, "output_length": 4, "hash_ids": []} for n in range(3)
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in ({"kvtier_trace": 1, "block_tokens": 16}, *lines))
+    trace.write_text(text)
+
+    assert run(trace, config, "--hit-ratio", "0.5") == 1
+    assert "no mix reaches it" in capsys.readouterr().out
+
+
 def test_no_line_is_cut_where_there_is_no_terminal(
     trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,10 +202,11 @@ def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> N
         (["--ttft-p90", "0"], "--ttft-p90=0.0"),
         (["--media", "tape"], "unknown medium for --media 'tape'"),
         (["--policy", "lr"], "unknown eviction policy for --policy 'lr'"),
+        (["--dtype", "fp8"], "--dtype='fp8': goes with --layers"),
         (["--kv-dtype", "fp3"], "--kv-dtype='fp3': known are"),
         (["--max-tiers", "9"], "--max-tiers=9"),
         (["--gpus", "0"], "--gpus=0"),
-        (["--host-max", "1KiB"], "host=1024: the least that is worth trying is"),
+        (["--host-max", "1KiB"], "capacity of host=1024: must be at least"),
         (["--prices", "/no/such/file"], "--prices='/no/such/file': cannot be read"),
         (["--config", "/no/such/file"], "--config='/no/such/file': cannot be read"),
         (["--json", "/no/such/place/plan.json"], "--json="),

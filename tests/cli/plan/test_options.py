@@ -16,13 +16,15 @@ def model(
     head_size: int | None = None,
     kv_dtype: str | None = None,
     kv_bytes: str | None = None,
+    dtype: str | None = None,
 ) -> ModelOptions:
-    return ModelOptions(config, layers, kv_heads, head_size, "bfloat16", kv_dtype, kv_bytes)
+    return ModelOptions(config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
 
 
 def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> None:
     assert model(layers=32, kv_heads=8, head_size=128).shape().bytes_per_token == 128 * 1024
     assert model(layers=32, kv_heads=8, head_size=128, kv_dtype="fp8").shape().bytes_per_token == 64 * 1024
+    assert model(layers=32, kv_heads=8, head_size=128, dtype="float32").shape().bytes_per_token == 256 * 1024
     assert model(kv_bytes="96KiB").shape().bytes_per_token == 96 * 1024
 
 
@@ -33,6 +35,7 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
         (model(kv_bytes="1KiB", layers=3), "describe the model by one of"),
         (model(config=Path("config.json"), kv_bytes="1KiB"), "describe the model by one of"),
         (model(layers=3, kv_heads=2), "--head-size=None: is missing"),
+        (model(kv_bytes="1KiB", dtype="fp8"), "--dtype='fp8': goes with --layers"),
         (model(kv_bytes="much"), "--kv-bytes-per-token='much'"),
     ],
 )

@@ -181,6 +181,16 @@ def test_wrong_arguments_are_refused_in_one_line(
     assert not out.exists()
 
 
+def test_a_file_that_cannot_be_made_is_refused_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(tmp_path / "missing" / "trace.jsonl"), "--", *PYTHON, "print('started')") == 2
+
+    printed = capfd.readouterr()
+    assert "cannot be made: name a file in a folder that exists" in printed.err
+    assert printed.out == ""
+
+
 def test_nothing_of_a_recording_is_left_in_the_environment_of_later_commands(out: Path) -> None:
     assert run(str(out), "--", *PYTHON, ENGINE, "1") == 0
     script = "import json, os; print(json.dumps(sorted(os.environ)))"

@@ -144,8 +144,11 @@ def test_silence_ends_after_the_given_time_with_nothing_recorded(
 
 
 def test_an_endpoint_that_is_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["record", str(tmp_path / "events"), "--kv-events", "nonsense"]) == 2
+    out = tmp_path / "events.jsonl.gz"
+
+    assert main(["record", str(out), "--kv-events", "nonsense"]) == 2
     assert "cannot be connected to" in capfd.readouterr().err
+    assert not out.exists(), "the next try would be told to name a new file"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -165,6 +165,47 @@ def test_the_page_says_what_was_asked(trace: Path, tmp_path: Path) -> None:
     assert "fill on" in text
 
 
+def test_a_hit_that_computes_sooner_is_computed_where_that_was_asked_for(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    trace.write_text(trace.read_text() + trace.read_text().splitlines()[1].replace("60000", "180000") + "\n")
+    slow = ["--tier", "fs:1GiB:1MB/s,1GB/s", "--html", str(page), "--json", str(numbers)]
+
+    assert run(trace, *slow) == 0
+    assert "which was faster" not in capsys.readouterr().out
+    assert "every hit is loaded" in page.read_text()
+    assert run(trace, *slow, "--load-if", "faster") == 0
+
+    # Nobody knows at the first return how fast the tier is, at the second it is known to be slower.
+    assert "lru: 1,536 tokens found in fs and computed, which was faster" in capsys.readouterr().out
+    assert "connector.not_loaded_tokens.fs" in page.read_text()
+    assert "a hit that would sooner be computed is computed" in page.read_text()
+    assert json.loads(numbers.read_text())["lru"]["counters"]["connector.not_loaded_tokens.fs"] == 1536
+
+
+def test_a_tier_writes_less_where_it_takes_only_what_is_likely_to_come_back(tmp_path: Path) -> None:
+    trace, numbers = tmp_path / "trace.jsonl", tmp_path / "numbers.json"
+    chats = ([chat, 10 + chat, 20 + chat] for _ in range(120) for chat in range(5))
+    once = ([1000 + 3 * n, 1001 + 3 * n, 1002 + 3 * n] for n in range(600))
+    prompts = [ids for pair in zip(chats, once, strict=True) for ids in pair]
+    lines = (
+        {"timestamp": 4000 * number, "input_length": 1536, "output_length": 0, "hash_ids": ids}
+        for number, ids in enumerate(prompts)
+    )
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def written_per_unique_block(*setting: str) -> float:
+        assert run(trace, "--tier", "fs:1GiB:3GB/s", *setting, "--json", str(numbers)) == 0
+        tiers = json.loads(numbers.read_text())["lru"]["tiers"]
+        return float(next(tier["writes_per_unique_block"] for tier in tiers if tier["name"] == "fs"))
+
+    likely = 'fs.admission={"min_reuse_probability": 0.3, "horizon_s": 60}'
+
+    assert written_per_unique_block() > 0.99
+    assert written_per_unique_block("--tier-setting", likely) < 0.7
+
+
 def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("older")
@@ -189,6 +230,7 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--sweep", "host"], "--sweep='host': must be PLACE=SIZE"),
         (["--sweep", "hots=1GiB,2GiB"], "unknown place to sweep 'hots': did you mean 'host'"),
         (["--tier-setting", "fs.cascade=on_evict"], "unknown tier for --tier-setting 'fs'"),
+        (["--load-if", "quicker"], "--load-if='quicker': must be one of 'always', 'faster'"),
         (["--jobs", "0"], "--jobs=0"),
         (["--prefill", "0"], "prefill_tokens_per_s="),
         (["--requests", "0"], "--requests=0"),

@@ -6,10 +6,12 @@ from kvtier.cli.simulate.options import (
     blocks_of,
     make_engine,
     make_host,
+    parse_load_if,
     parse_tier,
     split_names,
     take_first,
 )
+from kvtier.config import LoadIf
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import HostModel
@@ -57,13 +59,19 @@ def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
 def test_host_memory_has_the_tiers_behind_it_and_begins_with_the_first_policy() -> None:
     tiers = [parse_tier("fs:1000:3GB/s", 100)]
 
-    assert make_host(["arc", "lru"], 7, tiers, 2) == HostModel(
-        7, "arc", tiers=tuple(tiers), store_threshold=2
+    assert make_host(["arc", "lru"], 7, tiers, 2, LoadIf.FASTER) == HostModel(
+        7, "arc", tiers=tuple(tiers), store_threshold=2, load_if=LoadIf.FASTER
     )
 
 
 def test_names_stand_between_commas() -> None:
     assert split_names(" lru, arc,,") == ["lru", "arc"]
+
+
+def test_what_is_loaded_is_named_as_in_the_settings() -> None:
+    assert [parse_load_if(text) for text in ("faster", "always")] == [LoadIf.FASTER, LoadIf.ALWAYS]
+    with pytest.raises(ConfigError, match="--load-if='sometimes': must be one of 'always', 'faster'"):
+        parse_load_if("sometimes")
 
 
 def test_an_unknown_policy_and_none_at_all_are_refused() -> None:

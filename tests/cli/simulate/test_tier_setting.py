@@ -6,6 +6,7 @@ from kvtier.cli.simulate.tier_setting import SIMULATED_SETTINGS, apply_tier_sett
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.tier import TierModel
+from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import COMMON_SETTINGS, CascadeMode, TierSettings
 
 FS, OBJ = (TierModel(name, 10, LinkSpeed(1e9, 1e9)) for name in ("fs", "obj"))
@@ -30,6 +31,13 @@ def test_a_policy_orders_the_tier() -> None:
     assert [tier.cache_policy for tier in apply("fs.policy=arc")] == ["arc", "lru"]
 
 
+def test_a_tier_is_told_which_blocks_are_worth_writing() -> None:
+    fs, obj = apply('fs.admission={"min_reuse_probability": 0.3, "horizon_s": 1024}')
+
+    assert fs.settings.admission == TierAdmission(0.3, 1024.0)
+    assert obj.settings.admission is None
+
+
 def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -> None:
     budgets = [apply(f"fs.max_in_flight_store_bytes={size}")[0].settings for size in ("1KiB", "5")]
 
@@ -45,6 +53,9 @@ def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -
         ("fs.store_threshold=-1", "store_threshold=-1"),
         ("fs.store_threshold=two", "store_threshold='two'"),
         ("fs.fill=1", "fill=1: must be true or false"),
+        ("fs.admission=0.3", r"admission=0\.3: must be a mapping such as"),
+        ("fs.admission={min_reuse_probability: 0.3}", "must be a mapping such as"),
+        ('fs.admission={"min_reuse_probability": 0.3}', "admission.horizon_s=None: must be a number"),
     ],
 )
 def test_a_wrong_value_is_refused(text: str, message: str) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.cli.plan.options import EngineOptions, ModelOptions, SearchOptions, make_question
+from kvtier.cli.plan.options import DEFAULT_DTYPE, EngineOptions, ModelOptions, SearchOptions, make_question
 from kvtier.cli.plan.tables import print_plan
 from kvtier.cli.simulate.command import make_console
 from kvtier.cli.simulate.options import take_first
@@ -36,7 +36,9 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="Or: its layers with a KV cache.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="Its KV heads.")] = None,
     head_size: Annotated[int | None, typer.Option(help="Numbers in a head.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of keys and values with --layers.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Type of keys and values with --layers, else {DEFAULT_DTYPE}.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Type of keys and values, such as fp8.")] = None,
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="Or: keys and values of a token.")

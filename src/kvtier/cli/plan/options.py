@@ -15,6 +15,9 @@ from kvtier.sim.planner import Row, make_row
 from kvtier.sim.prices import HOST, Medium, PriceList
 from kvtier.sim.trace import Trace
 
+DEFAULT_DTYPE = "bfloat16"
+"""What nearly every model has been released in since 2023."""
+
 MAX_TIERS = 3
 """Tiers behind host memory. Each more multiplies the mixes by a dozen."""
 
@@ -27,7 +30,7 @@ class ModelOptions:
     layers: int | None
     kv_heads: int | None
     head_size: int | None
-    dtype: str
+    dtype: str | None
     kv_dtype: str | None
     kv_bytes: str | None
 
@@ -45,6 +48,9 @@ class ModelOptions:
             raise ConfigError(
                 "--config", self.config and str(self.config), f"{remedy}or --kv-bytes-per-token"
             )
+        if self.dtype is not None and not given:
+            remedy = "goes with --layers: give --kv-dtype for keys and values of a type of their own"
+            raise ConfigError("--dtype", self.dtype, remedy)
         if self.config is not None:
             return read_shape(self.config, self.kv_dtype)
         if self.kv_bytes is not None:
@@ -52,7 +58,9 @@ class ModelOptions:
         if self.layers is None or self.kv_heads is None or self.head_size is None:
             missing = ", ".join(dimensions.keys() - given)
             raise ConfigError(missing, None, "is missing: give --layers, --kv-heads and --head-size together")
-        return shape_of_dimensions(self.layers, self.kv_heads, self.head_size, self.kv_dtype or self.dtype)
+        return shape_of_dimensions(
+            self.layers, self.kv_heads, self.head_size, self.kv_dtype or self.dtype or DEFAULT_DTYPE
+        )
 
 
 @dataclass(frozen=True, slots=True)

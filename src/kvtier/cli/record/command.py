@@ -64,8 +64,9 @@ def record(
     out = out.absolute()
     if os.path.lexists(out):
         raise ConfigError("OUT", str(out), "exists: name a new file, or move it away")
-    if not out.parent.is_dir():
-        raise ConfigError("OUT", str(out), "cannot be made: name a file in a folder that exists")
+    if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
+        remedy = "cannot be made: name a file in a folder that exists and may be written to"
+        raise ConfigError("OUT", str(out), remedy)
     status = (
         _run(out, command or [], max_bytes, salt_file)
         if kv_events is None
@@ -117,7 +118,13 @@ def _listen(
         file = TraceFile(out, max_bytes)
     except OSError as error:
         raise ConfigError("OUT", str(out), f"cannot be made: {error.strerror}") from error
-    log = listen(Listening(endpoint, is_bound, seconds, batches), file, salt, _tell)
+    try:
+        log = listen(Listening(endpoint, is_bound, seconds, batches), file, salt, _tell)
+    except ConfigError as error:
+        if error.setting == "--kv-events":
+            # Nothing was heard, and an empty file would only be in the way of the next try.
+            out.unlink()
+        raise
     for line in describe_log(log, out):
         _tell(line)
     if log.counts.num_stored_blocks:

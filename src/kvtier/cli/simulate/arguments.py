@@ -25,6 +25,9 @@ TierSettings = Annotated[
 ]
 Policies = Annotated[str, typer.Option(help="Eviction policies of host memory, by comma.")]
 StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is stored.")]
+LoadIfText = Annotated[
+    str, typer.Option("--load-if", help="Load hits of tiers always, or if faster than computing them.")
+]
 SweepText = Annotated[
     str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
 ]

@@ -13,6 +13,7 @@ from kvtier.cli.simulate.options import (
     blocks_of,
     make_engine,
     make_host,
+    parse_load_if,
     parse_tier,
     split_names,
     take_first,
@@ -44,6 +45,7 @@ def simulate(
     tier_setting: arguments.TierSettings = None,
     policy: arguments.Policies = "lru",
     store_threshold: arguments.StoreThreshold = 0,
+    load_if: arguments.LoadIfText = "always",
     sweep: arguments.SweepText = None,
     kv_bytes: arguments.KVBytes = "128KiB",
     prefill: arguments.Prefill = 20_000.0,
@@ -75,6 +77,7 @@ def simulate(
         blocks_of("--host", host, engine.block_bytes),
         apply_tier_settings(tiers, tier_setting or (), engine.block_bytes),
         store_threshold,
+        parse_load_if(load_if),
     )
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
     cases = plan_cases(engine, base, policies, swept)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from kvtier.config import parse_bytes
+from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.link import LinkSpeed
@@ -25,7 +25,11 @@ TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def make_host(
-    policies: Sequence[str], num_blocks: int, tiers: Sequence[TierModel], store_threshold: int
+    policies: Sequence[str],
+    num_blocks: int,
+    tiers: Sequence[TierModel],
+    store_threshold: int,
+    load_if: LoadIf = LoadIf.ALWAYS,
 ) -> HostModel:
     """Return host memory, under the first of the policies.
 
@@ -40,7 +44,21 @@ def make_host(
             raise UnknownNameError("eviction policy for --policy", policy, CACHE_POLICIES.names())
         if policies.count(policy) > 1:
             raise ConfigError("--policy", policy, "is named twice: name each policy once")
-    return HostModel(num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold)
+    return HostModel(
+        num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold, load_if=load_if
+    )
+
+
+def parse_load_if(text: str) -> LoadIf:
+    """Return what ``--load-if`` names, as the setting of that name does. Pure.
+
+    Raises:
+        ConfigError: it names nothing.
+    """
+    names = [choice.value for choice in LoadIf]
+    if text not in names:
+        raise ConfigError("--load-if", text, f"must be one of {', '.join(map(repr, names))}")
+    return LoadIf(text)
 
 
 def split_names(text: str) -> list[str]:

@@ -17,6 +17,9 @@ saturated. A busy hour of a chat service reaches 30, too little hardware many hu
 NOTHING = "-"
 """Stands for a number that nothing was measured for."""
 
+NOT_LOADED = "connector.not_loaded_tokens."
+"""Begins the counters of tokens that were found in a tier and computed all the same, which is faster."""
+
 BOUND_NOTE = (
     "the bound (at most found, at least computed): device, host and tiers as one memory that knows the future; "
     "no policy passes it, none is expected to reach it"
@@ -120,6 +123,9 @@ def summarise(comparison: Comparison) -> Iterator[str]:
         if one.num_saved_tokens and comparison.sweep is None:
             share = one.num_saved_tokens / one.total.num_prompt_tokens
             yield f"{name}: {one.num_saved_tokens:,} tokens loaded instead of computed ({share:.1%})"
+    for name, one in found.items():
+        for tier, num_tokens in not_loaded_tokens(one).items():
+            yield f"{name}: {num_tokens:,} tokens found in {tier} and computed, which was faster"
     for num_rejected, names in group_rejected(found).items():
         yield f"{names}: {num_rejected} requests need more device blocks than there are"
     for name, one in found.items():
@@ -152,6 +158,15 @@ def breaker_openings(one: Simulation) -> dict[str, int]:
         counter.split(".")[2]: int(value)
         for counter, value in one.counters.items()
         if counter.endswith(ending) and value
+    }
+
+
+def not_loaded_tokens(one: Simulation) -> dict[str, int]:
+    """Return how many tokens of each tier were computed although they were found. Pure."""
+    return {
+        counter.removeprefix(NOT_LOADED): int(value)
+        for counter, value in one.counters.items()
+        if counter.startswith(NOT_LOADED) and value
     }
 
 

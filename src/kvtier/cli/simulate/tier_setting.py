@@ -13,6 +13,7 @@ from kvtier.tiering.base import parse_tier_settings
 TIER_SETTING_FORM = "NAME.SETTING=VALUE such as fs.cascade=on_evict or fs.store_threshold=2"
 
 SIMULATED_SETTINGS = (
+    "admission",
     "cascade",
     "fill",
     "job_timeout_s",

@@ -66,6 +66,8 @@ def test_counters_are_shown_when_they_tell_of_work_left_out() -> None:
     without, lru = comparison.found
     calm = dataclasses.replace(comparison, found=(without, dataclasses.replace(lru, counters={})))
     counters = {"tier.0.disk.declined_cascades": 7.0, "tier.0.disk.errors": 0.0, "primary.stored": 9.0}
+    counters |= {"tier.0.disk.refused_by_admission": 3.0, "connector.not_loaded_tokens.disk": 40.0}
+    counters |= {"connector.loaded_tokens.errors": 8.0}
     busy = dataclasses.replace(calm, found=(without, dataclasses.replace(lru, counters=counters)))
 
     table = tabulate_watched(busy)
@@ -73,7 +75,9 @@ def test_counters_are_shown_when_they_tell_of_work_left_out() -> None:
     assert tabulate_watched(calm) is None
     assert table is not None
     assert [[cell.text for cell in row[:3]] for row in table.rows] == [
-        ["lru", "tier.0.disk.declined_cascades", "7"]
+        ["lru", "tier.0.disk.declined_cascades", "7"],
+        ["lru", "tier.0.disk.refused_by_admission", "3"],
+        ["lru", "connector.not_loaded_tokens.disk", "40"],
     ]
 
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 
-from tests.cli.simulate.compared import compare, compare_host_sizes
+from tests.cli.simulate.compared import HOST, compare, compare_host_sizes
 
 from kvtier.cli.simulate.report.words import list_facts, list_limits, list_warnings
+from kvtier.tiering.admission import TierAdmission
+from kvtier.tiering.base import TierSettings
 
 
 def test_the_facts_name_the_command_the_trace_and_each_place() -> None:
@@ -16,6 +18,16 @@ def test_the_facts_name_the_command_the_trace_and_each_place() -> None:
     assert facts["device"] == "6 blocks, 6MiB"
     assert facts["tier disk"].startswith("40 blocks, 40MiB, reads 1 GB/s, writes 1 GB/s, 0 ms, 1 at a time")
     assert facts["swept"] == "host: 4MiB, 32MiB in place of the above"
+
+
+def test_the_facts_name_what_a_tier_wants() -> None:
+    settings = TierSettings(admission=TierAdmission(min_reuse_probability=0.3, horizon_s=1024.0))
+    disk = dataclasses.replace(HOST.tiers[0], settings=settings)
+
+    wanted = dict(list_facts(compare(host=dataclasses.replace(HOST, tiers=(disk,))), [], ""))["tier disk"]
+
+    assert wanted.endswith("admission 0.3 in 1024 s")
+    assert "admission" not in dict(list_facts(compare(), [], ""))["tier disk"]
 
 
 def test_a_calm_comparison_warns_of_nothing() -> None:

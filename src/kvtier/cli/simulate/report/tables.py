@@ -14,6 +14,8 @@ WATCHED = {
     "lookups_left_out": "searches that did not ask it",
     "overdue_requests": "requests that waited longer for it than they may",
     "errors": "jobs that ended with a fault",
+    "refused_by_admission": "blocks that left host memory unwritten, too unlikely to come back for its admission",
+    "not_loaded_tokens": "tokens that were found in that tier and computed, which was faster",
     "expired_requests": "requests that stopped waiting for a tier",
     "failed_promotions": "promotions that did not arrive",
     "refused": "blocks that the policy did not take in",
@@ -21,7 +23,7 @@ WATCHED = {
     "flushed_store_jobs": "stores a prompt had to wait for",
     "lost_load_jobs": "loads whose blocks were gone",
 }
-"""Last part of a counter's name -> what it counts. Each tells of work that was left out or waited for."""
+"""What a counter is called, without its place -> what it counts. Each tells of work that was left out or waited for."""
 
 
 _NUMBER = ' class="number"'
@@ -105,7 +107,7 @@ def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Ta
 def tabulate_watched(comparison: Comparison) -> Table | None:
     """Return the counters that tell of work left out or waited for, None when all are zero. Pure."""
     rows = [
-        (Cell(label), Cell(counter), _count(value), Cell(WATCHED[counter.rpartition(".")[2]]))
+        (Cell(label), Cell(counter), _count(value), Cell(WATCHED[_name_of(counter)]))
         for label, one in comparison.by_label.items()
         for counter, value in _watched(one)
     ]
@@ -159,7 +161,11 @@ def _count(value: float) -> Cell:
 
 def _watched(one: Simulation) -> list[tuple[str, float]]:
     return [
-        (counter, value)
-        for counter, value in one.counters.items()
-        if value and counter.rpartition(".")[2] in WATCHED
+        (counter, value) for counter, value in one.counters.items() if value and _name_of(counter) in WATCHED
     ]
+
+
+def _name_of(counter: str) -> str:
+    """Return a counter's name without its place, which stands before it, but behind it in the connector's."""
+    owner, *names = counter.split(".")
+    return names[0 if owner == "connector" else -1]

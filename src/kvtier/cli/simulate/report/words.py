@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.sweep_option import format_size
 from kvtier.cli.simulate.table import breaker_openings, group_rejected, is_saturated
+from kvtier.config import LoadIf
 from kvtier.sim.tier import TierModel
 
 
@@ -32,6 +33,9 @@ def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> 
     yield "host", f"{memory(host.num_blocks)}, {host.speed.read_bytes_per_s / 1e9:g} GB/s each way"
     for tier in host.tiers:
         yield f"tier {tier.name}", f"{memory(tier.num_blocks)}, {_describe_tier(tier)}"
+    is_chosen = host.load_if is LoadIf.FASTER
+    loaded = "a hit that would sooner be computed is computed" if is_chosen else "every hit is loaded"
+    yield "load_if", f"{host.load_if.value}: {loaded}"
     if host.store_threshold > 1:
         yield "stored", f"blocks from access {host.store_threshold} on"
     if comparison.sweep is not None:
@@ -87,10 +91,12 @@ def list_warnings(comparison: Comparison) -> Iterator[str]:
 
 def _describe_tier(tier: TierModel) -> str:
     speed, settings = tier.speed, tier.settings
+    wanted = settings.admission
+    admission = f", admission {wanted.min_reuse_probability:g} in {wanted.horizon_s:g} s" if wanted else ""
     read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
     return (
         f"reads {read:g} GB/s, writes {write:g} GB/s, {speed.latency_s * 1e3:g} ms, {speed.num_streams} at a time, "
         f"ordered by {tier.cache_policy}, cascade {settings.cascade.value}, "
         f"store_threshold {settings.store_threshold}, fill {'on' if settings.fill else 'off'}, "
-        f"job_timeout_s {settings.job_timeout_s:g}"
+        f"job_timeout_s {settings.job_timeout_s:g}{admission}"
     )
