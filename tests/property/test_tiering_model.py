@@ -293,7 +293,7 @@ class TieringModel(RuleBasedStateMachine):
         """
         self.end_everything()
         self.driver.clock.advance(RECOVERY_S)
-        for _ in range(3):
+        for _ in range(NUM_SLOTS + 3):  # what a tier still gets may cost it the very block that is looked up
             self.driver.step()
         if not self.driver.primary.is_ready(key_of(fresh)):
             self.driver.store([fresh])
