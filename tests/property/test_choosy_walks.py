@@ -1,4 +1,4 @@
-"""Hosts and tiers that want less than everything, walked at random, alone and with every other choice: no law is broken."""
+"""Hosts and tiers that want less than everything, walked at random, with other choices or without: no law is broken."""
 
 import pytest
 from tests.property.connector_walk import Walk

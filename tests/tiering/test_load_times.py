@@ -5,7 +5,14 @@ import pytest
 from kvtier.base import JobId
 from kvtier.load_cost import LinkRate
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.load_times import MAX_BUSY_JOBS, MAX_PROBE_ROWS, MIN_PROBE_REST_S, PROBE_REST_RATIO, LoadTimes, TierLoad
+from kvtier.tiering.load_times import (
+    MAX_BUSY_JOBS,
+    MAX_PROBE_ROWS,
+    MIN_PROBE_REST_S,
+    PROBE_REST_RATIO,
+    LoadTimes,
+    TierLoad,
+)
 
 ROW = 10
 

@@ -139,7 +139,8 @@ class BlockSurvey:
             tier: its position.
             keys: blocks that it had when they were located; what it has lost or has come up since is left out.
 
-        Effects: None unless the tier has nothing to load, in this step too, and was left alone for a while. No request waits for them.
+        Effects: None unless the tier has nothing to load, in this step too, and was left alone for a while. No request
+        waits for them.
         """
         self._open_step()
         guard = self._guards[tier]
