@@ -21,6 +21,7 @@ from tests.property.connector_requests import Phase, SimRequest
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.testing.clock import ManualClock
+from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -102,6 +103,8 @@ class EngineOptions:
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
         is_choosing: only what is faster than computing is loaded.
+        cache_policy: of the primary tier in front of another.
+        tier_settings: what each tier wants, fastest first; of several the first is small.
     """
 
     layout: str
@@ -118,6 +121,8 @@ class EngineOptions:
     calls_preemption_hook: bool = True
     is_layerwise: bool = False
     is_choosing: bool = False
+    cache_policy: str = "lru"
+    tier_settings: tuple[TierSettings, ...] = (TierSettings(),)
 
 
 class ConnectorDriver:
@@ -148,9 +153,16 @@ class ConnectorDriver:
         self.clock = ManualClock()
         self.manager: MoodyCPUManager | MoodyTieringManager = MoodyCPUManager(options.num_slots)
         if options.is_tiered:
-            primary = CPUPrimaryTierOffloadingManager(options.num_slots, rows)
-            tier = ExampleSecondaryTier(config, primary.get_kv_memoryview(), 60, simulate_async=True)
-            self.manager = MoodyTieringManager(primary, [tier], clock=self.clock)
+            primary = CPUPrimaryTierOffloadingManager(
+                options.num_slots, rows, options.cache_policy, clock=self.clock
+            )
+            tiers = [
+                ExampleSecondaryTier(config, primary.get_kv_memoryview(), max_blocks, simulate_async=True)
+                for max_blocks in (12, 60)[-len(options.tier_settings) :]
+            ]
+            for tier, tier_settings in zip(tiers, options.tier_settings, strict=True):
+                tier.settings = tier_settings
+            self.manager = MoodyTieringManager(primary, tiers, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
             config,

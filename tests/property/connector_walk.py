@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 from tests.property.connector_device import SlowHandler
 from tests.property.connector_driver import (
     LAYOUTS,
@@ -13,6 +14,9 @@ from tests.property.connector_driver import (
     EngineOptions,
     ResetKind,
 )
+
+from kvtier.tiering.admission import TierAdmission
+from kvtier.tiering.base import CascadeMode, TierSettings
 
 HINTS: list[dict[str, object] | None] = [
     None,
@@ -25,6 +29,15 @@ HINTS: list[dict[str, object] | None] = [
     {"max_load_tokens": 17},
     {"max_store_tokens": 8},
 ]
+DEMANDING = TierAdmission(min_reuse_probability=0.5, horizon_s=60.0)
+CHOOSY = [
+    TierSettings(admission=DEMANDING),
+    TierSettings(admission=DEMANDING, cascade=CascadeMode.ON_EVICT),
+    TierSettings(admission=DEMANDING, cascade=CascadeMode.ON_EVICT, store_threshold=2, fill=True),
+    TierSettings(store_threshold=2, fill=True),
+    TierSettings(),
+]
+POLICIES = ["lru", "hazard", "hazard", LRU_ASIDE, ARC_ASIDE]
 SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 
 
@@ -54,9 +67,12 @@ class Walk:
         seed: where chance comes from.
         is_layerwise: whether requests may be computed while they are loaded.
         is_choosing: whether only what is faster than computing is loaded, from tiers.
+        is_choosy: whether tiers and host want less than everything.
     """
 
-    def __init__(self, seed: int, *, is_layerwise: bool = False, is_choosing: bool = False) -> None:
+    def __init__(
+        self, seed: int, *, is_layerwise: bool = False, is_choosing: bool = False, is_choosy: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         # Half of the walks are such that whatever is computed must be found again.
         self.is_ideal = self.rng.random() < 0.5
@@ -65,6 +81,14 @@ class Walk:
         if is_choosing:
             options = replace(
                 options, is_tiered=True, is_choosing=True, num_slots=self.rng.choice([3, 8, 16])
+            )
+        if is_choosy:
+            options = replace(
+                options,
+                is_tiered=True,
+                num_slots=self.rng.choice([3, 8, 16]),
+                cache_policy=self.rng.choice(POLICIES),
+                tier_settings=tuple(self.rng.choices(CHOOSY, k=self.rng.randint(1, 2))),
             )
         self.driver = ConnectorDriver(options)
         for worker in self.driver.engine.workers:
@@ -79,6 +103,8 @@ class Walk:
         sometimes += [self._reset_and_return]
         if self.driver.options.is_choosing:
             often += [self._change_speed, self._wait]
+        if self.driver.options.tier_settings != (TierSettings(),):
+            often += [self._wait, self._serve]
         harm = [self._fail, self._fail, self._forget]
         if self.driver.options.is_layerwise:
             harm += [self._fail_while_computing, self._fail_while_computing]

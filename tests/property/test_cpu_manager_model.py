@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -124,7 +125,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
     def forget_evicted(self, evicted: list[OffloadKey], evictable: set[OffloadKey], num: int) -> None:
         assert len(evicted) == len(set(evicted)) == num
         assert set(evicted) <= evictable
-        if self.policy == "lru":
+        if self.policy in ("lru", LRU_ASIDE):
             assert evicted == [key for key in self.model.held if key in evictable][:num]
         for key in evicted:
             del self.model.held[key]
@@ -289,6 +290,18 @@ class ARCMachine(CPUManagerMachine):
     policy = "arc"
 
 
+class AsideLRUMachine(CPUManagerMachine):
+    """The same on LRU with busy blocks out of the way."""
+
+    policy = LRU_ASIDE
+
+
+class AsideARCMachine(CPUManagerMachine):
+    """The same on ARC with busy blocks out of the way."""
+
+    policy = ARC_ASIDE
+
+
 class HazardMachine(CPUManagerMachine):
     """The same on hazard, which is told of no request and refuses nothing."""
 
@@ -317,7 +330,10 @@ MODEL_SETTINGS = settings(
 TestLRUModel = CPUManagerMachine.TestCase
 TestARCModel = ARCMachine.TestCase
 TestHazardModel = HazardMachine.TestCase
+TestAsideLRUModel = AsideLRUMachine.TestCase
+TestAsideARCModel = AsideARCMachine.TestCase
 TestFilteredModel = FilteredMachine.TestCase
 TestFilteredARCModel = FilteredARCMachine.TestCase
 TestLRUModel.settings = TestARCModel.settings = TestHazardModel.settings = MODEL_SETTINGS
 TestFilteredModel.settings = TestFilteredARCModel.settings = MODEL_SETTINGS
+TestAsideLRUModel.settings = TestAsideARCModel.settings = MODEL_SETTINGS

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 
 from kvtier.base import ReqContext
 from kvtier.connector.load_cut import list_unwanted
@@ -63,7 +64,7 @@ class OpenLoad:
     context: ReqContext
 
 
-POLICIES = ("lru", "arc", "hazard")
+POLICIES = ("lru", "arc", "hazard", LRU_ASIDE, ARC_ASIDE)
 DEMANDING = TierAdmission(min_reuse_probability=0.7, horizon_s=10.0)
 """Lets through what is named again and again within ten seconds and refuses the rest."""
 
@@ -292,7 +293,7 @@ class TieringModel(RuleBasedStateMachine):
         """
         self.end_everything()
         self.driver.clock.advance(RECOVERY_S)
-        for _ in range(3):
+        for _ in range(NUM_SLOTS + 3):  # what a tier still gets may cost it the very block that is looked up
             self.driver.step()
         if not self.driver.primary.is_ready(key_of(fresh)):
             self.driver.store([fresh])

@@ -277,6 +277,16 @@ def test_a_report_is_given_the_types_it_should_have() -> None:
     assert result == JobResult(JobId(0), success=False, successful_keys=frozenset({key_of(1)}))
 
 
+@pytest.mark.parametrize(("told_s", "took_s"), [(None, None), (1, 1.0), (-1.0, 0.0)])
+def test_what_a_report_says_of_its_time_is_a_number_from_zero_or_nothing(
+    told_s: float | None, took_s: float | None
+) -> None:
+    tier = BrokenTier()
+    tier.reports = [JobResult(JobId(0), success=True, took_s=told_s)]
+    (result,) = make_guard(tier).get_finished()
+    assert result.took_s == took_s
+
+
 @pytest.mark.parametrize("answer", [np.zeros(2), np.ones(3)])
 def test_an_answer_that_is_neither_yes_nor_no_is_a_miss(answer: object) -> None:
     tier = BrokenTier()

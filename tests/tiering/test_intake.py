@@ -31,6 +31,18 @@ class Told(ReuseForecast):
         return [self.probabilities.get(int.from_bytes(key[:-4], "big")) for key in keys]
 
 
+class CountedKey(bytes):
+    """A key that counts how often it is compared with another; ``is`` comes first and is not counted."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.num_compared += 1
+        return bytes.__eq__(self, other)
+
+    __hash__ = bytes.__hash__
+
+
 def keys_of(*numbers: int) -> list[OffloadKey]:
     return [key_of(number) for number in numbers]
 
@@ -67,6 +79,17 @@ def test_without_the_setting_nobody_is_asked() -> None:
     intake.offer(keys_of(1), REQUEST)
     assert list(intake.take(intake.due)) == keys_of(1)
     assert forecast.num_asked == 0
+
+
+def test_a_long_backlog_is_sorted_out_in_one_pass() -> None:
+    intake = wanting(Told(**{f"b{number}": 0.1 + 0.5 * (number % 2) for number in range(20)}))
+    numbers = keys_of(*range(20))
+    intake.offer([OffloadKey(CountedKey(key)) for key in numbers], REQUEST)
+    CountedKey.num_compared = 0
+
+    assert list(intake.take(intake.due)) == numbers[1::2]
+
+    assert CountedKey.num_compared <= 3 * len(numbers)
 
 
 def test_a_refused_block_is_asked_about_again_with_its_next_use_and_not_before() -> None:

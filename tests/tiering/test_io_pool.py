@@ -97,6 +97,19 @@ def test_a_job_without_blocks_is_reported_at_once(pool: IOPool) -> None:
     assert pool.get_finished() == [JobResult(JobId(1), success=True)]
 
 
+def test_a_report_says_when_the_job_ended_and_not_when_somebody_looked(
+    pool: IOPool, clock: ManualClock
+) -> None:
+    gate = Gate()
+    pool.submit_load(job_of(1, 1), gate, TIMEOUT_S)
+    gate.await_entered()
+    clock.advance(2.0)
+    gate.open()
+    assert pool.drain(HANG_GUARD_S)
+    clock.advance(TIMEOUT_S)
+    assert [result.took_s for result in pool.get_finished()] == [2.0]
+
+
 def test_a_job_that_lost_blocks_says_which_arrived(pool: IOPool) -> None:
     mover = Mover()
     first, second, third = job_of(1, 3).keys

@@ -5,7 +5,14 @@ import pytest
 from kvtier.base import JobId
 from kvtier.load_cost import LinkRate
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.load_times import MAX_BUSY_JOBS, MAX_PROBE_ROWS, MIN_PROBE_REST_S, LoadTimes, TierLoad
+from kvtier.tiering.load_times import (
+    MAX_BUSY_JOBS,
+    MAX_PROBE_ROWS,
+    MIN_PROBE_REST_S,
+    PROBE_REST_RATIO,
+    LoadTimes,
+    TierLoad,
+)
 
 ROW = 10
 
@@ -23,9 +30,9 @@ class Tier:
         self.times.begin(JobId(self._num_jobs), num_rows * ROW)
         return JobId(self._num_jobs)
 
-    def end(self, *jobs: JobId, is_whole: bool = True) -> None:
+    def end(self, *jobs: JobId, is_whole: bool = True, took_s: float | None = None) -> None:
         for job in jobs:
-            self.times.end(job, is_whole=is_whole)
+            self.times.end(job, is_whole=is_whole, took_s=took_s)
         self.times.settle()
 
     def load(self, num_rows: int, time_s: float) -> None:
@@ -216,3 +223,41 @@ def test_a_slow_tier_is_measured_with_few_rows(row_s: float, expected: int) -> N
 
 def test_a_tier_that_was_never_measured_is_measured_with_several_rows() -> None:
     assert Tier().times.plan_probe(ROW) == MAX_PROBE_ROWS
+
+
+def test_a_load_that_ended_while_nobody_looked_took_as_long_as_its_tier_says() -> None:
+    tier = Tier()
+    tier.load(4, 2.0)
+    tier.times.note_probe()
+    job = tier.begin(4)
+
+    tier.clock.advance(600.0)  # the engine computes a long prompt, or has nothing to do
+    tier.end(job, took_s=0.5)
+
+    assert tier.describe() == TierLoad("tier", ROW, LinkRate(80.0))
+    tier.clock.advance(PROBE_REST_RATIO * 0.5)
+    assert tier.times.plan_probe(ROW) > 0
+
+
+def test_a_tier_that_says_more_than_has_passed_is_not_believed() -> None:
+    tier = Tier()
+    job = tier.begin(4)
+    tier.clock.advance(2.0)
+
+    tier.end(job, took_s=1000.0)
+
+    assert tier.describe() == TierLoad("tier", ROW, LinkRate(20.0))
+
+
+def test_of_loads_that_overlap_the_last_to_end_counts() -> None:
+    tier = Tier()
+    first = tier.begin(4)
+    tier.clock.advance(1.0)
+    second = tier.begin(4)
+    tier.clock.advance(9.0)
+    tier.times.end(second, is_whole=True, took_s=3.0)
+    tier.times.end(first, is_whole=True, took_s=2.0)
+
+    tier.times.settle()
+
+    assert tier.describe() == TierLoad("tier", ROW, LinkRate(20.0))

@@ -213,12 +213,37 @@ def test_blocks_that_came_up_meanwhile_or_are_gone_are_left_out_of_a_measurement
     driver, tier = make_slow_driver()
     driver.store([1, 2])
     driver.evict_everything()
-    driver.search([1], ReqContext("other"))
+    driver.store([1])
 
     driver.probe(0, [1, 2, 99])
     driver.step()
 
-    assert tier.num_loaded_blocks == 2
+    assert tier.num_loaded_blocks == 1
+
+
+def test_requests_that_begin_in_one_step_measure_a_tier_once() -> None:
+    driver, tier = make_slow_driver(num_blocks=32)
+    numbers = list(range(20))
+    driver.store(numbers)
+    driver.evict_everything()
+
+    driver.probe(0, numbers[:10])
+    driver.probe(0, numbers[10:])
+    driver.step()
+
+    assert tier.num_loaded_blocks == MAX_PROBE_ROWS
+
+
+def test_a_tier_that_somebody_loads_from_in_this_step_is_measured_by_that() -> None:
+    driver, tier = make_slow_driver()
+    driver.store([1, 2])
+    driver.evict_everything()
+    driver.search([1], ReqContext("other"))
+
+    driver.probe(0, [2])
+    driver.step()
+
+    assert tier.num_loaded_blocks == 1
 
 
 def test_a_tier_that_has_recovered_is_believed_after_one_measurement() -> None:

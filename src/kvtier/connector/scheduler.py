@@ -224,13 +224,15 @@ class OffloadingConnectorScheduler:
                 state = self._requests.get(req_id)
                 if state is not None and state.may_fill_block(num_tokens):
                     store_jobs.update(self._prepare_stores(state, num_tokens))
+        waits_by_layer = any(job.is_layerwise for job in self._load_jobs.values())
         metadata = OffloadingConnectorMetadata(
             self._load_jobs,
             store_jobs,
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,
             is_idle=not scheduler_output.num_scheduled_tokens,
-            measured_step=self.load_choice.begin_step(scheduler_output),
+            # How long a step waits for a load says nothing of how fast the engine computes.
+            measured_step=None if waits_by_layer else self.load_choice.begin_step(scheduler_output),
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()

@@ -158,7 +158,8 @@ class TieringDriver:
         num_free = self.primary.num_free
         run = self.manager.survey.locate([key_of(number) for number in numbers], req_context)
         self.manager.check()
-        assert self.primary.num_free == num_free, "a question has taken a slot"
+        # It polls the tiers, and a load that failed gives its slot back.
+        assert self.primary.num_free >= num_free, "a question has taken a slot"
         return run
 
     def probe(self, tier: int, numbers: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull r
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -87,12 +87,15 @@ class JobResult:
         successful_keys: which keys arrived when not all did; None means none.
         is_fault: whether a failure speaks against the tier; False when it is well but had no room for a
             store, or the block of a load was evicted meanwhile.
+        took_s: seconds from the job's submission to its end, on the tier's own clock; None when it does not say, and
+            then the job took until it was reported, which with an engine that computes for long can be much later.
     """
 
     job_id: JobId
     success: bool
     successful_keys: frozenset[OffloadKey] | None = None
     is_fault: bool = True
+    took_s: float | None = field(default=None, compare=False)
 
 
 class SecondaryTierManager(ABC):

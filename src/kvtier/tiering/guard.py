@@ -287,6 +287,7 @@ def as_result(result: JobResult) -> JobResult:
         TypeError, ValueError, AttributeError: it is no report at all.
     """
     keys = None if result.successful_keys is None else frozenset(result.successful_keys)
-    return JobResult(
-        JobId(int(result.job_id)), result.success is True and keys is None, keys, bool(result.is_fault)
-    )
+    told_s = getattr(result, "took_s", None)  # a tier written before it could be told gives none
+    took_s = None if told_s is None else max(0.0, float(told_s))
+    is_success = result.success is True and keys is None
+    return JobResult(JobId(int(result.job_id)), is_success, keys, bool(result.is_fault), took_s)

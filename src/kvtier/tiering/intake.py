@@ -54,6 +54,8 @@ class TierIntake:
 
     def note_used(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Count a use of ``keys``, one for each request; those used often enough are due from now on."""
+        if self._filter is None and not self._refused:
+            return
         distinct = list(keys)
         if self._refused:
             again = [key for key in distinct if key in self._refused]
@@ -78,7 +80,10 @@ class TierIntake:
         while asked := list(islice(due, num_fitting - len(taken))):
             wanted = self._likely(asked)
             taken += wanted
-            refused += [key for key in asked if key not in wanted] if len(wanted) < len(asked) else ()
+            if len(wanted) < len(asked):
+                # After an outage that may be all of the primary.
+                likely = frozenset(wanted)
+                refused += [key for key in asked if key not in likely]
         for key in chain(taken, refused):
             del self.due[key]
         self._refused.update(refused)

@@ -63,12 +63,15 @@ class _OpenJob:
     def is_ended(self) -> bool:
         return self.num_running_parts == 0 and self.num_begun == len(self.keys)
 
-    def result(self) -> JobResult:
+    def result(self, now_s: float) -> JobResult:
         """Return the report: everything arrived, or which keys did."""
         arrived = frozenset(self.arrived)
+        took_s = now_s - self.submitted_s
         if arrived.issuperset(self.keys):
-            return JobResult(self.job_id, success=True)
-        return JobResult(self.job_id, success=False, successful_keys=arrived or None, is_fault=self.is_fault)
+            return JobResult(self.job_id, success=True, took_s=took_s)
+        return JobResult(
+            self.job_id, success=False, successful_keys=arrived or None, is_fault=self.is_fault, took_s=took_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +277,6 @@ class IOPool:
             self._report(job)
 
     def _report(self, job: _OpenJob) -> None:
-        self._reports.append(job.result())
+        self._reports.append(job.result(self._clock()))
         self._num_open_jobs -= 1
         self._changed.notify_all()

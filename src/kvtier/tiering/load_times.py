@@ -1,4 +1,4 @@
-"""How fast a tier loads, seen from outside: when its loads were handed over, and when they were reported.
+"""How fast a tier loads: when its loads were handed over, and when they ended, or were reported if it does not say.
 
 It calls no tier. Jobs overlap, so the time of one is not its own: what counts is a busy time, from the first load that
 is handed over until none is left, with all the bytes of it. A busy time that does not end is cut after a few reports.
@@ -7,6 +7,7 @@ What is under way says something too: a load that takes longer than foretold is 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtier.base import JobId
 from kvtier.load_cost import LinkRate
@@ -34,6 +35,18 @@ with few rows, and so the more often."""
 MIN_SLOW_FAILURE_S = 1.0
 """A load that fails sooner says nothing of how fast the tier is: its blocks were gone, or the place refused. One that
 takes longer is out of time, and tells at least how fast the tier is not."""
+
+
+class LoadUnderWay(NamedTuple):
+    """A load that was handed over and not reported.
+
+    Attributes:
+        num_bytes: bytes that it brings.
+        begun_s: the clock's reading when it was handed over.
+    """
+
+    num_bytes: int
+    begun_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +86,9 @@ class LoadTimes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._meter = LinkMeter()
-        # INVARIANT: the bytes of each load that was handed over and not reported, and of no other.
-        self._under_way: dict[JobId, int] = {}
-        self._busy_since_s = 0.0
+        # INVARIANT: each load that was handed over and not reported, and no other.
+        self._under_way: dict[JobId, LoadUnderWay] = {}
+        self._busy_since_s = self._ended_s = 0.0
         self._busy_bytes = 0
         self._num_ended = 0
         self._is_spoiled = False
@@ -91,22 +104,33 @@ class LoadTimes:
         """Note a load that was handed to the tier."""
         if not self._under_way:
             self._begin_busy_time()
-        self._under_way[job_id] = num_bytes
+        self._under_way[job_id] = LoadUnderWay(num_bytes, self._clock())
         self._busy_bytes += num_bytes
 
-    def end(self, job_id: JobId, *, is_whole: bool) -> None:
-        """Note a report; a load that brought less than all says something only if it took long to fail."""
-        if self._under_way.pop(job_id, None) is not None:
+    def end(self, job_id: JobId, *, is_whole: bool, took_s: float | None = None) -> None:
+        """Note a report; a load that brought less than all says something only if it took long to fail.
+
+        Args:
+            job_id: the load; what is none is ignored.
+            is_whole: whether everything came.
+            took_s: seconds that it took, as the tier says; None for until now.
+        """
+        load = self._under_way.pop(job_id, None)
+        if load is not None:
             self._num_ended += 1
             self._is_spoiled |= not is_whole
+            now_s = self._clock()
+            ended_s = now_s if took_s is None else min(now_s, load.begun_s + took_s)
+            self._ended_s = max(self._ended_s, ended_s)
 
     def settle(self) -> None:
         """Learn from the reports of one poll; they came together, whenever each load ended."""
         if self._num_ended == 0 or (self._under_way and self._num_ended < MAX_BUSY_JOBS):
             return
-        left_bytes = sum(self._under_way.values())
+        left_bytes = self._bytes_under_way()
         now_s = self._clock()
-        busy_s = now_s - self._busy_since_s
+        # The next poll may be much later than the last load: an engine computes a prompt, or has nothing to do.
+        busy_s = (now_s if self._under_way else self._ended_s) - self._busy_since_s
         moved_bytes = self._busy_bytes - left_bytes
         if not self._is_spoiled or self._is_slow_failure(moved_bytes, busy_s):
             self._meter.add(moved_bytes, busy_s)
@@ -157,10 +181,13 @@ class LoadTimes:
         return busy_s > max(MIN_SLOW_FAILURE_S, expected_s)
 
     def _begin_busy_time(self) -> None:
-        self._busy_since_s = self._clock()
-        self._busy_bytes = sum(self._under_way.values())
+        self._busy_since_s = self._ended_s = self._clock()
+        self._busy_bytes = self._bytes_under_way()
         self._num_ended = 0
         self._is_spoiled = False
+
+    def _bytes_under_way(self) -> int:
+        return sum(load.num_bytes for load in self._under_way.values())
 
     def __len__(self) -> int:
         return len(self._under_way)

@@ -139,10 +139,13 @@ class BlockSurvey:
             tier: its position.
             keys: blocks that it had when they were located; what it has lost or has come up since is left out.
 
-        Effects: None unless the tier has nothing to load and was left alone for a while. No request waits for them.
+        Effects: None unless the tier has nothing to load, in this step too, and was left alone for a while. No request
+        waits for them.
         """
         self._open_step()
         guard = self._guards[tier]
+        if self._wanted.num_blocks_of(guard):
+            return
         for key in islice(keys, guard.load_times.plan_probe(guard.row_bytes)):
             if self._primary.is_ready(key) or self._primary.is_in_flight(key) or not guard.lookup(key, PROBE):
                 continue

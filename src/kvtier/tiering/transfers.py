@@ -118,7 +118,8 @@ class TierTransfers:
     def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
-        job.guard.load_times.end(job.metadata.job_id, is_whole=len(arrived) == len(keys))
+        is_whole = len(arrived) == len(keys)
+        job.guard.load_times.end(job.metadata.job_id, is_whole=is_whole, took_s=result.took_s)
         is_well = result.success or bool(arrived) or not result.is_fault
         job.guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
         if not job.is_stale:

@@ -1,0 +1,30 @@
+"""LRU and ARC that set every busy block aside, not only many: what a model of a few blocks would never reach."""
+
+from kvtier.cpu.policies.arc import ARCCachePolicy
+from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.cpu.policies.registry import CACHE_POLICIES
+
+LRU_ASIDE = "lru, every busy block set aside"
+ARC_ASIDE = "arc, every busy block set aside"
+
+
+class AsideLRU(LRUCachePolicy):
+    """LRU."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.aside.min_busy_blocks = 1
+
+
+class AsideARC(ARCCachePolicy):
+    """ARC."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        for aside in self.asides:
+            aside.min_busy_blocks = 1
+
+
+for name, made in ((LRU_ASIDE, AsideLRU), (ARC_ASIDE, AsideARC)):
+    if name not in CACHE_POLICIES:
+        CACHE_POLICIES.register(name, f"{__name__}:{made.__name__}")
