@@ -134,6 +134,8 @@ class RequestState:
         """Make the keys of the blocks that were hashed since the last call."""
         hashes = self.request.block_hashes
         for layout, keys in zip(layouts, self.keys, strict=True):
+            if len(keys) == len(hashes) // layout.hashes_per_block:
+                continue
             for block in range(len(keys), len(hashes) // layout.hashes_per_block):
                 last_hash = hashes[(block + 1) * layout.hashes_per_block - 1]
                 if self.key_salt:

@@ -116,7 +116,7 @@ class TierGuard:
         """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
         if self.is_out_of_service:
             return []
-        results = self._call("get_finished", lambda: [as_result(r) for r in self.tier.get_finished()], None)
+        results = self._call("get_finished", self._take_results, None)
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
@@ -148,7 +148,9 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", lambda: as_keys(self.tier.take_answered()), None)
+            answered = self._call("take_answered", self._take_answers, None)
+        if not answered and not self._asked:
+            return ()
         if answered is None:
             self._asked = {key: context for key, context in self._asked.items() if is_awaited(key)}
             still_asked = self._asked.items()
@@ -226,6 +228,12 @@ class TierGuard:
             "out_of_service": float(self.is_out_of_service),
         }
 
+    def _take_results(self) -> list[JobResult]:
+        return [as_result(result) for result in self.tier.get_finished()]
+
+    def _take_answers(self) -> list[OffloadKey] | None:
+        return as_keys(self.tier.take_answered())
+
     def _ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         try:
             answer = self.tier.lookup(key, req_context)
@@ -237,9 +245,9 @@ class TierGuard:
 
     def _is_stale(self) -> bool:
         """Return whether work waits for too long, or a job outlives even the tier's own time-out."""
-        oldest_s = next(iter(self._began_s.values()), None)
-        if oldest_s is None:
+        if not self._began_s:
             return False
+        oldest_s = next(iter(self._began_s.values()))
         age_s = self._clock() - oldest_s
         if age_s > self.tier.settings.job_timeout_s:
             return True

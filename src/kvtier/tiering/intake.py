@@ -54,6 +54,8 @@ class TierIntake:
 
     def note_used(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Count a use of ``keys``, one for each request; those used often enough are due from now on."""
+        if self._filter is None and not self._refused:
+            return
         distinct = list(keys)
         if self._refused:
             again = [key for key in distinct if key in self._refused]
