@@ -200,8 +200,7 @@ class Link:
             job.num_begun += 1
             job.num_running += 1
             self._num_queued -= 1
-            begins_s = self._pipe_free_s if self._pipe_free_s > arrives_s else arrives_s
-            self._pipe_free_s = begins_s + job.moving_s
+            self._pipe_free_s = max(arrives_s, self._pipe_free_s) + job.moving_s
             under_way.append((self._pipe_free_s, job))
             traffic.busy_s += job.moving_s
             if job.is_read:
