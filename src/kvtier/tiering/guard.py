@@ -116,7 +116,7 @@ class TierGuard:
         """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
         if self.is_out_of_service:
             return []
-        results = self._call("get_finished", self._take_results, None)
+        results = self._call("get_finished", lambda: [as_result(r) for r in self.tier.get_finished()], None)
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
@@ -148,7 +148,7 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", self._take_answers, None)
+            answered = self._call("take_answered", lambda: as_keys(self.tier.take_answered()), None)
         if not answered and not self._asked:
             return ()
         if answered is None:
@@ -227,12 +227,6 @@ class TierGuard:
             "in_flight_store_bytes": float(self.budget.used_bytes),
             "out_of_service": float(self.is_out_of_service),
         }
-
-    def _take_results(self) -> list[JobResult]:
-        return [as_result(result) for result in self.tier.get_finished()]
-
-    def _take_answers(self) -> list[OffloadKey] | None:
-        return as_keys(self.tier.take_answered())
 
     def _ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         try:
