@@ -85,7 +85,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     """
 
     def __init__(self, block_ids: Iterable[int]) -> None:
-        as_array = block_ids if isinstance(block_ids, np.ndarray | list | tuple) else list(block_ids)
+        as_array = block_ids if isinstance(block_ids, (list, np.ndarray, tuple)) else list(block_ids)
         self.block_ids: BlockIds = np.asarray(as_array, dtype=np.int64).reshape(-1)
 
     def __repr__(self) -> str:

@@ -37,7 +37,8 @@ def follow_allocations(
         if (state := requests.get(new.req_id)) is not None:
             state.replace_blocks(new.block_ids, new.num_computed_tokens)
         written.extend(list_written_blocks(layouts, new.block_ids, new.num_computed_tokens))
-    written.extend(_follow_cached_requests(layouts, requests, output))
+    if output.scheduled_cached_reqs.req_ids:
+        written.extend(_follow_cached_requests(layouts, requests, output))
     return written
 
 

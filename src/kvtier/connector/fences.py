@@ -39,9 +39,11 @@ class BlockFences:
 
         The caller makes every worker finish them in this step, so asking a second time would wait twice.
         """
-        if not self._jobs_by_block:
+        jobs_by_block = self._jobs_by_block
+        if not jobs_by_block:
             return set()
-        job_ids = {job_id for block_id in block_ids for job_id in self._jobs_by_block.get(block_id, ())}
+        fenced = jobs_by_block.keys() & block_ids
+        job_ids = {job_id for block_id in fenced for job_id in jobs_by_block[block_id]}
         # Each worker handles metadata in order, so once a flush is sent nothing later can overtake it.
         for job_id in job_ids:
             self.remove(job_id)

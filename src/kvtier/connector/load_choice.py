@@ -70,7 +70,7 @@ class LoadChoice:
             first_token: leading tokens that the device has.
             max_end_token: what the answer must not exceed.
         """
-        prefill = self._prefill.rate()
+        prefill = None if self._survey is None else self._prefill.rate()
         if self._survey is None or prefill is None:
             return max_end_token
         if state.wanted_end_token is not None:
@@ -139,7 +139,8 @@ class LoadChoice:
             num_tokens: prompt tokens.
             time_s: seconds for them, without what the engine waited for.
         """
-        self._prefill.tell(num_tokens, time_s)
+        if self._survey is not None:
+            self._prefill.tell(num_tokens, time_s)
 
     def stats(self) -> dict[str, float]:
         """Return what was measured, by dotted name; 0 is not known yet. Nothing when there is no choice."""

@@ -134,11 +134,14 @@ class RequestState:
         """Make the keys of the blocks that were hashed since the last call."""
         hashes = self.request.block_hashes
         for layout, keys in zip(layouts, self.keys, strict=True):
-            for block in range(len(keys), len(hashes) // layout.hashes_per_block):
-                last_hash = hashes[(block + 1) * layout.hashes_per_block - 1]
-                if self.key_salt:
-                    last_hash = blake2b(last_hash, key=self.key_salt, digest_size=len(last_hash)).digest()
-                keys.append(make_offload_key(last_hash, layout.idx))
+            idx, step = layout.idx, layout.hashes_per_block
+            ends = range((len(keys) + 1) * step, len(hashes) + 1, step)
+            if not ends:
+                continue
+            if self.key_salt:
+                keys += [make_offload_key(salt_hash(hashes[end - 1], self.key_salt), idx) for end in ends]
+            else:
+                keys += [make_offload_key(hashes[end - 1], idx) for end in ends]
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
         """Return the keys of the blocks that end at or before ``end_token``, first positions first."""
@@ -183,6 +186,11 @@ class RequestState:
         self.wanted_end_token = None
         self.unwanted = NOTHING_UNWANTED
         self.offer_again()
+
+
+def salt_hash(block_hash: bytes, key_salt: bytes) -> bytes:
+    """Return another hash of the same length, for what decides a block's bytes beyond its tokens. Pure."""
+    return blake2b(block_hash, key=key_salt, digest_size=len(block_hash)).digest()
 
 
 def make_request_state(

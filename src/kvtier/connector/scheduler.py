@@ -357,8 +357,9 @@ class OffloadingConnectorScheduler:
     def _flush(self, block_ids: list[int]) -> None:
         """Make the workers finish, before this step writes to ``block_ids``, every store that reads them."""
         job_ids = self._fences.take(block_ids)
-        self._jobs_to_flush |= job_ids
-        self.counters.flushed_store_jobs += len(job_ids)
+        if job_ids:
+            self._jobs_to_flush |= job_ids
+            self.counters.flushed_store_jobs += len(job_ids)
 
     def _prepare_stores(
         self, state: RequestState, num_scheduled_tokens: int

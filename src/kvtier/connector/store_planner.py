@@ -9,6 +9,7 @@ longer than the primary tier is stored as far as it goes; what did not fit is of
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput
@@ -62,14 +63,14 @@ def list_storable_blocks(
         idx = layout.idx
         first = max(state.next_store_blocks[idx], layout.first_live_block(state.num_freed_tokens))
         num_allocated = len(state.block_ids[idx]) // layout.block_size_factor
-        end = min(end_token // layout.block_tokens, len(state.keys[idx]), num_allocated)
+        keys, block_tokens = state.keys[idx], layout.block_tokens
+        end = min(end_token // block_tokens, len(keys), num_allocated)
         state.next_store_blocks[idx] = first
-        found.extend(
-            StorableBlock((block + 1) * layout.block_tokens, idx, block, state.keys[idx][block])
-            for block in range(first, end)
-        )
+        found += [
+            StorableBlock((block + 1) * block_tokens, idx, block, keys[block]) for block in range(first, end)
+        ]
     _note_next_store(layouts, state)
-    return sorted(found)
+    return found if len(layouts) == 1 else sorted(found)
 
 
 def storable_tokens(state: RequestState, num_scheduled_tokens: int) -> int:
@@ -98,7 +99,9 @@ def offer_blocks(
     was_refused = False
     while storable:
         # Slots come back in the order of the call, and a transfer is ordered by group: so the call is too.
-        batch = sorted(storable[:batch_blocks], key=lambda block: (block.group_idx, block.block))
+        batch = storable[:batch_blocks]
+        if len(layouts) > 1:
+            batch.sort(key=attrgetter("group_idx", "block"))
         output = offer([block.key for block in batch])
         if output is None and len(batch) == 1:
             state.store_batch_blocks = 1
@@ -124,8 +127,10 @@ def _plan_store(
     batch: list[StorableBlock],
     output: PrepareStoreOutput,
 ) -> StorePlan:
-    by_key = {block.key: block for block in batch}
-    stored = [by_key[key] for key in output.keys_to_store]
+    stored = batch
+    if len(output.keys_to_store) < len(batch):
+        by_key = {block.key: block for block in batch}
+        stored = [by_key[key] for key in output.keys_to_store]
     device_ids: list[int] = []
     group_sizes: list[int] = []
     block_indices: list[int] = []

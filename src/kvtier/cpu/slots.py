@@ -48,7 +48,7 @@ class SlotTable:
         start = self.num_used_once
         num_fresh = min(len(keys), self._num_slots - start)
         num_reused = len(keys) - num_fresh
-        slots = list(range(start, start + num_fresh))
+        slots = list(range(start, start + num_fresh)) if num_fresh else []
         self.num_used_once = start + num_fresh
         if num_reused:
             slots += self.freed[: -num_reused - 1 : -1]

@@ -55,8 +55,11 @@ class DevicePool:
 
     def has_room(self, prefix: Sequence[int], num_new: int) -> bool:
         """Return whether ``num_new`` blocks can be taken beside those of ``prefix``. Pure."""
-        num_taken_from_free = sum(1 for block_id in prefix if self._num_users[block_id] == 0)
-        return num_new <= len(self._free) - num_taken_from_free
+        num_free = len(self._free)
+        if num_new <= num_free - len(prefix):
+            return True
+        num_users = self._num_users
+        return num_new <= num_free - sum(num_users[block_id] == 0 for block_id in prefix)
 
     def take(self, prefix: Sequence[int], num_new: int) -> list[int]:
         """Use the blocks of ``prefix`` and as many new ones, whose content is lost; the caller has asked for room.

@@ -99,10 +99,12 @@ class SimulatedEngine:
                 self._heartbeat_s = timeline() + HEARTBEAT_S if self._has_undecided else inf
             if self._has_news:
                 continue
-            times = [self._heartbeat_s, arrivals[0].arrival_s if arrivals else inf]
-            if timeline.next_s is not None:
-                times.append(timeline.next_s)
-            until_s = min(times)
+            event_s = timeline.next_s
+            until_s = min(
+                self._heartbeat_s,
+                arrivals[0].arrival_s if arrivals else inf,
+                inf if event_s is None else event_s,
+            )
             if until_s == inf:
                 return
             if self._on_advance is not None:

@@ -166,8 +166,10 @@ class Link:
         while under_way and under_way[0][0] <= now_s:
             end_s, job = under_way.popleft()
             job.num_running -= 1
-            self._begin_parts(end_s)
-            self._report_if_ended(job)
+            if self._num_queued:
+                self._begin_parts(end_s)
+            if not job.num_running:
+                self._report_if_ended(job)
 
     def _look(self) -> None:
         if self._next_look_s == self._timeline():  # else another look was planned instead

@@ -81,12 +81,15 @@ class CachedRequests:
     num_computed_tokens: Sequence[int] = ()
 
 
+NO_CACHED_REQUESTS = CachedRequests()
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step will compute; nothing by default."""
 
     scheduled_new_reqs: Sequence[NewRequest] = ()
-    scheduled_cached_reqs: CachedRequests = field(default_factory=CachedRequests)
+    scheduled_cached_reqs: CachedRequests = NO_CACHED_REQUESTS
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
     preempted_req_ids: Collection[str] | None = None
 

@@ -98,7 +98,8 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
     def submit_store(self, job: JobMetadata) -> None:
         """Write what the tier does not hold yet, as far as there is room."""
         held = [key for key in job.keys if self._directory.lookup(key, DIRECTORY)]
-        self._directory.touch(held, DIRECTORY)
+        if held:
+            self._directory.touch(held, DIRECTORY)
         missing = self._make_room(job.keys)
         self._submit(job, missing, partial(self._end_store, job, missing))
 
@@ -163,7 +164,8 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
     def _end_store(self, job: JobMetadata, missing: list[OffloadKey], num_moved: int) -> None:
         self.num_written_blocks += num_moved
         self._directory.complete_store(missing[:num_moved], DIRECTORY)
-        self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
+        if num_moved < len(missing):
+            self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
         held = frozenset(key for key in job.keys if self._directory.lookup(key, DIRECTORY))
         self._report(job, held, is_fault=num_moved < len(missing))
 

@@ -50,9 +50,10 @@ class SimulatedWorker:
 
     def begin_step(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin what a step asks for; its stores wait for ``begin_stores``."""
-        flushed = metadata.jobs_to_flush or set()
-        self._begin(dict.fromkeys(flushed & self._computed_later.keys()))
-        self._flushing |= flushed & self._storing
+        flushed = metadata.jobs_to_flush
+        if flushed:
+            self._begin(dict.fromkeys(flushed & self._computed_later.keys()))
+            self._flushing |= flushed & self._storing
         self._computed_later.update(metadata.store_jobs)
         for job_id, job in metadata.load_jobs.items():
             self.after_flush(partial(self._load, job_id, job))

@@ -104,7 +104,12 @@ class CascadePlanner:
             if intake.guard.tier.settings.fill:
                 intake.offer(keys, req_context)
 
-    def note_used(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+    def has_due(self) -> bool:
+        """Return whether a tier is still to get a block; most steps of an engine have nothing to plan."""
+        self._forget_departed()
+        return any(intake.due for intake in self._intakes)
+
+    def note_used(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count a use of ``keys`` for the tiers that want blocks used more than once."""
         for intake in self._intakes:
             intake.note_used(keys, req_context)

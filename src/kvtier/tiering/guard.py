@@ -149,6 +149,8 @@ class TierGuard:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
             answered = self._call("take_answered", lambda: as_keys(self.tier.take_answered()), None)
+        if not answered and not self._asked:
+            return ()
         if answered is None:
             self._asked = {key: context for key, context in self._asked.items() if is_awaited(key)}
             still_asked = self._asked.items()
@@ -237,9 +239,9 @@ class TierGuard:
 
     def _is_stale(self) -> bool:
         """Return whether work waits for too long, or a job outlives even the tier's own time-out."""
-        oldest_s = next(iter(self._began_s.values()), None)
-        if oldest_s is None:
+        if not self._began_s:
             return False
+        oldest_s = next(iter(self._began_s.values()))
         age_s = self._clock() - oldest_s
         if age_s > self.tier.settings.job_timeout_s:
             return True

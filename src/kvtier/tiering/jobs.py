@@ -4,7 +4,7 @@ It starts nothing and completes nothing; it numbers jobs, remembers which tier h
 exactly once. A result for a job that the tier does not have, or no longer has, is nobody's and is counted.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,13 +41,13 @@ class JobTable:
         self,
         guard: TierGuard,
         keys: Iterable[OffloadKey],
-        block_ids: Iterable[int],
+        block_ids: Sequence[int],
         req_context: ReqContext,
         *,
         is_promotion: bool,
     ) -> OpenJob:
         """Number a new job and remember it until it is closed."""
-        slots = np.fromiter(block_ids, dtype=np.int64)
+        slots = np.array(block_ids, dtype=np.int64)
         metadata = JobMetadata(JobId(self._next_id), tuple(keys), slots, is_promotion, req_context)
         self._next_id += 1
         job = OpenJob(metadata, guard)

@@ -160,7 +160,7 @@ class TieringOffloadingManager(OffloadingManager):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used in the primary and in every tier."""
         self.primary.touch(keys, req_context)
-        self._cascades.note_used(tuple(keys), req_context)
+        self._cascades.note_used(keys, req_context)
         for guard in self._guards:
             guard.touch(keys, req_context)
 
@@ -215,12 +215,14 @@ class TieringOffloadingManager(OffloadingManager):
     def end_step(self) -> None:
         """Submit the promotions that this step's lookups wished for, and open the next step."""
         self._is_stepped = True
-        self._poll()
+        if not self._is_polled:
+            self._poll()
         for planned in self._wanted.take():
             self._waiting.notify(self._transfers.promote(planned))
-        backlog = ReqContext("backlog")
-        for due in self._cascades.plan(backlog, is_step_over=True):
-            self._transfers.cascade(due, backlog)
+        if self._cascades.has_due():
+            backlog = ReqContext("backlog")
+            for due in self._cascades.plan(backlog, is_step_over=True):
+                self._transfers.cascade(due, backlog)
         for guard in self._guards:
             guard.end_step()
         self._waiting.end_step()
@@ -328,6 +330,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._cascades.offer_promoted(came, guard)
                 self._waiting.notify(came, promoted_from=guard.name)
                 self._waiting.notify(ended)
-            self._waiting.notify(guard.take_answered(self._waiting.is_awaited))
+            answered = guard.take_answered(self._waiting.is_awaited)
+            if answered:
+                self._waiting.notify(answered)
         for overdue in self._waiting.expire(self._now_s):
             self._transfers.record_overdue(overdue, self._guards)
