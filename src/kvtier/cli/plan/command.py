@@ -15,9 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.plan.options import DEFAULT_DTYPE, EngineOptions, ModelOptions, SearchOptions, make_question
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.simulate.command import make_console
+from kvtier.cli.result_file import check_writable, write_result
 from kvtier.cli.simulate.options import take_first
-from kvtier.errors import ConfigError
+from kvtier.cli.tables import make_console
 from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
 from kvtier.sim.plan import Plan, Question, make_plan
 from kvtier.sim.plan_assumptions import list_assumptions
@@ -74,11 +74,12 @@ def plan(
     trace = take_first(read_trace(trace_file, trace_format), requests)
     question = make_question(trace, model, serving, wanted, price_list)
     if json_file is not None:
-        check_writable(json_file)
+        check_writable("--json", json_file)
     found = run_plan(question, Console(stderr=True))
     print_plan(question, found, make_console())
     if json_file is not None:
-        write_json(json_file, question, found)
+        written = {**found.to_json(), "assumptions": list_assumptions(question)}
+        write_result("--json", json_file, json.dumps(written, indent=1) + "\n")
     if found.is_reached is False:
         raise typer.Exit(GOAL_MISSED_STATUS)
 
@@ -94,29 +95,3 @@ def run_plan(question: Question, console: Console) -> Plan:
             return partial(progress.advance, task)
 
         return make_plan(question, begin)
-
-
-def check_writable(path: Path) -> None:
-    """Open the file of the plan before there is one, so that a wrong path costs no search.
-
-    Raises:
-        ConfigError: it cannot be written. What it holds stays until there is a plan.
-    """
-    try:
-        path.open("a").close()
-    except OSError as error:
-        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
-        raise ConfigError("--json", str(path), remedy) from error
-
-
-def write_json(path: Path, question: Question, found: Plan) -> None:
-    """Write the plan and what it assumes.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    written = {**found.to_json(), "assumptions": list_assumptions(question)}
-    try:
-        path.write_text(json.dumps(written, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError("--json", str(path), f"cannot be written: {error.strerror}") from error

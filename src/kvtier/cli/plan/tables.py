@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.tables import make_table
 from kvtier.sim.mix import Outcome, name_of
 from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, Shown, describe, format_bytes
 from kvtier.sim.plan_assumptions import list_assumptions
@@ -37,7 +37,7 @@ def print_plan(question: Question, plan: Plan, console: Console) -> None:
 def make_working_set_table(question: Question, plan: Plan) -> Table:
     """Return how much is in use within each window. Pure."""
     block_bytes = question.engine.block_bytes
-    table = _make_table("Blocks in use", ("window",), ("mean", "peak", "peak at"))
+    table = make_table("Blocks in use", ("window",), ("mean", "peak", "peak at"))
     for one in plan.working_sets:
         peak = format_bytes(one.peak_blocks * block_bytes)
         table.add_row(
@@ -52,7 +52,7 @@ def make_working_set_table(question: Question, plan: Plan) -> Table:
 def make_curve_table(question: Question, plan: Plan) -> Table:
     """Return what host memory alone would find. Pure."""
     title = f"Host memory alone, {question.cache_policy}"
-    table = _make_table(title, ("capacity",), ("hits", "writes per block", "$/month"))
+    table = make_table(title, ("capacity",), ("hits", "writes per block", "$/month"))
     for point in plan.curve:
         num_bytes = point.num_blocks * question.engine.block_bytes
         table.add_row(
@@ -67,7 +67,7 @@ def make_curve_table(question: Question, plan: Plan) -> Table:
 def make_break_even_table(plan: Plan) -> Table:
     """Return from which length on loading is faster. Pure."""
     headings = ("loading pays beyond", f"load {EXAMPLE_TOKENS:,} tokens", "compute them")
-    table = _make_table("Load or compute", ("medium",), headings)
+    table = make_table("Load or compute", ("medium",), headings)
     for one in plan.break_evens:
         beyond = "never" if one.tokens is None else f"{one.tokens:,} tokens"
         table.add_row(one.medium, beyond, f"{one.example_s:.3f} s", f"{one.example_compute_s:.3f} s")
@@ -77,7 +77,7 @@ def make_break_even_table(plan: Plan) -> Table:
 def make_mix_table(question: Question, plan: Plan, without: Outcome) -> Table:
     """Return the mixes that are worth showing, beside an engine without offloading. Pure."""
     headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
-    table = _make_table("Mixes", ("mix",), headings)
+    table = make_table("Mixes", ("mix",), headings)
     table.add_row("without", NOTHING, *_times(without), NOTHING, NOTHING)
     for one in plan.shown:
         table.add_row(
@@ -93,7 +93,7 @@ def make_mix_table(question: Question, plan: Plan, without: Outcome) -> Table:
 def make_wear_table(plan: Plan) -> Table:
     """Return what is written to each medium of the mixes and how long it lasts. Pure."""
     headings = ("used", "sold", "$/month", "written a day", "worn out after")
-    table = _make_table("Their media", ("mix", "medium"), headings)
+    table = make_table("Their media", ("mix", "medium"), headings)
     for one in plan.shown:
         for part in one.candidate.bill.media:
             is_host = part.name == HOST  # memory does not wear, and a replay of a chain does not count it
@@ -194,12 +194,3 @@ def _years(endurance_years: float | None) -> str:
         if endurance_years >= 1
         else f"{endurance_years * DAYS_PER_YEAR:.0f} days"
     )
-
-
-def _make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
-    for heading in names:
-        table.add_column(heading, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table

@@ -22,6 +22,7 @@ from kvtier.cli.simulate.output import Outputs
 from kvtier.cli.simulate.sweep_option import parse_sweep
 from kvtier.cli.simulate.table import print_comparison
 from kvtier.cli.simulate.tier_setting import apply_tier_settings
+from kvtier.cli.tables import make_console
 from kvtier.errors import ConfigError
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.results import Simulation
@@ -29,10 +30,6 @@ from kvtier.sim.sweep import Case, plan_cases, run_cases
 from kvtier.sim.trace import Trace
 
 NOTHING_SERVED_STATUS = 1
-
-PLAIN_COLUMNS = 200
-"""Width where the output is no terminal: rich would take 80 columns there and cut numbers. A program that reads the
-rows loses nothing by more; with a handful of tiers they have about 120."""
 
 
 def simulate(
@@ -117,9 +114,3 @@ def run_all(trace: Trace, cases: list[Case], num_processes: int, console: Consol
             progress.update(task, advance=num_requests, description=case.label)
 
         return run_cases(trace, cases, num_processes=num_processes, on_requests=note)
-
-
-def make_console() -> Console:
-    """Return the console of the tables: as wide as the terminal, or wide enough for what is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_COLUMNS)

@@ -4,10 +4,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.cli.result_file import check_writable, write_result
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.report.page import make_page
 from kvtier.cli.simulate.report.svg import require_plot
-from kvtier.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Outputs:
             require_plot()
         for option, path in (("--json", self.json_file), ("--html", self.html_file)):
             if path is not None:
-                _try_to_open(option, path)
+                check_writable(option, path)
 
     def write(self, comparison: Comparison) -> None:
         """Write each file.
@@ -44,21 +44,6 @@ class Outputs:
             ConfigError: one cannot be written.
         """
         if self.json_file is not None:
-            _write("--json", self.json_file, json.dumps(comparison.to_json(), indent=1) + "\n")
+            write_result("--json", self.json_file, json.dumps(comparison.to_json(), indent=1) + "\n")
         if self.html_file is not None:
-            _write("--html", self.html_file, make_page(comparison, self.command))
-
-
-def _try_to_open(option: str, path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
-        raise ConfigError(option, str(path), remedy) from error
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error
+            write_result("--html", self.html_file, make_page(comparison, self.command))

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.simulate.comparison import Comparison
+from kvtier.cli.tables import make_table
 from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
 
@@ -48,7 +48,7 @@ def make_sweep_table(comparison: Comparison) -> Table:
     sources = (DEVICE, *_tier_names(comparison.by_label))
     place = comparison.sweep.place if comparison.sweep else ""
     headings = ("found", "at most", *sources, "p50", "p90", "served")
-    table = _make_table("Prompt tokens not computed, and seconds to first token", (place, "policy"), headings)
+    table = make_table("Prompt tokens not computed, and seconds to first token", (place, "policy"), headings)
     for case, one in zip(comparison.cases, comparison.found, strict=True):
         ratios = [one.saved_ratio, one.bound_ratio or 0.0, *(one.hit_ratio(source) for source in sources)]
         numbers = [f"{ratio:.1%}" for ratio in ratios]
@@ -64,7 +64,7 @@ def make_hit_table(found: Mapping[str, Simulation]) -> Table:
     """Return where prompt tokens came from. Pure."""
     sources = (DEVICE, *_tier_names(found))
     headings = (*sources, "computed", "at least")
-    table = _make_table("Prompt tokens by origin", ("policy",), headings)
+    table = make_table("Prompt tokens by origin", ("policy",), headings)
     for name, one in found.items():
         ratios = [one.hit_ratio(source) for source in sources]
         least = 1 - (one.bound_ratio or 0.0)
@@ -76,7 +76,7 @@ def make_hit_table(found: Mapping[str, Simulation]) -> Table:
 def make_time_table(found: Mapping[str, Simulation]) -> Table:
     """Return when the first token came, and how many requests were served at all. Pure."""
     headings = ("p50", "p90", "p99", "queue p90", "served", "rejected")
-    table = _make_table("Seconds to first token", ("policy",), headings)
+    table = make_table("Seconds to first token", ("policy",), headings)
     for name, one in found.items():
         first = one.total.first_token
         times_s = [
@@ -106,7 +106,7 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
     if not rows:
         return None
     headings = ("blocks", "written TB", "per block", "read TB", "busy")
-    table = _make_table("Traffic of each tier", ("policy", "tier"), headings)
+    table = make_table("Traffic of each tier", ("policy", "tier"), headings)
     for row in rows:
         table.add_row(*row)
     return table
@@ -175,16 +175,6 @@ def is_saturated(engine: EngineModel, one: Simulation) -> bool:
     total = one.total
     prefill_s = total.num_prompt_tokens / max(1, total.num_requests) / engine.prefill_tokens_per_s
     return total.queue.p90_s > SATURATION_FACTOR * prefill_s
-
-
-def _make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return a table without rows. Pure."""
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
-    for heading in names:
-        table.add_column(heading, no_wrap=True)
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _tier_names(found: Mapping[str, Simulation]) -> Sequence[str]:
