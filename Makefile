@@ -23,6 +23,7 @@ STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
+COMPILED := $(wildcard src/kvtier/tiering/fs/*.c)
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 .PHONY: help venv demo test test-vllm check bench bench-peers docs clean
@@ -31,7 +32,7 @@ SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
-$(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
+$(STAMP): pyproject.toml setup.py $(COMPILED) $(wildcard $(CONSTRAINTS))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
@@ -45,7 +46,7 @@ demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under th
 test: $(STAMP)  ## every test, with the coverage of branches
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
 
-$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml
+$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cli,fs,testing]' pytest-timeout
@@ -55,8 +56,8 @@ test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in 
 	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/e2e/vllm $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
-	$(BIN)/python -m ruff check $(SOURCES)
-	$(BIN)/python -m ruff format --check $(SOURCES)
+	$(BIN)/python -m ruff check $(SOURCES) setup.py
+	$(BIN)/python -m ruff format --check $(SOURCES) setup.py
 	$(BIN)/python -m mypy $(SOURCES)
 	$(BIN)/python -m scripts.style_limits
 	$(BIN)/python -m scripts.import_direction
@@ -77,4 +78,5 @@ docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 
 clean:  ## remove the virtual environment and everything that tools left behind
 	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	find src -name '*.so' -delete
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

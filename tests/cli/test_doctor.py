@@ -131,3 +131,13 @@ def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyP
 )
 def test_sizes_are_in_binary_units(num_bytes: int, shown: str) -> None:
     assert doctor.size(num_bytes) == shown
+
+
+def test_what_was_not_compiled_is_a_note_with_a_remedy(tmp_path: Path) -> None:
+    missing = doctor.check_compiled(tmp_path / "_module")
+    (tmp_path / "_module.abi3.so").touch()
+    found = doctor.check_compiled(tmp_path / "_module")
+
+    assert missing.verdict is Verdict.NOTE
+    assert "C compiler" in missing.found
+    assert found.verdict is Verdict.GOOD

@@ -165,6 +165,25 @@ def test_one_large_job_keeps_every_thread_busy(clock: ManualClock) -> None:
     assert pool.shutdown(HANG_GUARD_S)
 
 
+def test_threads_that_may_not_store_are_there_for_loads(clock: ManualClock) -> None:
+    pool = IOPool("test", 3, clock=clock, num_store_threads=2, max_part_blocks=64)
+    stores = Gate()
+    pool.submit_store(job_of(1, 4), stores, TIMEOUT_S)
+    for _ in range(2):
+        stores.await_entered()
+    pool.submit_store(job_of(2, 1), stores, TIMEOUT_S)
+    for job_id in (3, 4):
+        load = Gate()
+        pool.submit_load(job_of(job_id, 1, is_promotion=True), load, TIMEOUT_S)
+        load.await_entered()
+        load.open()
+    assert [len(keys) for keys, _ in stores.calls] == [2, 1]
+    stores.open()
+    assert {result.job_id for result in finish(pool)} == {1, 2, 3, 4}
+    assert sum(len(keys) for keys, _ in stores.calls) == 5
+    assert pool.shutdown(HANG_GUARD_S)
+
+
 def test_no_part_is_larger_than_allowed(clock: ManualClock) -> None:
     pool = IOPool("test", 1, clock=clock, max_part_blocks=3)
     mover = Mover()

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Annotated
 
@@ -56,6 +57,9 @@ EXTRAS = {
     "matplotlib": ("plot", "pictures"),
 }
 """Module -> the extra of the package that brings it, and what it is for."""
+
+COMPILED_MODULE = "tiering/fs/_whole_files"
+"""What is compiled of the package where that is possible, below its folder and without the suffix of such modules."""
 
 
 class Verdict(Enum):
@@ -111,6 +115,7 @@ def run_checks(directory: Path | None) -> Iterator[Check]:
     yield check_leftovers(SHARED_MEMORY, LOCK_TABLE)
     for module in EXTRAS:
         yield check_extra(module)
+    yield check_compiled(Path(__file__).parents[1] / COMPILED_MODULE)
     if directory is not None:
         yield check_space(directory)
         yield check_unnamed_files(directory)
@@ -238,6 +243,15 @@ def check_extra(module: str) -> Check:
     if importlib.util.find_spec(module) is None:
         return Check(module, Verdict.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
     return Check(module, Verdict.GOOD, importlib.metadata.version(module))
+
+
+def check_compiled(module: Path) -> Check:
+    """Say whether a module of the package was compiled, given where it would be but for its suffix."""
+    subject = "compiled file calls"
+    if any(module.with_name(module.name + suffix).exists() for suffix in EXTENSION_SUFFIXES):
+        return Check(subject, Verdict.GOOD, "the fs tier moves a block's file with one call")
+    remedy = "install kvtier again where there are a C compiler and Python's headers"
+    return Check(subject, Verdict.NOTE, f"missing, the fs tier needs more processor time a block: {remedy}")
 
 
 def check_space(directory: Path) -> Check:

@@ -81,18 +81,20 @@ class _Part:
     job: _OpenJob
     keys: Sequence[OffloadKey]
     block_ids: Sequence[int]
+    is_store: bool
 
 
 class IOPool:
     """Named daemon threads that work off jobs, loads before stores; started by the first job.
 
-    Mutable are the two queues, the jobs in them and in the threads' hands, and the list of reports.
+    Mutable are the two queues, the jobs in them and in the threads' hands, counts, and the list of reports.
     ``_changed`` guards them; a transfer runs outside it.
 
     Args:
         name: of the tier, for the threads and messages.
         num_threads: transfers at the same time.
         clock: seconds, monotonic.
+        num_store_threads: how many of them may store at the same time, None for each; the others are there for loads.
         max_part_blocks: blocks that a thread takes at a stretch. One gives the best balance; more amortise
             what a transfer costs once per call, and a load waits that much longer behind a store.
         max_queued_blocks: blocks that may wait for a thread; a submit beyond it raises.
@@ -104,11 +106,13 @@ class IOPool:
         num_threads: int,
         *,
         clock: Callable[[], float],
+        num_store_threads: int | None = None,
         max_part_blocks: int = 1,
         max_queued_blocks: int = DEFAULT_MAX_QUEUED_BLOCKS,
     ) -> None:
         self._name = name
         self._num_threads = num_threads
+        self._num_store_threads = num_store_threads or num_threads
         self._clock = clock
         self._max_part_blocks = max_part_blocks
         self._max_queued_blocks = max_queued_blocks
@@ -120,6 +124,7 @@ class IOPool:
         self._num_queued_blocks = 0
         self._num_timeout_blocks = 0
         self._num_alive_threads = 0
+        self._num_storing_threads = 0
         self._is_closed = False
 
     def submit_load(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
@@ -224,7 +229,7 @@ class IOPool:
     def _take_part(self) -> _Part | None:
         with self._changed:
             while True:
-                queue = self._loads or self._stores
+                queue = self._loads or (self._stores if self._may_store() else None)
                 if queue and queue[0].deadline_s <= self._clock():
                     self._give_up(queue.popleft(), is_timeout=True)
                 elif queue:
@@ -236,23 +241,30 @@ class IOPool:
                 else:
                     self._changed.wait()
 
+    def _may_store(self) -> bool:
+        return self._num_storing_threads < self._num_store_threads
+
     def _cut_part(self, queue: deque[_OpenJob]) -> _Part:
         job = queue[0]
         begin = job.num_begun
+        is_store = queue is self._stores
+        num_threads = self._num_store_threads if is_store else self._num_threads
         # A share of what waits, not of the job: only the last parts are small, so that threads end together. The
         # next few jobs tell enough, since each has a block at least.
-        waiting = islice(queue, self._num_threads)
-        share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // self._num_threads)
+        waiting = islice(queue, num_threads)
+        share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
         end = min(begin + min(share, self._max_part_blocks), len(job.keys))
         job.num_begun = end
         job.num_running_parts += 1
+        self._num_storing_threads += is_store
         self._num_queued_blocks -= end - begin
         if end == len(job.keys):
             queue.popleft()
-        return _Part(job, job.keys[begin:end], job.block_ids[begin:end])
+        return _Part(job, job.keys[begin:end], job.block_ids[begin:end], is_store)
 
     def _finish(self, part: _Part, moved: Moved) -> None:
         with self._changed:
+            self._num_storing_threads -= part.is_store
             part.job.num_running_parts -= 1
             part.job.arrived.extend(moved.arrived)
             part.job.is_fault |= moved.is_fault

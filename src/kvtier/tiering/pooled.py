@@ -41,12 +41,14 @@ class PoolOptions:
         max_part_blocks: blocks that a thread moves in one call.
         positive_ttl_s: seconds for which "held" is believed; 0 keeps no such verdict.
         negative_ttl_s: seconds for which "not held" is believed.
+        num_store_threads: how many of the threads may store at the same time, None for each.
     """
 
     num_threads: int
     max_part_blocks: int
     positive_ttl_s: float
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
+    num_store_threads: int | None = None
 
 
 class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
@@ -79,7 +81,13 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._block_store = block_store
         self._has_positive_verdicts = options.positive_ttl_s > 0
         self._outages = OutageLog()
-        self._pool = IOPool(name, options.num_threads, clock=clock, max_part_blocks=options.max_part_blocks)
+        self._pool = IOPool(
+            name,
+            options.num_threads,
+            clock=clock,
+            num_store_threads=options.num_store_threads,
+            max_part_blocks=options.max_part_blocks,
+        )
         self._lookup = AsyncLookup(
             name,
             self._find,

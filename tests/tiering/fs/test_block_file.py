@@ -1,9 +1,15 @@
-"""A file appears whole or not at all, with the permissions asked for, and is read whole or judged too short."""
+"""A file appears whole or not at all, with the permissions asked for, and is read whole or judged too short.
+
+Whether one compiled call does it, or each call of the system is made by itself.
+"""
 
 import errno
 import os
+import resource
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -12,11 +18,31 @@ from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import current_owner
-from kvtier.tiering.fs.system import Buffers, SystemCalls
+from kvtier.tiering.fs.system import REAL_CALLS, Buffers, SystemCalls, WholeFileCalls, status_of
 
 MakeFiles = Callable[..., BlockFiles]
 NOW_S = 1_700_000_000.0
-KINDS = pytest.mark.parametrize("has_unnamed_files", [True, False], ids=["unnamed", "named"])
+
+
+class Way(Enum):
+    """How files are written and read."""
+
+    COMPILED = "compiled"
+    STEPWISE = "stepwise"
+    NAMED = "named"
+
+
+EVERY_WAY = pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
+EVERY_READ = pytest.mark.parametrize("way", [Way.COMPILED, Way.STEPWISE], ids=lambda way: way.value)
+
+
+def compiled() -> WholeFileCalls:
+    """Return the compiled calls."""
+    if REAL_CALLS.whole_files is None:
+        pytest.skip(
+            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+        )
+    return REAL_CALLS.whole_files
 
 
 @pytest.fixture
@@ -24,12 +50,10 @@ def make_files(tmp_path: Path) -> MakeFiles:
     """Build the files of the test's directory."""
     (tmp_path / "tmp").mkdir()
 
-    def make(
-        *, has_unnamed_files: bool = True, mode: int = 0o600, calls: SystemCalls | None = None
-    ) -> BlockFiles:
-        support = FileSupport(has_direct_io=False, has_unnamed_files=has_unnamed_files)
-        clock = ManualClock(NOW_S)
-        return BlockFiles(support, tmp_path / "tmp", current_owner(), mode, calls or SystemCalls(), clock)
+    def make(way: Way = Way.STEPWISE, *, mode: int = 0o600, calls: SystemCalls | None = None) -> BlockFiles:
+        support = FileSupport(has_direct_io=False, has_unnamed_files=way is not Way.NAMED)
+        calls = calls or SystemCalls(whole_files=compiled() if way is Way.COMPILED else None)
+        return BlockFiles(support, tmp_path / "tmp", current_owner(), mode, calls, ManualClock(NOW_S))
 
     return make
 
@@ -49,50 +73,66 @@ def in_small_steps(call: Callable[[int, Buffers, int], int]) -> Callable[[int, B
     return lambda fd, buffers, offset: call(fd, [buffers[0][:3]], offset)
 
 
-@KINDS
-def test_what_is_published_is_read_back(
-    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
-) -> None:
-    files = make_files(has_unnamed_files=has_unnamed_files)
+@EVERY_WAY
+def test_what_is_published_is_read_back(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    files = make_files(way)
     assert files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
     back = parts(b"....", b".......")
-    assert files.read(f"{tmp_path}/a", back).st_size == 11
+    assert files.read(f"{tmp_path}/a", back).num_bytes == 11
     assert [bytes(part) for part in back] == [b"head", b"payload"]
     assert left_over(tmp_path) == [tmp_path / "a"]
 
 
-@KINDS
-def test_a_name_that_is_taken_is_left_as_it_is(
-    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
-) -> None:
-    files = make_files(has_unnamed_files=has_unnamed_files)
+@EVERY_WAY
+def test_a_name_that_is_taken_is_left_as_it_is(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    files = make_files(way)
     files.publish(f"{tmp_path}/a", parts(b"first"))
     assert not files.publish(f"{tmp_path}/a", parts(b"second"))
     assert (tmp_path / "a").read_bytes() == b"first"
     assert left_over(tmp_path) == [tmp_path / "a"]
 
 
-@KINDS
+@EVERY_WAY
 def test_a_missing_folder_is_said_and_nothing_is_left(
-    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
+    make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        make_files(has_unnamed_files=has_unnamed_files).publish(f"{tmp_path}/no/a", parts(b"x"))
+        make_files(way).publish(f"{tmp_path}/no/a", parts(b"x"))
     assert left_over(tmp_path) == []
 
 
-@KINDS
-def test_a_write_that_fails_midway_leaves_nothing(
-    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool
-) -> None:
+@pytest.mark.parametrize("way", [Way.STEPWISE, Way.NAMED], ids=lambda way: way.value)
+def test_a_write_that_fails_midway_leaves_nothing(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     def full(fd: int, buffers: Buffers, offset: int) -> int:
         if offset:
             raise OSError(errno.ENOSPC, "full")
         return os.pwrite(fd, buffers[0][:3], 0)
 
-    files = make_files(has_unnamed_files=has_unnamed_files, calls=SystemCalls(pwritev=full))
+    files = make_files(way, calls=SystemCalls(pwritev=full))
     with pytest.raises(OSError, match="full"):
         files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    assert left_over(tmp_path) == []
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Have the system refuse to let a file of this process grow beyond ``num_bytes``."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@EVERY_WAY
+def test_a_file_that_may_not_become_so_long_leaves_nothing(
+    make_files: MakeFiles, tmp_path: Path, way: Way
+) -> None:
+    files = make_files(way)
+    with files_of_at_most(6), pytest.raises(OSError, match="too large") as caught:
+        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    assert caught.value.errno == errno.EFBIG
     assert left_over(tmp_path) == []
 
 
@@ -121,32 +161,36 @@ def test_a_file_without_hard_links_is_renamed(
         raise OSError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert make_files(has_unnamed_files=False).publish(f"{tmp_path}/a", parts(b"x"))
+    assert make_files(Way.NAMED).publish(f"{tmp_path}/a", parts(b"x"))
     assert left_over(tmp_path) == [tmp_path / "a"]
 
 
-def test_a_file_that_is_too_short_is_not_read(make_files: MakeFiles, tmp_path: Path) -> None:
+@EVERY_READ
+def test_a_file_that_is_too_short_is_not_read(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     (tmp_path / "a").write_bytes(b"short")
     back = parts(b"......")
-    assert make_files().read(f"{tmp_path}/a", back).st_size == 5
+    assert make_files(way).read(f"{tmp_path}/a", back).num_bytes == 5
     assert bytes(back[0]) == b"......"
 
 
-def test_a_missing_file_and_a_symbolic_link_are_not_read(make_files: MakeFiles, tmp_path: Path) -> None:
+@EVERY_READ
+def test_a_missing_file_and_a_symbolic_link_are_not_read(
+    make_files: MakeFiles, tmp_path: Path, way: Way
+) -> None:
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(FileNotFoundError):
-        make_files().read(f"{tmp_path}/missing", parts(b"."))
+        make_files(way).read(f"{tmp_path}/missing", parts(b"."))
     with pytest.raises(OSError, match="symbolic"):
-        make_files().read(f"{tmp_path}/link", parts(b"."))
+        make_files(way).read(f"{tmp_path}/link", parts(b"."))
 
 
-@KINDS
+@EVERY_WAY
 @pytest.mark.parametrize("mode", [0o600, 0o660])
 def test_permissions_are_those_asked_for_whatever_the_umask(
-    make_files: MakeFiles, tmp_path: Path, has_unnamed_files: bool, mode: int
+    make_files: MakeFiles, tmp_path: Path, way: Way, mode: int
 ) -> None:
-    make_files(has_unnamed_files=has_unnamed_files, mode=mode).publish(f"{tmp_path}/a", parts(b"x"))
+    make_files(way, mode=mode).publish(f"{tmp_path}/a", parts(b"x"))
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
 
 
@@ -159,8 +203,11 @@ def test_folders_can_be_searched_by_those_who_read_files() -> None:
     ]
 
 
-def test_a_load_renews_the_time_once_a_minute_at_most(make_files: MakeFiles, tmp_path: Path) -> None:
-    path, files = tmp_path / "a", make_files()
+@EVERY_READ
+def test_a_load_renews_the_time_once_a_minute_at_most(
+    make_files: MakeFiles, tmp_path: Path, way: Way
+) -> None:
+    path, files = tmp_path / "a", make_files(way)
     path.write_bytes(b"x")
     os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S))
     files.read(str(path), parts(b"."))
@@ -170,10 +217,11 @@ def test_a_load_renews_the_time_once_a_minute_at_most(make_files: MakeFiles, tmp
     assert path.stat().st_mtime > NOW_S
 
 
+@EVERY_READ
 def test_a_disk_that_takes_no_change_still_gives_its_blocks(
-    make_files: MakeFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_files: MakeFiles, tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, files = tmp_path / "a", make_files()
+    path, files = tmp_path / "a", make_files(way)
     path.write_bytes(b"x")
     os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
 
@@ -198,9 +246,9 @@ def test_renewing_says_whether_the_file_is_there(make_files: MakeFiles, tmp_path
 def test_only_the_file_that_was_meant_is_removed(make_files: MakeFiles, tmp_path: Path) -> None:
     path, files = tmp_path / "a", make_files()
     path.write_bytes(b"damaged")
-    seen = path.stat()
+    seen = status_of(path.stat())
     (tmp_path / "b").write_bytes(b"whole!")
     (tmp_path / "b").rename(path)
     assert files.remove(str(path), seen) == 0
-    assert files.remove(str(path), path.stat()) == 6
+    assert files.remove(str(path), status_of(path.stat())) == 6
     assert files.remove(str(path)) == 0

@@ -11,6 +11,7 @@ from kvtier.tiering.fs.settings import (
     LARGE_ROW_BYTES,
     FSSettings,
     parse_settings,
+    plan_num_store_threads,
     plan_num_threads,
 )
 
@@ -100,3 +101,14 @@ def test_large_rows_and_direct_io_take_more_threads_unless_a_number_is_given(
 ) -> None:
     settings = parse(num_threads=num_threads)
     assert plan_num_threads(settings, row_bytes, has_direct_io=has_direct_io) == planned
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_cores", "has_direct_io", "planned"),
+    [(None, 2, False, 2), (None, 64, False, DEFAULT_NUM_THREADS), (None, 2, True, None), (6, 2, False, None)],
+)
+def test_no_more_threads_store_through_the_page_cache_than_there_are_cores(
+    num_threads: int | None, num_cores: int, *, has_direct_io: bool, planned: int | None
+) -> None:
+    settings = parse(num_threads=num_threads)
+    assert plan_num_store_threads(settings, num_cores, has_direct_io=has_direct_io) == planned

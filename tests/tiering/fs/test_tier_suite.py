@@ -39,6 +39,13 @@ class TestAlone(TierSuite):
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", shared=False)
 
 
+class TestStepwise(TierSuite):
+    """Where nothing was compiled: each call of the system by itself."""
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", calls=SystemCalls())
+
+
 class TestNamedTemporaries(TierSuite):
     """On a file system without unnamed files."""
 

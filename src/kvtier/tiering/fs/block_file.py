@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import Owner
-from kvtier.tiering.fs.system import Buffers, SystemCalls, set_file_mode
+from kvtier.tiering.fs.system import Buffers, FileStatus, SystemCalls, set_file_mode, status_of
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -72,7 +72,7 @@ class BlockFiles:
             return self._publish_unnamed(path, buffers)
         return self._publish_named(path, buffers)
 
-    def read(self, path: str, buffers: Buffers) -> os.stat_result:
+    def read(self, path: str, buffers: Buffers) -> FileStatus:
         """Fill ``buffers`` from the beginning of the file.
 
         Returns:
@@ -82,26 +82,23 @@ class BlockFiles:
             FileNotFoundError: there is no such file.
             OSError: the system could not read it.
         """
-        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
-        try:
-            status = os.fstat(fd)
-            if status.st_size >= sum(map(len, buffers)):
-                if not _transfer(self._calls.preadv, fd, buffers):
-                    raise OSError(errno.EIO, "the file ended before its length", path)
-                self._renew(fd, status)
-            return status
-        finally:
-            os.close(fd)
+        whole_files = self._calls.whole_files
+        if whole_files is None:
+            return self._read_stepwise(path, buffers)
+        status = FileStatus(*whole_files.read(path, self._support.flags, buffers))
+        if status.num_bytes >= sum(map(len, buffers)):
+            self._renew(path, status.modified_s)
+        return status
 
     def renew(self, path: str) -> bool:
         """Note a use of the file, once a minute at most; False when there is no such file."""
         try:
-            self._renew(path, Path(path).lstat())
+            self._renew(path, Path(path).lstat().st_mtime)
         except OSError:
             return False
         return True
 
-    def remove(self, path: str, status: os.stat_result | None = None) -> int:
+    def remove(self, path: str, status: FileStatus | None = None) -> int:
         """Remove a file and return its length, 0 when somebody else did.
 
         Args:
@@ -112,16 +109,31 @@ class BlockFiles:
             OSError: the system refused.
         """
         try:
-            found = Path(path).lstat()
-            if status is not None and (found.st_dev, found.st_ino) != (status.st_dev, status.st_ino):
+            found = status_of(Path(path).lstat())
+            if status is not None and (found.device, found.inode) != (status.device, status.inode):
                 return 0
             Path(path).unlink()
         except FileNotFoundError:
             return 0
-        return found.st_size
+        return found.num_bytes
+
+    def _read_stepwise(self, path: str, buffers: Buffers) -> FileStatus:
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
+        try:
+            status = status_of(os.fstat(fd))
+            if status.num_bytes >= sum(map(len, buffers)):
+                if not _transfer(self._calls.preadv, fd, buffers):
+                    raise OSError(errno.EIO, "the file ended before its length", path)
+                self._renew(fd, status.modified_s)
+            return status
+        finally:
+            os.close(fd)
 
     def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
         folder = path.rpartition("/")[0]
+        whole_files = self._calls.whole_files
+        if whole_files is not None:
+            return whole_files.publish(folder, path, self._support.flags, self._file_mode, buffers)
         fd = self._open_new(folder, os.O_TMPFILE)
         try:
             self._fill(fd, buffers)
@@ -159,8 +171,8 @@ class BlockFiles:
         if not _transfer(self._calls.pwritev, fd, buffers):
             raise OSError(errno.ENOSPC, "the file system took only a part of the block")
 
-    def _renew(self, file: int | str, status: os.stat_result) -> None:
-        if self._wall_clock() - status.st_mtime <= RENEW_AFTER_S:
+    def _renew(self, file: int | str, modified_s: float) -> None:
+        if self._wall_clock() - modified_s <= RENEW_AFTER_S:
             return
         try:
             os.utime(file)

@@ -101,6 +101,17 @@ def plan_num_threads(settings: FSSettings, row_bytes: int, *, has_direct_io: boo
     return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
 
 
+def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_io: bool) -> int | None:
+    """Return how many of the threads may store at the same time, None for each of them. Pure.
+
+    Through the page cache a store is a copy and a checksum: more threads than cores only take turns, and take the
+    interpreter's lock and the cores from the engine more often. A load may wait for the disk.
+    """
+    if has_direct_io or settings.num_threads is not None:
+        return None
+    return min(DEFAULT_NUM_THREADS, num_cores)
+
+
 def _parse_root(value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise ConfigError("root_dir", value, "must be the path of a directory")

@@ -6,7 +6,6 @@ stored or loaded costs itself only, and is counted with its reason.
 
 import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -26,6 +25,7 @@ from kvtier.tiering.fs.folders import make_block_folder
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.layout import namespace_path
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.io_pool import Moved
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class FSBlockStore(BlockStore[Space]):
         except OSError as error:
             logger.warning("tier fs: block %s was not loaded: %s", path, error)
             return TierFailure.IO_ERROR
-        if status.st_size < self._directory.block_bytes:
+        if status.num_bytes < self._directory.block_bytes:
             verdict = Verdict.DAMAGED
         else:
             verdict = check(page, row, key, space.namespace.digest, codec=RAW_NUMBER)
@@ -211,7 +211,7 @@ class FSBlockStore(BlockStore[Space]):
             self._remove_damaged(space, key, status)
         return failure
 
-    def _remove_damaged(self, space: Space, key: OffloadKey, status: os.stat_result) -> None:
+    def _remove_damaged(self, space: Space, key: OffloadKey, status: FileStatus) -> None:
         path = space.block_path(key)
         try:
             self._ledger.remove(self._files.remove(path, status))

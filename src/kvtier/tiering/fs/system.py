@@ -9,6 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
+
+try:
+    from kvtier.tiering.fs import _whole_files
+except ImportError:  # installed where nothing could be compiled
+    _whole_files = None  # type: ignore[assignment]  # mypy knows modules, not their absence
 
 Buffers = Sequence[memoryview]
 
@@ -46,6 +52,37 @@ def link_open_file(fd: int, path: str) -> None:
     os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
 
 
+class FileStatus(NamedTuple):
+    """What a file is.
+
+    Attributes:
+        num_bytes: its length.
+        device: of its file system.
+        inode: its number there.
+        modified_s: seconds since 1970.
+    """
+
+    num_bytes: int
+    device: int
+    inode: int
+    modified_s: float
+
+
+def status_of(found: os.stat_result) -> FileStatus:
+    """Return what the system said of a file. Pure."""
+    return FileStatus(found.st_size, found.st_dev, found.st_ino, found.st_mtime)
+
+
+class WholeFileCalls(Protocol):
+    """A file written or read with one call, for which the interpreter's lock is released once."""
+
+    def publish(self, folder: str, path: str, flags: int, mode: int, buffers: Buffers, /) -> bool:
+        """Write a file without a name in ``folder`` and link it; False when ``path`` was taken."""
+
+    def read(self, path: str, flags: int, buffers: Buffers, /) -> tuple[int, int, int, float]:
+        """Fill ``buffers`` from the beginning of a file unless it is shorter; return the fields of its status."""
+
+
 @dataclass(frozen=True, slots=True)
 class SystemCalls:
     """What the kernel is asked to do with a block.
@@ -55,12 +92,14 @@ class SystemCalls:
         pwritev: file descriptor, buffers, offset -> bytes written.
         preadv: file descriptor, buffers, offset -> bytes read.
         link: name an open file that has no name.
+        whole_files: does what takes several of them; None has each made by itself.
     """
 
     open: Callable[[str, int, int], int] = os.open
     pwritev: Callable[[int, Buffers, int], int] = os.pwritev
     preadv: Callable[[int, Buffers, int], int] = os.preadv
     link: Callable[[int, str], None] = link_open_file
+    whole_files: WholeFileCalls | None = None
 
 
-REAL_CALLS = SystemCalls()
+REAL_CALLS = SystemCalls(whole_files=_whole_files)

@@ -5,6 +5,7 @@ jobs and questions are handed to threads. One directory serves any number of eng
 namespace has its own folder in it, and all of them share one capacity.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,7 +17,12 @@ from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.evicting import EvictingTier
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, parse_settings, plan_num_threads
+from kvtier.tiering.fs.settings import (
+    DEFAULT_FILE_MODE,
+    parse_settings,
+    plan_num_store_threads,
+    plan_num_threads,
+)
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
@@ -91,6 +97,9 @@ class FSTier(EvictingTier[Space]):
             # What is found on the disk goes into the index, which knows when it is gone: no verdict is kept.
             positive_ttl_s=0.0,
             negative_ttl_s=own.negative_ttl_s,
+            num_store_threads=plan_num_store_threads(
+                own, len(os.sched_getaffinity(0)), has_direct_io=directory.has_direct_io
+            ),
         )
         self.capacity_blocks = max_keys = own.capacity_bytes // own.block_bytes
         block_store = FSBlockStore(
