@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
-COMPILED := $(wildcard src/kvtier/tiering/fs/*.c)
+COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 .PHONY: help venv demo test test-vllm check bench bench-peers docs clean

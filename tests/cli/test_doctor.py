@@ -134,9 +134,9 @@ def test_sizes_are_in_binary_units(num_bytes: int, shown: str) -> None:
 
 
 def test_what_was_not_compiled_is_a_note_with_a_remedy(tmp_path: Path) -> None:
-    missing = doctor.check_compiled(tmp_path / "_module")
+    missing = doctor.check_compiled("copies", tmp_path / "_module", "faster")
     (tmp_path / "_module.abi3.so").touch()
-    found = doctor.check_compiled(tmp_path / "_module")
+    found = doctor.check_compiled("copies", tmp_path / "_module", "faster")
 
     assert missing.verdict is Verdict.NOTE
     assert "C compiler" in missing.found

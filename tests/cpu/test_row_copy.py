@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pytest
 
 from kvtier.base import GPULoadStoreSpec
+from kvtier.cpu import row_copy
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.row_copy import GATHER_BELOW_BYTES, PIECE_BYTES, RowCopier
+from kvtier.cpu.row_copy import COMPILED_CALLS, GATHER_BELOW_BYTES, PIECE_BYTES, PageCalls, RowCopier
 from kvtier.cpu.row_layout import GroupLayout, PagePlace, RowLayout, plan_moves
 
 Bytes = npt.NDArray[np.int8]
@@ -40,12 +41,32 @@ def num_threads(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def calls(request: pytest.FixtureRequest) -> PageCalls | None:
+    """Return what moves pages."""
+    if request.param == "compiled" and COMPILED_CALLS is None:
+        pytest.skip(
+            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+        )
+    return COMPILED_CALLS if request.param == "compiled" else None
+
+
 @pytest.mark.parametrize("is_scattered", [False, True])
 @pytest.mark.parametrize("page_size", [16, GATHER_BELOW_BYTES, PIECE_BYTES // 4 + 8])
 @pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("is_large", [False, True])
 def test_what_was_stored_comes_back(
-    *, num_threads: int, page_size: int, factor: int, is_scattered: bool
+    *,
+    num_threads: int,
+    calls: PageCalls | None,
+    page_size: int,
+    factor: int,
+    is_scattered: bool,
+    is_large: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if is_large:
+        monkeypatch.setattr(row_copy, "LOADED_PAST_CACHE_FROM_BYTES", 0)
     num_pages = 10 * factor
     layout = layout_of([page_size, page_size, 24], factor)
     device = [random_bytes(NUM_BLOCKS, size) for size in (page_size, page_size, 24)]
@@ -54,7 +75,7 @@ def test_what_was_stored_comes_back(
     blocks = order.permutation(NUM_BLOCKS)[:num_pages] if is_scattered else np.arange(num_pages)
     slots = order.permutation(12)[:10] if is_scattered else np.arange(10)
     moves = plan_moves(layout, GPULoadStoreSpec(blocks, [num_pages], [0]), CPULoadStoreSpec(slots), 12)
-    copier = RowCopier(layout, device, rows, num_threads)
+    copier = RowCopier(layout, device, rows, num_threads, calls)
 
     copier.store(moves)
 
@@ -72,13 +93,15 @@ def test_what_was_stored_comes_back(
     copier.release()
 
 
-def test_when_a_piece_fails_the_error_is_raised_and_the_rest_is_dropped(num_threads: int) -> None:
+def test_when_a_piece_fails_the_error_is_raised_and_the_rest_is_dropped(
+    num_threads: int, calls: PageCalls | None
+) -> None:
     layout = layout_of([PIECE_BYTES], 1)
     device = random_bytes(NUM_BLOCKS, PIECE_BYTES)
     device_that_cannot_be_written = device.view()
     device_that_cannot_be_written.flags.writeable = False
     rows = np.zeros((NUM_BLOCKS, PIECE_BYTES), np.int8)
-    copier = RowCopier(layout, [device_that_cannot_be_written], rows, num_threads)
+    copier = RowCopier(layout, [device_that_cannot_be_written], rows, num_threads, calls)
     spec = GPULoadStoreSpec(range(NUM_BLOCKS), [NUM_BLOCKS], [0])
 
     with pytest.raises(ValueError, match="read-only"):

@@ -58,8 +58,11 @@ EXTRAS = {
 }
 """Module -> the extra of the package that brings it, and what it is for."""
 
-COMPILED_MODULE = "tiering/fs/_whole_files"
-"""What is compiled of the package where that is possible, below its folder and without the suffix of such modules."""
+COMPILED_MODULES = {
+    "compiled copies": ("cpu/_page_copy", "pages of device tensors in host memory move past the cache"),
+    "compiled file calls": ("tiering/fs/_whole_files", "the fs tier moves a block's file with one call"),
+}
+"""What is compiled of the package where that is possible: its place without the suffix of such modules, and its gain."""
 
 
 class Verdict(Enum):
@@ -115,7 +118,8 @@ def run_checks(directory: Path | None) -> Iterator[Check]:
     yield check_leftovers(SHARED_MEMORY, LOCK_TABLE)
     for module in EXTRAS:
         yield check_extra(module)
-    yield check_compiled(Path(__file__).parents[1] / COMPILED_MODULE)
+    for subject, (module, gain) in COMPILED_MODULES.items():
+        yield check_compiled(subject, Path(__file__).parents[1] / module, gain)
     if directory is not None:
         yield check_space(directory)
         yield check_unnamed_files(directory)
@@ -245,13 +249,12 @@ def check_extra(module: str) -> Check:
     return Check(module, Verdict.GOOD, importlib.metadata.version(module))
 
 
-def check_compiled(module: Path) -> Check:
+def check_compiled(subject: str, module: Path, gain: str) -> Check:
     """Say whether a module of the package was compiled, given where it would be but for its suffix."""
-    subject = "compiled file calls"
     if any(module.with_name(module.name + suffix).exists() for suffix in EXTENSION_SUFFIXES):
-        return Check(subject, Verdict.GOOD, "the fs tier moves a block's file with one call")
+        return Check(subject, Verdict.GOOD, gain)
     remedy = "install kvtier again where there are a C compiler and Python's headers"
-    return Check(subject, Verdict.NOTE, f"missing, the fs tier needs more processor time a block: {remedy}")
+    return Check(subject, Verdict.NOTE, f"missing, Python does the same with more processor time: {remedy}")
 
 
 def check_space(directory: Path) -> Check:

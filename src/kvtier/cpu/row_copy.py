@@ -2,8 +2,9 @@
 
 It plans nothing itself and knows no job. A transfer becomes a list of pieces, each of one ref; the calling
 thread and the helpers take pieces from it until it is empty, so that a core that the engine keeps busy slows
-its own piece and not the transfer. numpy drops the interpreter lock while it copies. torch's own kernels are as
-fast, but they bring a second OpenMP team whose idle threads spin and take cores from the engine's.
+its own piece and not the transfer. A compiled call moves the pages of a piece; where it could not be compiled numpy
+does, run by run or by index. Both drop the interpreter lock while they copy. torch's own kernels bring a second
+OpenMP team whose idle threads spin and take cores from the engine's.
 """
 
 import logging
@@ -14,13 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import BlockIds
 from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
+
+try:
+    from kvtier.cpu import _page_copy
+except ImportError:  # installed where nothing could be compiled
+    _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,38 @@ copy through the cache, a run costs 1 us of interpreter lock: with two threads t
 GATHER_PIECE_BYTES = 256 << 10
 """Bytes gathered at a time: the intermediate copy must stay in a core's own cache (512 KiB and more)."""
 
+PAST_CACHE_FROM_BYTES = 4 << 10
+"""Pages of at least this size are written past the cache, where that is wanted at all: of smaller ones too much is the
+line at either end, which is read first all the same."""
+
+LOADED_PAST_CACHE_FROM_BYTES = 32 << 20
+"""Bytes of a load from which on it is written past the cache. The model reads a load at once, so a small one should be
+in the cache; a larger one would push out its own beginning. What is stored is read by nobody or by a disk."""
+
+
+class PageCalls(Protocol):
+    """Many pages moved with one call."""
+
+    def move_pages(
+        self, pages: Bytes, rows: Bytes, moves: npt.NDArray[np.int64], to_rows: bool, is_past_cache: bool, /
+    ) -> None:
+        """Copy pages to their places in rows, or back.
+
+        Args:
+            pages: shape (num_blocks, page_bytes).
+            rows: shape (num_slots, num_sub_blocks * page_bytes).
+            moves: block, slot and sub-block of each page, shape (num_pages, 3), contiguous.
+            to_rows: the direction.
+            is_past_cache: whether writes bypass the cache.
+
+        Raises:
+            IndexError: a place that there is not; nothing was copied.
+            ValueError: shapes that do not fit, or a target that is read-only; nothing was copied.
+        """
+
+
+COMPILED_CALLS: PageCalls | None = _page_copy
+
 
 class RowCopier:
     """Copies in both directions between one set of device tensors and one set of rows.
@@ -53,12 +91,19 @@ class RowCopier:
         device_pages: the canonical tensors, each shape (num_blocks, page_bytes), int8; rows may be strided.
         rows: the worker's part of all rows, shape (num_slots, part_bytes), int8; rows may be strided.
         num_threads: threads that copy one transfer, the caller's included; None takes what the machine has.
+        calls: moves pages; None leaves it to numpy.
     """
 
     def __init__(
-        self, layout: RowLayout, device_pages: Sequence[Bytes], rows: Bytes, num_threads: int | None = None
+        self,
+        layout: RowLayout,
+        device_pages: Sequence[Bytes],
+        rows: Bytes,
+        num_threads: int | None = None,
+        calls: PageCalls | None = COMPILED_CALLS,
     ) -> None:
         self._layout = layout
+        self._calls = calls
         self._rows = rows
         self._refs = [
             [
@@ -95,9 +140,23 @@ class RowCopier:
         self._rows = self._rows[:0].copy()
 
     def _plan_pieces(self, moves: Sequence[GroupMoves], places: slice, *, is_store: bool) -> list[Piece]:
-        return [piece for move in moves for piece in self._plan_group(move, places, is_store=is_store)]
+        if self._calls is None:
+            return [
+                piece for move in moves for piece in self._plan_with_numpy(move, places, is_store=is_store)
+            ]
+        by_page = [(_places_of_pages(move, self._layout.block_size_factor), move.group_idx) for move in moves]
+        num_bytes = sum(
+            len(pages) * ref.page_size_bytes for pages, group in by_page for ref in self._refs[group][places]
+        )
+        is_past_cache = is_store or num_bytes >= LOADED_PAST_CACHE_FROM_BYTES
+        return [
+            partial(ref.move, self._calls, part, is_store=is_store, is_past_cache=is_past_cache)
+            for pages, group in by_page
+            for ref in self._refs[group][places]
+            for part in _split_pages(pages, max(1, PIECE_BYTES // ref.page_size_bytes))
+        ]
 
-    def _plan_group(self, move: GroupMoves, places: slice, *, is_store: bool) -> Iterator[Piece]:
+    def _plan_with_numpy(self, move: GroupMoves, places: slice, *, is_store: bool) -> Iterator[Piece]:
         factor = self._layout.block_size_factor
         runs = plan_runs(move, factor)
         for size_bytes, refs in groupby(self._refs[move.group_idx][places], lambda ref: ref.page_size_bytes):
@@ -161,10 +220,18 @@ class _PageCopier:
         self._device = device_pages[:, :size_bytes]
         part = rows[:, place.offset_bytes : place.offset_bytes + factor * size_bytes]
         self._rows = part.reshape(len(rows), factor, size_bytes)
+        self._parts = part
         # One element a page: numpy then moves an index's page with one memcpy instead of byte by byte.
         page = np.dtype((np.void, size_bytes))
         self._device_by_page = self._device.view(page)[:, 0]
         self._rows_by_page = self._rows.view(page)[:, :, 0]
+
+    def move(
+        self, calls: PageCalls, places: npt.NDArray[np.int64], *, is_store: bool, is_past_cache: bool
+    ) -> None:
+        """Copy pages, given block, slot and sub-block of each."""
+        is_past_cache &= self.page_size_bytes >= PAST_CACHE_FROM_BYTES
+        calls.move_pages(self._device, self._parts, places, is_store, is_past_cache)
 
     def copy(self, batch: Sequence["_Rectangle"], *, is_store: bool) -> None:
         """Copy rectangles."""
@@ -214,6 +281,16 @@ def _work_off(todo: deque[Piece]) -> None:
     except BaseException:
         todo.clear()
         raise
+
+
+def _places_of_pages(move: GroupMoves, factor: int) -> npt.NDArray[np.int64]:
+    """Return block, slot and sub-block of each page, shape (num_pages, 3). Pure."""
+    return np.stack([move.device_blocks, *locate(move, factor)], axis=1).astype(np.int64, copy=False)
+
+
+def _split_pages(pages: npt.NDArray[np.int64], max_pages: int) -> Iterator[npt.NDArray[np.int64]]:
+    for at in range(0, len(pages), max_pages):
+        yield pages[at : at + max_pages]
 
 
 def _batch_rectangles(runs: Sequence[Run], factor: int, max_device_blocks: int) -> Iterator[list[_Rectangle]]:
