@@ -19,6 +19,7 @@ from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 from kvtier.base import ReqContext
 from kvtier.connector.load_cut import list_unwanted
 from kvtier.errors import BlockNotReadyError
+from kvtier.testing.examples import num_examples
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, DeviceStore, TieringDriver
@@ -382,10 +383,9 @@ def wants_everything(settings: TierSettings) -> bool:
 
 TestTieringModel = TieringModel.TestCase
 TestTieringModel.settings = settings(
-    max_examples=100,
+    max_examples=num_examples(100),
     stateful_step_count=40,
     deadline=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 
