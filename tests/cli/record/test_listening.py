@@ -29,7 +29,7 @@ TOKEN = 987654321987654
 """A token id that stands in no log; too long to stand in a salted id by chance."""
 
 
-def payload_of(number: int, rank: int | None = 0) -> bytes:
+def payload_of(number: int, rank: int | None = 0, num_events: int = 1) -> bytes:
     """Return a batch as vLLM 0.32 encodes it: a chain of blocks, two new ones each time."""
     event = {
         "type": "BlockStored",
@@ -42,12 +42,14 @@ def payload_of(number: int, rank: int | None = 0) -> bytes:
         "lora_name": None,
         "group_idx": 0,
     }
-    fields: list[Any] = [1.7e9 + number / 10, [event]]
+    fields: list[Any] = [1.7e9 + number / 10, [event] * num_events]
     return bytes(msgspec.msgpack.encode(fields if rank is None else [*fields, rank]))
 
 
 @contextmanager
-def publishing(connect_to: str | None = None, junk: bytes | None = None) -> Iterator[str]:
+def publishing(
+    connect_to: str | None = None, junk: bytes | None = None, num_events: int = 1
+) -> Iterator[str]:
     """Publish batches, numbered from 0, over and over until left; yields the endpoint."""
     context = zmq.Context()
     socket = context.socket(zmq.PUB)
@@ -62,7 +64,7 @@ def publishing(connect_to: str | None = None, junk: bytes | None = None) -> Iter
         for number in itertools.count():
             if junk is not None:
                 socket.send_multipart((b"", number.to_bytes(8, "big"), junk))
-            socket.send_multipart((b"", number.to_bytes(8, "big"), payload_of(number)))
+            socket.send_multipart((b"", number.to_bytes(8, "big"), payload_of(number, num_events=num_events)))
             if has_ended.wait(0.005):
                 return
 
@@ -137,10 +139,22 @@ def test_messages_of_another_service_are_told_and_left_out(
 def test_silence_ends_after_the_given_time_with_nothing_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--kv-events", free_endpoint(), "--seconds", "0.2"]
+    out, endpoint = tmp_path / "events", free_endpoint()
 
-    assert main(["record", str(tmp_path / "events"), *arguments]) == 1
-    assert "0 batches with 0 stored blocks" in capfd.readouterr().err
+    assert main(["record", str(out), "--kv-events", endpoint, "--seconds", "0.2"]) == 1
+    assert f"nothing was heard from {endpoint}, nothing is recorded" in capfd.readouterr().err
+    assert not out.exists(), "the next try would be told to name a new file"
+
+
+def test_a_batch_beyond_the_limit_is_told_and_leaves_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "events"
+    with publishing(num_events=100) as endpoint:
+        assert main(["record", str(out), "--kv-events", endpoint, "--max-size", "4096"]) == 1
+
+    assert "nothing is recorded: the first batch is larger than --max-size" in capfd.readouterr().err
+    assert not out.exists()
 
 
 def test_an_endpoint_that_is_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
