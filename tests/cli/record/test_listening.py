@@ -1,19 +1,16 @@
 """A publisher that speaks as vLLM's does is heard over a real socket, from either side, until told to end."""
 
-import itertools
 import json
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import zmq
+from tests.cli.record.publisher import TOKEN, free_endpoint, payload_of, publishing
 
 from kvtier.cli.main import main
 from kvtier.cli.record.event_batch import decode_batch
@@ -24,63 +21,6 @@ from kvtier.errors import ConfigError, EventMessageError
 from kvtier.sim.formats.registry import detect_format, read_trace
 
 GUARD_S = 60.0
-
-TOKEN = 987654321987654
-"""A token id that stands in no log; too long to stand in a salted id by chance."""
-
-
-def payload_of(number: int, rank: int | None = 0, num_events: int = 1) -> bytes:
-    """Return a batch as vLLM 0.32 encodes it: a chain of blocks, two new ones each time."""
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [2 * number + 2**63, 2 * number + 1 + 2**63],
-        "parent_block_hash": 2 * number - 1 + 2**63 if number else None,
-        "token_ids": [TOKEN] * 32,
-        "block_size": 16,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "group_idx": 0,
-    }
-    fields: list[Any] = [1.7e9 + number / 10, [event] * num_events]
-    return bytes(msgspec.msgpack.encode(fields if rank is None else [*fields, rank]))
-
-
-@contextmanager
-def publishing(
-    connect_to: str | None = None, junk: bytes | None = None, num_events: int = 1
-) -> Iterator[str]:
-    """Publish batches, numbered from 0, over and over until left; yields the endpoint."""
-    context = zmq.Context()
-    socket = context.socket(zmq.PUB)
-    if connect_to is None:
-        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-    else:
-        socket.connect(connect_to)
-        endpoint = connect_to
-    has_ended = threading.Event()
-
-    def publish() -> None:
-        for number in itertools.count():
-            if junk is not None:
-                socket.send_multipart((b"", number.to_bytes(8, "big"), junk))
-            socket.send_multipart((b"", number.to_bytes(8, "big"), payload_of(number, num_events=num_events)))
-            if has_ended.wait(0.005):
-                return
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield endpoint
-    finally:
-        has_ended.set()
-        thread.join()
-        context.destroy(linger=0)
-
-
-def free_endpoint() -> str:
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
 
 def assert_is_a_log(path: Path) -> None:
