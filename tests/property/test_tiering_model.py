@@ -293,6 +293,9 @@ class TieringModel(RuleBasedStateMachine):
         A new store then reaches every tier, and a prefix longer than the primary is served as far as it fits.
         """
         self.end_everything()
+        # What is still under way may fail yet and so open a breaker; recovery begins after that.
+        for _ in range(NUM_SLOTS + 3):
+            self.driver.step()
         self.driver.clock.advance(RECOVERY_S)
         for _ in range(NUM_SLOTS + 3):  # what a tier still gets may cost it the very block that is looked up
             self.driver.step()
@@ -339,11 +342,8 @@ class TieringModel(RuleBasedStateMachine):
         assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
 
     def tell(self, numbers: list[int], request: ReqContext) -> None:
-        """Tell everybody of a request; faults do not pass it on."""
-        keys = [key_of(number) for number in numbers]
-        self.driver.manager.note_request([keys], request)
-        for tier in self.inner_tiers():
-            tier.note_request([keys], request)
+        """Tell everybody of a request."""
+        self.driver.manager.note_request([[key_of(number) for number in numbers]], request)
 
     def end_everything(self) -> None:
         """Repair every tier and end what is under way."""
