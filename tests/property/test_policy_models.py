@@ -18,6 +18,7 @@ from kvtier.cpu.policies.hazard import HazardCachePolicy
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
+from kvtier.testing.examples import num_examples
 from kvtier.testing.policy_machine import KEYS, PolicyMachine, key_lists
 
 
@@ -193,7 +194,7 @@ TestSieveMachine = SieveMachine.TestCase
 TestS3FIFOMachine = S3FIFOMachine.TestCase
 TestMQMachine = MQMachine.TestCase
 TestHazardMachine = HazardMachine.TestCase
-MODEL_SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+MODEL_SETTINGS = settings(max_examples=num_examples(150), stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = TestFIFOMachine.settings = MODEL_SETTINGS
 TestSieveMachine.settings = TestS3FIFOMachine.settings = TestMQMachine.settings = MODEL_SETTINGS
 TestToldLRUMachine = ToldLRUMachine.TestCase

@@ -14,6 +14,7 @@ from kvtier.sim.results import Simulation
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
+from kvtier.testing.examples import num_examples
 from kvtier.tiering.base import CascadeMode, TierSettings
 
 BLOCK_TOKENS = 10
@@ -102,7 +103,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data(), trace=traces())
 def test_no_chain_of_tiers_finds_more_than_its_bound(data: st.DataObject, trace: Trace) -> None:
     engine = dataclasses.replace(

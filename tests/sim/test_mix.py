@@ -1,39 +1,13 @@
 """Goals, shortfalls and bills are what a few lines of arithmetic give."""
 
-import dataclasses
-
 import pytest
+from tests.sim.media import DISK, HOST, STORE
 
 from kvtier.errors import ConfigError
 from kvtier.sim.mix import Goal, Mix, Outcome, Share, make_bill, name_of
-from kvtier.sim.prices import DAYS_PER_YEAR, GIB, SECONDS_PER_MONTH, Medium
+from kvtier.sim.prices import DAYS_PER_YEAR, GIB, SECONDS_PER_MONTH
 from kvtier.sim.results import Spread
 
-HOST = Medium(
-    name="host",
-    tier="memory",
-    date="2026",
-    source="made up",
-    read_gb_s=25,
-    write_gb_s=25,
-    latency_ms=0,
-    streams=1,
-    usd_per_gib_month=2.0,
-)
-DISK = dataclasses.replace(
-    HOST,
-    name="disk",
-    usd_per_gib_month=0.0,
-    usd_per_gib=1.0,
-    amortise_months=10,
-    sold_in_gib=8,
-    drive_writes_per_day=1,
-    warranty_years=5,
-    latency_ms=1,
-)
-STORE = dataclasses.replace(
-    HOST, name="store", usd_per_gib_month=0.01, usd_per_1000_writes=5, usd_per_1000_reads=1
-)
 MIX = Mix((Share(HOST, 2), Share(DISK, 4)))
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from tests.sim.test_mix import DISK, HOST, STORE
-from tests.sim.test_planner import chats
+from tests.sim.chats import chats
+from tests.sim.media import DISK, HOST, STORE
 
 from kvtier.sim.chain_replay import NO_TIME, replay_chain
 from kvtier.sim.host_replay import HostCache, replay_host

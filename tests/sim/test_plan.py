@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from tests.sim.test_mix import DISK, HOST, STORE
+from tests.sim.chats import chats
+from tests.sim.media import DISK, HOST, STORE
 from tests.sim.test_model_shape import GPT_OSS_20B
-from tests.sim.test_planner import chats
 
 from kvtier.load_cost import LinkRate, PrefillRate, break_even_tokens
 from kvtier.sim.mix import Goal, Mix, Share

@@ -1,14 +1,14 @@
 """The search finds what trying every mix finds, tries far fewer, and says so when nothing reaches the goal."""
 
 import dataclasses
-import random
 from collections.abc import Callable
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sim.test_mix import DISK, HOST, STORE
+from tests.sim.chats import chats, round_robin
+from tests.sim.media import DISK, HOST, STORE
 
 from kvtier.errors import ConfigError
 from kvtier.sim.mix import Goal, Mix, Outcome, Share, make_bill
@@ -16,36 +16,10 @@ from kvtier.sim.mix_judge import MixJudge, TimedJudge, TimelessJudge
 from kvtier.sim.model import EngineModel
 from kvtier.sim.planner import KEEP_RATIO, Row, Search, list_kinds, make_row, search
 from kvtier.sim.prices import GIB, Medium
-from kvtier.sim.trace import Trace, TraceRequest, make_trace
 
 BLOCK_BYTES = GIB
 CHEAP_DISK = dataclasses.replace(DISK, sold_in_gib=1, usd_per_gib=1.0)
 ROWS = (Row(HOST, (1, 2, 4, 8, 16)), Row(CHEAP_DISK, (2, 4, 8, 16, 32)), Row(STORE, (4, 16, 64)))
-
-
-def chats() -> Trace:
-    """Return chats that go on at random, some often and some never: seven turns each at most."""
-    chance = random.Random(5)
-    turns = dict.fromkeys(range(16), 0)
-    requests = []
-    for number in range(80):
-        chat = min(int(chance.expovariate(0.25)), 15)
-        turns[chat] = turns[chat] % 7 + 1
-        ids = tuple(100 * chat + position for position in range(turns[chat]))
-        requests.append(TraceRequest(20.0 * number, 16 * len(ids), 4, ids))
-    return make_trace(requests, 16)
-
-
-def round_robin() -> Trace:
-    """Return eight chats that take turns: what LRU is worst at, so that more memory may find less."""
-    turns = [
-        TraceRequest(
-            10.0 * (8 * turn + chat), 16 * (turn + 1), 4, tuple(100 * chat + n for n in range(turn + 1))
-        )
-        for turn in range(5)
-        for chat in range(8)
-    ]
-    return make_trace(turns, 16)
 
 
 class RememberingJudge:

@@ -2,39 +2,20 @@
 
 import math
 import tomllib
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sim import media
 
 from kvtier.errors import ConfigError, KVTierError, UnknownNameError
-from kvtier.sim.prices import DAYS_PER_YEAR, GIB, Medium, parse_prices, read_prices
+from kvtier.sim.prices import DAYS_PER_YEAR, GIB, parse_prices, read_prices
 
-DISK = Medium(
-    name="nvme",
-    tier="a disk",
-    date="2026-01",
-    source="made up",
-    read_gb_s=7,
-    write_gb_s=4,
-    latency_ms=0.1,
-    streams=16,
-    usd_per_gib=0.36,
-    amortise_months=36,
-    sold_in_gib=1000,
-    drive_writes_per_day=1,
-    warranty_years=5,
-)
-STORE = Medium(
-    name="object",
-    tier="a store",
-    date="2026-01",
-    source="made up",
-    read_gb_s=1,
-    write_gb_s=1,
-    latency_ms=100,
-    streams=64,
+DISK = replace(media.DISK, usd_per_gib=0.36, amortise_months=36, sold_in_gib=1000)
+STORE = replace(
+    media.STORE,
     usd_per_gib_month=0.02,
     usd_per_month=7,
     usd_per_1000_writes=0.005,

@@ -19,6 +19,7 @@ from kvtier.sim.results import DEVICE, MAX_PERIODS, Spread, quantiles_of, spread
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
+from kvtier.testing.examples import num_examples
 from kvtier.tiering.base import CascadeMode, TierSettings
 
 BLOCK_TOKENS = 10
@@ -456,7 +457,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data(), trace=traces())
 def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, trace: Trace) -> None:
     tiers = tuple(

@@ -1,5 +1,9 @@
 """Every job is settled once: failures, lies, budgets and resets cost hits, never a slot or a byte."""
 
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
 from tests.tiering.drivers import (
     ALWAYS,
     example_of,
@@ -10,12 +14,23 @@ from tests.tiering.drivers import (
 )
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.connector.load_cut import PromptCosts, plan_load_cut
+from kvtier.load_cost import LinkRate, PrefillRate
 from kvtier.testing.faults import FaultyTier
-from kvtier.testing.tier_suite import key_of
+from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
-from kvtier.tiering.base import TierSettings
+from kvtier.tiering.base import JobResult, TierSettings
 from kvtier.tiering.breaker import BACKOFF_S, FAILURES_TO_OPEN, OPEN_S, BreakerState
 from kvtier.tiering.example import ExampleSecondaryTier
+
+
+class TellingTier(ExampleSecondaryTier):
+    """Says how long its jobs took."""
+
+    took_s: float | None = None
+
+    def get_finished(self) -> Iterable[JobResult]:
+        return [replace(result, took_s=self.took_s) for result in super().get_finished()]
 
 
 def state_of(driver: TieringDriver) -> BreakerState:
@@ -356,3 +371,34 @@ def test_a_device_store_and_a_promotion_of_one_key_across_a_reset_do_not_mix() -
     driver.step()
     driver.step()
     driver.load([1], ReqContext("c"))
+
+
+@pytest.mark.parametrize(
+    ("told_s", "expected_s", "num_wanted"), [(0.5, 0.5, 2), (None, 100.0, 0), (500.0, 100.0, 0)]
+)
+def test_what_a_tier_says_of_a_load_decides_whether_it_is_loaded_from(
+    told_s: float | None, expected_s: float, num_wanted: int
+) -> None:
+    """A load of two blocks is reported after an engine's step of 100 s; computing the two would take 1 s."""
+    driver = TieringDriver(4, lambda view: [TellingTier(make_config(), view)], lookup_deadline_s=1000.0)
+    (tier,) = driver.tiers
+    assert isinstance(tier, TellingTier)
+    tier.took_s = told_s
+    driver.store([1, 2])
+    driver.step()
+    driver.evict_everything()
+    request = ReqContext("a")
+    assert driver.search([1, 2], request) is None
+    driver.step()
+    driver.clock.advance(100.0)
+    assert driver.search([1, 2], request) == 2
+    driver.load([1, 2], request)
+    driver.manager.request_finished(request)
+    driver.evict_everything()
+
+    run = driver.locate([1, 2], ReqContext("b"))
+
+    assert run is not None
+    assert [load.rate for load in run.tiers] == [LinkRate(2 * ROW_BYTES / expected_s)]
+    costs = PromptCosts(0, 32, block_tokens=16, block_bytes=ROW_BYTES, prefill=PrefillRate(1 / 32))
+    assert plan_load_cut(run.places, run.tiers, costs) == num_wanted

@@ -104,9 +104,9 @@ def blocks_of_share(trace: Trace, share: float) -> int:
     """Return a capacity of ``share`` of the trace's unique blocks, rounded to the nearest block, at least one.
 
     Raises:
-        ConfigError: ``share`` is not above zero.
+        ConfigError: ``share`` is no finite number above zero.
     """
-    if not share > 0:
+    if not 0 < share < float("inf"):
         raise ConfigError("share", share, "a capacity is a fraction of the unique blocks above zero")
     return max(1, round(share * trace.num_unique_blocks))
 

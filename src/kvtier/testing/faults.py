@@ -5,11 +5,12 @@ the test through its fields, so that every failure can be repeated.
 """
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
+from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
@@ -46,7 +47,7 @@ class Faults:
     refuses_to_end: bool = False
 
 
-class FaultyTier(SecondaryTierManager):
+class FaultyTier(WrappedTier):
     """Passes everything on to another tier, but for its faults.
 
     A delayed job reaches the inner tier late, so its slots are really read or written late: a manager that
@@ -59,10 +60,7 @@ class FaultyTier(SecondaryTierManager):
     """
 
     def __init__(self, inner: SecondaryTierManager, faults: Faults, rng: random.Random) -> None:
-        super().__init__(inner.config, inner.primary_kv_view)
-        self.settings = inner.settings
-        self.capacity_blocks = inner.capacity_blocks
-        self.inner = inner
+        super().__init__(inner)
         self.faults = faults
         self.num_submitted = 0
         self._rng = rng
@@ -107,13 +105,9 @@ class FaultyTier(SecondaryTierManager):
             lies.append(JobResult(JobId(10**9 + self._rng.randrange(10**6)), success=True))
         return [*results, *lies]
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Pass on."""
-        self.inner.touch(keys, req_context)
-
-    def request_finished(self, req_context: ReqContext) -> None:
-        """Pass on."""
-        self.inner.request_finished(req_context)
+    def take_answered(self) -> None:
+        """Keep no track: the inner tier knows nothing of a question that a fault has answered."""
+        self.inner.take_answered()
 
     def reset(self, epoch: bytes) -> None:
         """Pass on; jobs that are due stay due, but reach no block of the new epoch."""
@@ -134,18 +128,6 @@ class FaultyTier(SecondaryTierManager):
         self._results += [JobResult(job.job_id, success=False) for job in self._due]
         self._due.clear()
         return self.inner.shutdown(timeout_s)
-
-    def end_step(self) -> None:
-        """Pass on."""
-        self.inner.end_step()
-
-    def waiting_s(self) -> float:
-        """Pass on."""
-        return self.inner.waiting_s()
-
-    def stats(self) -> dict[str, float]:
-        """Return the inner tier's numbers."""
-        return self.inner.stats()
 
     def _submit(self, job: JobMetadata) -> None:
         if self._happens(self.faults.refuse_ratio):

@@ -30,6 +30,7 @@ from kvtier.base import (
     TransferSpec,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.testing.examples import num_examples
 
 Bytes = npt.NDArray[np.int8]
 
@@ -171,7 +172,9 @@ class HandlerSuite:
             handlers.shutdown()
 
     @given(case=copy_cases())
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(
+        max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+    )
     def test_a_store_writes_its_pages_zeroes_the_tails_and_touches_nothing_else(self, case: CopyCase) -> None:
         with self.open(case) as (handlers, caches):
             handlers.rows.fill_(7)
@@ -183,7 +186,9 @@ class HandlerSuite:
             assert result.success
 
     @given(case=copy_cases())
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+    @settings(
+        max_examples=num_examples(40), deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+    )
     def test_a_load_writes_its_pages_and_touches_nothing_else(self, case: CopyCase) -> None:
         with self.open(case) as (handlers, caches):
             random = np.random.default_rng(1)

@@ -5,13 +5,13 @@ after its time has come. Stores take none.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 
-class SlowTier(SecondaryTierManager):
+class SlowTier(WrappedTier):
     """Passes everything on to another tier, loads late.
 
     Args:
@@ -31,9 +31,7 @@ class SlowTier(SecondaryTierManager):
         block_s: float = 0.0,
         latency_s: float = 0.0,
     ) -> None:
-        super().__init__(inner.config, inner.primary_kv_view)
-        self.settings = inner.settings
-        self.inner = inner
+        super().__init__(inner)
         self.block_s = block_s
         self.latency_s = latency_s
         self.num_loaded_blocks = 0
@@ -45,14 +43,6 @@ class SlowTier(SecondaryTierManager):
     def get_tier_type() -> str:
         """Return "slow"."""
         return "slow"
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Ask the inner tier."""
-        return self.inner.lookup(key, req_context)
-
-    def submit_store(self, job: JobMetadata) -> None:
-        """Pass on."""
-        self.inner.submit_store(job)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Queue a load behind those before it."""
@@ -66,17 +56,9 @@ class SlowTier(SecondaryTierManager):
             self.inner.submit_load(self._loads.popleft()[1])
         return self.inner.get_finished()
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Pass on."""
-        self.inner.touch(keys, req_context)
-
-    def reset(self, epoch: bytes) -> None:
-        """Pass on; loads under way find nothing in the new epoch."""
-        self.inner.reset(epoch)
-
-    def stats(self) -> dict[str, float]:
-        """Return those of the inner tier."""
-        return self.inner.stats()
+    def drain(self, timeout_s: float) -> bool:
+        """Pass on; loads whose time has not come do not end, however long anybody waits."""
+        return self.inner.drain(timeout_s) and not self._loads
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the inner tier; what was not due is never carried out."""

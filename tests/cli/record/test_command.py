@@ -220,6 +220,29 @@ def test_a_recording_that_has_not_begun_is_nothing_recorded(out: Path) -> None:
     assert run(str(out), "--", *PYTHON, BROKEN.format("")) == 1
 
 
+def test_an_engine_that_was_asked_nothing_leaves_no_file(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    idle = ENGINE.replace("range(5 + engine)", "range(5 * engine)")
+
+    assert run(str(out), "--", *PYTHON, idle, "1") == 1
+    assert (
+        "nothing is recorded: an engine was started and ended, and was asked nothing"
+        in capfd.readouterr().err
+    )
+    assert not out.exists()
+    assert run(str(out), "--", *PYTHON, idle, "2") == 0
+    assert [path.name for path in out.parent.iterdir()] == ["trace.2.jsonl"]
+
+
+def test_a_recording_without_a_request_and_an_end_is_kept(out: Path) -> None:
+    """Its engine may still run: it would write into a file without a name."""
+    begun = ENGINE.replace("range(5 + engine)", "range(0)").replace("    half.shutdown()", "    os._exit(3)")
+
+    assert run(str(out), "--", *PYTHON, f"import os\n{begun}", "1") == 3
+    assert out.exists()
+
+
 def test_a_command_ends_when_its_recorder_is_killed(out: Path) -> None:
     command = [sys.executable, "-m", "kvtier.cli.main", "record", str(out), "--", *PYTHON, WAITING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as recording:

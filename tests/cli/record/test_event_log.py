@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.record.publisher import TOKEN, stored
 
 from kvtier.cli.record.event_batch import EventBatch
 from kvtier.cli.record.event_log import EventLog
@@ -15,24 +16,7 @@ from kvtier.sim.formats.registry import read_trace
 
 SALT = TraceSalt(bytes(32))
 
-TOKEN = 987654321987654
-"""A token id that stands in no log; too long to stand in a salted id by chance."""
-
 Event = dict[str, Any] | list[Any]  # Any: msgpack
-
-
-def stored(hashes: list[int | bytes], parent: int | bytes | None = None, **more: object) -> dict[str, Any]:
-    return {
-        "type": "BlockStored",
-        "block_hashes": hashes,
-        "parent_block_hash": parent,
-        "token_ids": [TOKEN] * 4 * len(hashes),
-        "block_size": 4,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": "secret-adapter",
-        **more,
-    }
 
 
 def batch(sequence: int, *events: Event, time_s: float = 1000.0, rank: int = 0) -> EventBatch:

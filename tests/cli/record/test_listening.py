@@ -1,19 +1,16 @@
 """A publisher that speaks as vLLM's does is heard over a real socket, from either side, until told to end."""
 
-import itertools
 import json
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import zmq
+from tests.cli.record.publisher import TOKEN, free_endpoint, payload_of, publishing
 
 from kvtier.cli.main import main
 from kvtier.cli.record.event_batch import decode_batch
@@ -24,61 +21,6 @@ from kvtier.errors import ConfigError, EventMessageError
 from kvtier.sim.formats.registry import detect_format, read_trace
 
 GUARD_S = 60.0
-
-TOKEN = 987654321987654
-"""A token id that stands in no log; too long to stand in a salted id by chance."""
-
-
-def payload_of(number: int, rank: int | None = 0) -> bytes:
-    """Return a batch as vLLM 0.32 encodes it: a chain of blocks, two new ones each time."""
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [2 * number + 2**63, 2 * number + 1 + 2**63],
-        "parent_block_hash": 2 * number - 1 + 2**63 if number else None,
-        "token_ids": [TOKEN] * 32,
-        "block_size": 16,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-        "group_idx": 0,
-    }
-    fields: list[Any] = [1.7e9 + number / 10, [event]]
-    return bytes(msgspec.msgpack.encode(fields if rank is None else [*fields, rank]))
-
-
-@contextmanager
-def publishing(connect_to: str | None = None, junk: bytes | None = None) -> Iterator[str]:
-    """Publish batches, numbered from 0, over and over until left; yields the endpoint."""
-    context = zmq.Context()
-    socket = context.socket(zmq.PUB)
-    if connect_to is None:
-        endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-    else:
-        socket.connect(connect_to)
-        endpoint = connect_to
-    has_ended = threading.Event()
-
-    def publish() -> None:
-        for number in itertools.count():
-            if junk is not None:
-                socket.send_multipart((b"", number.to_bytes(8, "big"), junk))
-            socket.send_multipart((b"", number.to_bytes(8, "big"), payload_of(number)))
-            if has_ended.wait(0.005):
-                return
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    try:
-        yield endpoint
-    finally:
-        has_ended.set()
-        thread.join()
-        context.destroy(linger=0)
-
-
-def free_endpoint() -> str:
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
 
 def assert_is_a_log(path: Path) -> None:
@@ -137,10 +79,22 @@ def test_messages_of_another_service_are_told_and_left_out(
 def test_silence_ends_after_the_given_time_with_nothing_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--kv-events", free_endpoint(), "--seconds", "0.2"]
+    out, endpoint = tmp_path / "events", free_endpoint()
 
-    assert main(["record", str(tmp_path / "events"), *arguments]) == 1
-    assert "0 batches with 0 stored blocks" in capfd.readouterr().err
+    assert main(["record", str(out), "--kv-events", endpoint, "--seconds", "0.2"]) == 1
+    assert f"nothing was heard from {endpoint}, nothing is recorded" in capfd.readouterr().err
+    assert not out.exists(), "the next try would be told to name a new file"
+
+
+def test_a_batch_beyond_the_limit_is_told_and_leaves_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "events"
+    with publishing(num_events=100) as endpoint:
+        assert main(["record", str(out), "--kv-events", endpoint, "--max-size", "4096"]) == 1
+
+    assert "nothing is recorded: the first batch is larger than --max-size" in capfd.readouterr().err
+    assert not out.exists()
 
 
 def test_an_endpoint_that_is_none_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

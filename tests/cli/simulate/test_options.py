@@ -48,7 +48,7 @@ def test_a_tier_is_a_name_a_capacity_and_a_speed(text: str, tier: TierModel) -> 
         ("fs:99:1GB/s", "a block of the trace has 100 bytes"),
         ("fs:1GiB:1GB/s:soon", "a latency is a number with us, ms or s"),
         ("fs:1GiB:1GB/s:1ms:many", "STREAMS must be a whole number"),
-        ("fs:1GiB:1GB/s:1ms:0", "at least one stream"),
+        ("fs:1GiB:1GB/s:1ms:0", "STREAMS must be a whole number from 1"),
     ],
 )
 def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
@@ -84,9 +84,9 @@ def test_an_unknown_policy_and_none_at_all_are_refused() -> None:
 def test_a_policy_named_twice_a_negative_threshold_and_the_name_of_another_origin_are_refused() -> None:
     with pytest.raises(ConfigError, match="--policy='lru': is named twice"):
         make_host(["lru", "arc", "lru"], 7, [], 0)
-    with pytest.raises(ConfigError, match="store_threshold=-3"):
+    with pytest.raises(ConfigError, match="--store-threshold=-3"):
         make_host(["lru"], 7, [], -3)
-    with pytest.raises(ConfigError, match="name='computed'"):
+    with pytest.raises(ConfigError, match="--tier='computed'"):
         make_host(["lru"], 7, [parse_tier("computed:1000:3GB/s", 100)], 0)
 
 

@@ -49,13 +49,16 @@ def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -
     [
         ("fs.cascade", "must be NAME.SETTING=VALUE"),
         ("cascade=on_evict", "must be NAME.SETTING=VALUE"),
-        ("fs.cascade=later", "cascade='later': must be one of 'on_store', 'on_evict'"),
-        ("fs.store_threshold=-1", "store_threshold=-1"),
-        ("fs.store_threshold=two", "store_threshold='two'"),
-        ("fs.fill=1", "fill=1: must be true or false"),
-        ("fs.admission=0.3", r"admission=0\.3: must be a mapping such as"),
+        ("fs.cascade=later", "--tier-setting fs.cascade='later': must be one of 'on_store', 'on_evict'"),
+        ("fs.store_threshold=-1", "--tier-setting fs.store_threshold=-1"),
+        ("fs.store_threshold=two", "--tier-setting fs.store_threshold='two'"),
+        ("fs.fill=1", "--tier-setting fs.fill=1: must be true or false"),
+        ("fs.admission=0.3", r"--tier-setting fs.admission=0\.3: must be a mapping such as"),
         ("fs.admission={min_reuse_probability: 0.3}", "must be a mapping such as"),
-        ('fs.admission={"min_reuse_probability": 0.3}', "admission.horizon_s=None: must be a number"),
+        (
+            'fs.admission={"min_reuse_probability": 0.3}',
+            "--tier-setting fs.admission.horizon_s=None: must be a number",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused(text: str, message: str) -> None:
@@ -67,9 +70,10 @@ def test_a_wrong_value_is_refused(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("sf.fill=true", "unknown tier for --tier-setting 'sf': did you mean 'fs'"),
-        ("fs.fil=true", "unknown simulated setting of a tier 'fil': did you mean 'fill'"),
-        ("fs.required=true", "unknown simulated setting of a tier 'required'"),
-        ("fs.policy=lur", "unknown eviction policy of the tier fs 'lur': did you mean 'lru'"),
+        ("fs.fil=true", "unknown simulated setting for --tier-setting 'fil': did you mean 'fill'"),
+        ("fs.required=true", "unknown simulated setting for --tier-setting 'required'"),
+        ("fs.policy=lur", "unknown eviction policy for --tier-setting fs.policy 'lur': did you mean 'lru'"),
+        ('fs.admission={"min": 1}', "unknown name in 'admission' for --tier-setting fs.admission 'min'"),
     ],
 )
 def test_an_unknown_name_is_refused(text: str, message: str) -> None:

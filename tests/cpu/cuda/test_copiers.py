@@ -15,6 +15,7 @@ from kvtier.cpu.cuda.run_copy import RunLauncher
 from kvtier.cpu.cuda.span_copier import Build, DeviceCopier, Memories, SpanCopier, SpanLauncher
 from kvtier.cpu.cuda.staged_copy import StagedCopier
 from kvtier.cpu.row_layout import GroupMoves, plan_layout, plan_moves
+from kvtier.testing.examples import num_examples
 from kvtier.testing.handler_suite import CopyCase, GroupCase, copy_cases, expect_device, expect_rows
 
 ROW_GAP_BYTES = 5
@@ -80,12 +81,17 @@ class Scene:
         np.testing.assert_array_equal(self.rows.numpy(), random)
 
 
+@pytest.mark.hypothesis  # of the test inside, which the plugin does not see
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_transfer_moves_its_bytes_and_no_others(name: str) -> None:
     build = BUILDS[name]()
 
     @given(case=copy_cases())
-    @settings(max_examples=NUM_EXAMPLES.get(name, 60), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=num_examples(NUM_EXAMPLES.get(name, 60)),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     def check(case: CopyCase) -> None:
         scene = Scene(case, build)
         scene.check_store(lambda: scene.copier.store(scene.moves))
@@ -94,12 +100,17 @@ def test_a_transfer_moves_its_bytes_and_no_others(name: str) -> None:
     check()
 
 
+@pytest.mark.hypothesis  # of the test inside, which the plugin does not see
 @pytest.mark.parametrize("name", BUILDS)
 def test_transfers_of_one_ref_each_move_together_what_the_whole_one_does(name: str) -> None:
     build = BUILDS[name]()
 
     @given(case=copy_cases())
-    @settings(max_examples=NUM_EXAMPLES.get(name, 30), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=num_examples(NUM_EXAMPLES.get(name, 30)),
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
     def check(case: CopyCase) -> None:
         scene = Scene(case, build)
         scene.check_store(lambda: scene.for_each_ref(scene.copier.store))

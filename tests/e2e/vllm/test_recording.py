@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-import zmq
+from tests.cli.record.publisher import free_endpoint
 from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
@@ -100,11 +100,6 @@ def test_the_simulator_finds_in_the_recorded_trace_the_hits_that_vllm_had(llama:
     predicted = [sum(period.hit_tokens.values()) for period in found.periods]
     assert predicted == [answer.num_cached_tokens for answer in answers]
     assert min(found.total.hit_tokens[source] for source in ("CPU", "device")) >= NUM_SHARED_TOKENS
-
-
-def free_endpoint() -> str:
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        return f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
 
 
 def num_lines(path: Path) -> int:

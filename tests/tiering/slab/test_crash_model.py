@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.tiering.slab.conftest import HANG_GUARD_S, capacity_of
 from tests.tiering.slab.disk import CrashCopy
 
+from kvtier.testing.examples import num_examples
 from kvtier.testing.tier_suite import TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.slab import SlabTier
@@ -149,6 +150,6 @@ class ARCSlabMachine(SlabMachine):
 
 
 TestSlabUnderLRU = SlabMachine.TestCase
-TestSlabUnderLRU.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestSlabUnderLRU.settings = settings(max_examples=num_examples(40), stateful_step_count=25, deadline=None)
 TestSlabUnderARC = ARCSlabMachine.TestCase
-TestSlabUnderARC.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestSlabUnderARC.settings = settings(max_examples=num_examples(20), stateful_step_count=25, deadline=None)

@@ -12,6 +12,7 @@ from tests.tiering.slab.conftest import HANG_GUARD_S, StartTier, capacity_of, en
 from tests.tiering.slab.disk import flip, slot_of
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.testing.examples import num_examples
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
@@ -176,7 +177,7 @@ OPERATIONS = st.lists(
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @given(operations=OPERATIONS, num_slots=st.integers(1, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_a_list_kept_from_events_is_what_the_slab_holds(
     policy: str, operations: list[tuple[str, list[int]]], num_slots: int
 ) -> None:

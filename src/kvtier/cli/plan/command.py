@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtier.cli.option_names import said_of
 from kvtier.cli.plan.options import DEFAULT_DTYPE, EngineOptions, ModelOptions, SearchOptions, make_question
 from kvtier.cli.plan.tables import print_plan
 from kvtier.cli.result_file import check_writable, write_result
-from kvtier.cli.simulate.options import take_first
+from kvtier.cli.simulate.options import TRACE_OPTIONS, take_first
 from kvtier.cli.tables import make_console
 from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
 from kvtier.sim.plan import Plan, Question, make_plan
@@ -71,7 +72,8 @@ def plan(
     serving = EngineOptions(device, prefill, decode, max_running, gpus)
     wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)
     price_list = read_prices(prices)
-    trace = take_first(read_trace(trace_file, trace_format), requests)
+    with said_of(TRACE_OPTIONS):
+        trace = take_first(read_trace(trace_file, trace_format), requests)
     question = make_question(trace, model, serving, wanted, price_list)
     if json_file is not None:
         check_writable("--json", json_file)

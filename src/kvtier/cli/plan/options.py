@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.cli.option_names import said_of
 from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine
 from kvtier.config import parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
@@ -58,9 +59,9 @@ class ModelOptions:
         if self.layers is None or self.kv_heads is None or self.head_size is None:
             missing = ", ".join(dimensions.keys() - given)
             raise ConfigError(missing, None, "is missing: give --layers, --kv-heads and --head-size together")
-        return shape_of_dimensions(
-            self.layers, self.kv_heads, self.head_size, self.kv_dtype or self.dtype or DEFAULT_DTYPE
-        )
+        dtype = self.kv_dtype or self.dtype or DEFAULT_DTYPE
+        with said_of({"--dtype": "--kv-dtype" if self.kv_dtype else "--dtype"}):
+            return shape_of_dimensions(self.layers, self.kv_heads, self.head_size, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ def make_question(
     host_max = None if wanted.host_max is None else parse_bytes("--host-max", wanted.host_max)
 
     def row(medium: Medium, max_bytes: int | None = None) -> Row:
-        return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
+        with said_of({} if max_bytes is None else {f"capacity of {medium.name}": "--host-max"}):
+            return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
 
     return Question(
         trace,

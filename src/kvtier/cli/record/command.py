@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.record.child import run_command
-from kvtier.cli.record.report import describe_recording, find_recordings
+from kvtier.cli.record.report import describe_recording, find_recordings, is_ended_without_requests
 from kvtier.config import parse_bytes
 from kvtier.connector.recorder import (
     MAX_BYTES_VARIABLE,
@@ -86,6 +86,10 @@ def _run(out: Path, command: list[str], max_bytes: int, salt_file: Path | None) 
     has_trace = False
     for path in recordings:
         try:
+            if is_ended_without_requests(path):
+                path.unlink()
+                _tell("nothing is recorded: an engine was started and ended, and was asked nothing")
+                continue
             for line in describe_recording(path):
                 _tell(line)
             has_trace = True
@@ -111,20 +115,25 @@ def _listen(
     batches: int | None,
 ) -> int:
     # Its libraries are an extra that the other way does without.
-    from kvtier.cli.record.listening import Listening, describe_log, listen
+    from kvtier.cli.record.listening import Listening, describe_log, describe_silence, listen
 
     salt = draw_salt() if salt_file is None else read_salt_file(salt_file)
     try:
         file = TraceFile(out, max_bytes)
     except OSError as error:
         raise ConfigError("OUT", str(out), f"cannot be made: {error.strerror}") from error
+    listening = Listening(endpoint, is_bound, seconds, batches)
     try:
-        log = listen(Listening(endpoint, is_bound, seconds, batches), file, salt, _tell)
+        log = listen(listening, file, salt, _tell)
     except ConfigError as error:
         if error.setting == "--kv-events":
-            # Nothing was heard, and an empty file would only be in the way of the next try.
-            out.unlink()
+            out.unlink()  # as below
         raise
+    if not log.counts.num_batches:
+        # An empty file would only be in the way of the next try.
+        out.unlink()
+        _tell(describe_silence(log, listening))
+        return NOTHING_RECORDED_STATUS
     for line in describe_log(log, out):
         _tell(line)
     if log.counts.num_stored_blocks:

@@ -84,6 +84,16 @@ def describe_log(log: EventLog, path: Path) -> Iterator[str]:
         yield f"{counts.num_left_out_events:,} events of unknown kind or shape are left out"
 
 
+def describe_silence(log: EventLog, listening: Listening) -> str:
+    """Return what the user should know of a log without a batch. Pure."""
+    if log.is_full:
+        return "nothing is recorded: the first batch is larger than --max-size"
+    return (
+        f"nothing was heard from {listening.endpoint}, nothing is recorded: an engine publishes when it is asked "
+        "something, and was started with --kv-events-config '{\"enable_kv_cache_events\": true, ...}'"
+    )
+
+
 def _hear(
     listening: Listening, log: EventLog, tell: Callable[[str], object], clock: Callable[[], float]
 ) -> None:

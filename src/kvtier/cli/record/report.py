@@ -13,6 +13,18 @@ def find_recordings(out: Path) -> list[Path]:
     return [path for path in names if path.exists()]
 
 
+def is_ended_without_requests(path: Path) -> bool:
+    """Return whether an engine has written a recording to its end and was asked nothing that could be in it.
+
+    One without an end may belong to an engine that still runs.
+
+    Raises:
+        TraceError: it cannot be read, or its last line is none that kvtier writes.
+    """
+    end = read_end(path)
+    return end is not None and not (end.num_requests or end.num_dropped)
+
+
 def describe_recording(path: Path) -> Iterator[str]:
     """Yield what the user should know of a recording, and the command that simulates it.
 

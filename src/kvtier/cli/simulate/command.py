@@ -7,9 +7,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvtier.cli.option_names import said_of
 from kvtier.cli.simulate import arguments
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.options import (
+    TRACE_OPTIONS,
     blocks_of,
     make_engine,
     make_host,
@@ -63,7 +65,8 @@ def simulate(
     """
     if jobs < 1:
         raise ConfigError("--jobs", jobs, "must be at least 1")
-    trace = take_first(read_trace(trace_file, trace_format), requests)
+    with said_of(TRACE_OPTIONS):
+        trace = take_first(read_trace(trace_file, trace_format), requests)
     engine = make_engine(
         trace, device=device, kv_size=kv_bytes, max_running=max_running, prefill=prefill, decode=decode
     )
@@ -77,7 +80,8 @@ def simulate(
         parse_load_if(load_if),
     )
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
-    cases = plan_cases(engine, base, policies, swept)
+    with said_of({"place to sweep": "--sweep"}):
+        cases = plan_cases(engine, base, policies, swept)
     outputs = Outputs(json_file, html_file, command_line(context))
     outputs.check_writable()
     progress = Console(stderr=True)

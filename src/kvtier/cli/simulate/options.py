@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from kvtier.cli.option_names import said_of
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import ConfigError, UnknownNameError
@@ -20,6 +21,16 @@ DEFAULT_LATENCY_S = 100e-6
 
 DEFAULT_NUM_STREAMS = 8
 """Blocks on their way at the same time: what kvtier's disk tiers have threads for."""
+
+ENGINE_OPTIONS = {
+    "max_running": "--max-running",
+    "prefill_tokens_per_s": "--prefill",
+    "decode_tokens_per_s": "--decode",
+}
+"""Fields of an engine, by the options that fill them."""
+
+TRACE_OPTIONS = {"trace format": "--format"}
+"""What reading a trace may not know, by the option that names it."""
 
 TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -44,9 +55,10 @@ def make_host(
             raise UnknownNameError("eviction policy for --policy", policy, CACHE_POLICIES.names())
         if policies.count(policy) > 1:
             raise ConfigError("--policy", policy, "is named twice: name each policy once")
-    return HostModel(
-        num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold, load_if=load_if
-    )
+    with said_of({"name": "--tier", "store_threshold": "--store-threshold"}):
+        return HostModel(
+            num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold, load_if=load_if
+        )
 
 
 def parse_load_if(text: str) -> LoadIf:
@@ -89,14 +101,9 @@ def make_engine(
         ConfigError: a value that cannot work.
     """
     block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
-    return EngineModel(
-        trace.block_tokens,
-        block_bytes,
-        blocks_of("--device", device, block_bytes),
-        max_running,
-        prefill,
-        decode,
-    )
+    num_blocks = blocks_of("--device", device, block_bytes)
+    with said_of(ENGINE_OPTIONS):
+        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, prefill, decode)
 
 
 def parse_tier(text: str, block_bytes: int) -> TierModel:
@@ -110,15 +117,16 @@ def parse_tier(text: str, block_bytes: int) -> TierModel:
         raise ConfigError("--tier", text, f"must be {TIER_FORM}")
     capacity, bandwidths, latency, streams = (*values, "", "")[:4]
     read, _, write = bandwidths.partition(",")
-    if streams and not streams.isdecimal():
-        raise ConfigError("--tier", text, f"STREAMS must be a whole number: {TIER_FORM}")
+    if streams and not re.fullmatch(r"0*[1-9][0-9]*", streams):
+        raise ConfigError("--tier", text, f"STREAMS must be a whole number from 1: {TIER_FORM}")
     speed = LinkSpeed(
         _parse_bandwidth(text, read),
         _parse_bandwidth(text, write or read),
         _parse_seconds(text, latency) if latency else DEFAULT_LATENCY_S,
         int(streams) if streams else DEFAULT_NUM_STREAMS,
     )
-    return TierModel(name, blocks_of("--tier", capacity, block_bytes), speed)
+    with said_of({"name": "--tier"}):
+        return TierModel(name, blocks_of("--tier", capacity, block_bytes), speed)
 
 
 def take_first(trace: Trace, num_requests: int | None) -> Trace:

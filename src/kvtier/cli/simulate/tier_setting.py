@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+from kvtier.cli.option_names import said_of
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.tier import TierModel
+from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import parse_tier_settings
 
 TIER_SETTING_FORM = "NAME.SETTING=VALUE such as fs.cascade=on_evict or fs.store_threshold=2"
@@ -22,6 +24,15 @@ SIMULATED_SETTINGS = (
     "store_threshold",
 )
 """Those of ``TierSettings`` that make a difference on simulated time."""
+
+PARSED_NAMES = {
+    **{
+        name: name
+        for name in (*SIMULATED_SETTINGS, *(f"admission.{field.name}" for field in fields(TierAdmission)))
+    },
+    "name in 'admission'": "admission",
+}
+"""What the production parser calls what it refuses -> the setting's name."""
 
 
 def apply_tier_settings(
@@ -42,7 +53,7 @@ def apply_tier_settings(
         if name not in values:
             raise UnknownNameError("tier for --tier-setting", name, values)
         if setting not in SIMULATED_SETTINGS:
-            raise UnknownNameError("simulated setting of a tier", setting, SIMULATED_SETTINGS)
+            raise UnknownNameError("simulated setting for --tier-setting", setting, SIMULATED_SETTINGS)
         if setting in values[name]:
             raise ConfigError("--tier-setting", text, f"{name}.{setting} is given twice: give it once")
         values[name][setting] = _parse_value(value.strip())
@@ -50,10 +61,12 @@ def apply_tier_settings(
 
 
 def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierModel:  # Any: as above
-    settings = parse_tier_settings(values)
+    option = f"--tier-setting {tier.name}."
+    with said_of({parsed: option + name for parsed, name in PARSED_NAMES.items()}):
+        settings = parse_tier_settings(values)
     policy = settings.policy or tier.cache_policy
     if policy not in CACHE_POLICIES:
-        raise UnknownNameError(f"eviction policy of the tier {tier.name}", policy, CACHE_POLICIES.names())
+        raise UnknownNameError(f"eviction policy for {option}policy", policy, CACHE_POLICIES.names())
     if settings.max_in_flight_store_bytes is not None:
         # A simulated block has one byte.
         num_blocks = max(1, settings.max_in_flight_store_bytes // block_bytes)

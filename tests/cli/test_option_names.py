@@ -1,0 +1,28 @@
+"""An error about a field is said of the option that filled it; whatever else is raised stays as it is."""
+
+import pytest
+
+from kvtier.cli.option_names import said_of
+from kvtier.errors import ConfigError, UnknownNameError
+
+OPTIONS = {"size_bytes": "--size", "colour": "--colour"}
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConfigError("size_bytes", 0, "must be more"), "--size=0: must be more"),
+        (ConfigError("other", 0, "must be more"), "other=0: must be more"),
+        (
+            UnknownNameError("colour", "rd", ["red"]),
+            "unknown colour for --colour 'rd': did you mean 'red'? known are red",
+        ),
+        (UnknownNameError("shape", "x", ["y"]), "unknown shape 'x': known are y"),
+        (ValueError("another"), "another"),
+    ],
+)
+def test_an_error_names_the_option_that_filled_its_field(error: ValueError, message: str) -> None:
+    with pytest.raises(type(error)) as caught, said_of(OPTIONS):
+        raise error
+
+    assert str(caught.value) == message
