@@ -42,6 +42,8 @@ class PoolOptions:
         positive_ttl_s: seconds for which "held" is believed; 0 keeps no such verdict.
         negative_ttl_s: seconds for which "not held" is believed.
         num_store_threads: how many of the threads may store at the same time, None for each.
+        cuts_evenly: whether a job is cut into as few parts as keep every thread busy. True where a call costs much
+            beside its blocks, as a server's answer does; False where the last small parts let threads end together.
     """
 
     num_threads: int
@@ -49,6 +51,7 @@ class PoolOptions:
     positive_ttl_s: float
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
+    cuts_evenly: bool = False
 
 
 class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
@@ -87,6 +90,7 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             clock=clock,
             num_store_threads=options.num_store_threads,
             max_part_blocks=options.max_part_blocks,
+            cuts_evenly=options.cuts_evenly,
         )
         self._lookup = AsyncLookup(
             name,
