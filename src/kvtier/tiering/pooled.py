@@ -21,7 +21,7 @@ from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, Secondary
 from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.breaker import FAILURES_TO_OPEN
 from kvtier.tiering.envelope import MAX_KEY_BYTES
-from kvtier.tiering.io_pool import IOPool, Moved
+from kvtier.tiering.io_pool import IOPool, Moved, Transfer
 from kvtier.tiering.lookup import AsyncLookup
 from kvtier.tiering.outage import OutageLog
 
@@ -114,16 +114,12 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             TierError: the job is malformed, or the tier is full of work or shut down; nothing was started.
         """
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_store(
-            job, partial(self._store, self._space, self._lookup.era), self.settings.job_timeout_s
-        )
+        self._pool.submit_store(job, self._bound(self._store), self.settings.job_timeout_s)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Start reading into the job's slots; otherwise as ``submit_store``."""
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_load(
-            job, partial(self._load, self._space, self._lookup.era), self.settings.job_timeout_s
-        )
+        self._pool.submit_load(job, self._bound(self._load), self.settings.job_timeout_s)
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once."""
@@ -207,17 +203,20 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._outages.note_success(self.get_tier_type())
         return found
 
-    # The era is the job's: what one of before a reset has met says nothing about the present namespace.
-    def _store(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(self._block_store.store, space, keys, slots))
+    def _bound(self, move: "Callable[[_Bound[S], Sequence[OffloadKey], Sequence[int]], Moved]") -> Transfer:
+        end_s = self._clock() + self.settings.job_timeout_s
+        return partial(move, _Bound(self._block_store.until(end_s), self._space, self._lookup.era))
+
+    def _store(self, job: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(job.block_store.store, job.space, keys, slots))
         if self._has_positive_verdicts and moved.arrived:
-            self._lookup.tell(moved.arrived, is_held=True, era=era)
+            self._lookup.tell(moved.arrived, is_held=True, era=job.era)
         return moved
 
-    def _load(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(self._block_store.load, space, keys, slots))
+    def _load(self, job: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(job.block_store.load, job.space, keys, slots))
         if len(moved.arrived) < len(keys):
-            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=era)
+            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=job.era)
         return moved
 
     def _move(self, move: Callable[[], Moved]) -> Moved:
@@ -229,6 +228,21 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         if not moved.is_fault:
             self._outages.note_success(self.get_tier_type())
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound(Generic[S]):
+    """What a job was submitted with.
+
+    Attributes:
+        block_store: the place, until the job's deadline.
+        space: its namespace.
+        era: what one of before a reset has met says nothing about the present namespace.
+    """
+
+    block_store: BlockStore[S]
+    space: S
+    era: Era
 
 
 def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:

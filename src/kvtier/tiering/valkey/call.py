@@ -1,8 +1,7 @@
 """Questions to a server, each with the way its reply is read, and what becomes of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import TierError
 from kvtier.tiering.envelope import Buffer
@@ -12,18 +11,21 @@ Outcome: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+Request: TypeAlias = tuple[Buffer, ...]
+"""The bytes of a command, in pieces."""
+
+
+class Call(NamedTuple):
     """One command about one name.
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, in pieces.
+        request: its bytes, or what makes them when their turn to be sent has come, once for each node that is asked.
         read: reads the reply, and puts a value where it belongs.
     """
 
     name: bytes
-    request: tuple[Buffer, ...]
+    request: Request | Callable[[], Request]
     read: Callable[[ReplyReader], Reply] = read_reply
 
 
