@@ -21,7 +21,7 @@ from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, Secondary
 from kvtier.tiering.block_store import BlockStore
 from kvtier.tiering.breaker import FAILURES_TO_OPEN
 from kvtier.tiering.envelope import MAX_KEY_BYTES
-from kvtier.tiering.io_pool import IOPool, Moved, Transfer
+from kvtier.tiering.io_pool import IOPool, Moved
 from kvtier.tiering.lookup import AsyncLookup
 from kvtier.tiering.outage import OutageLog
 
@@ -114,12 +114,16 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             TierError: the job is malformed, or the tier is full of work or shut down; nothing was started.
         """
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_store(job, self._bound(self._store), self.settings.job_timeout_s)
+        timeout_s = self.settings.job_timeout_s
+        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
+        self._pool.submit_store(job, partial(self._store, bound), timeout_s)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Start reading into the job's slots; otherwise as ``submit_store``."""
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_load(job, self._bound(self._load), self.settings.job_timeout_s)
+        timeout_s = self.settings.job_timeout_s
+        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
+        self._pool.submit_load(job, partial(self._load, bound), timeout_s)
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once."""
@@ -203,20 +207,16 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._outages.note_success(self.get_tier_type())
         return found
 
-    def _bound(self, move: "Callable[[_Bound[S], Sequence[OffloadKey], Sequence[int]], Moved]") -> Transfer:
-        end_s = self._clock() + self.settings.job_timeout_s
-        return partial(move, _Bound(self._block_store.until(end_s), self._space, self._lookup.era))
-
-    def _store(self, job: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(job.block_store.store, job.space, keys, slots))
+    def _store(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(bound.block_store.store, bound.space, keys, slots))
         if self._has_positive_verdicts and moved.arrived:
-            self._lookup.tell(moved.arrived, is_held=True, era=job.era)
+            self._lookup.tell(moved.arrived, is_held=True, era=bound.era)
         return moved
 
-    def _load(self, job: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(job.block_store.load, job.space, keys, slots))
+    def _load(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(bound.block_store.load, bound.space, keys, slots))
         if len(moved.arrived) < len(keys):
-            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=job.era)
+            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=bound.era)
         return moved
 
     def _move(self, move: Callable[[], Moved]) -> Moved:
