@@ -11,21 +11,17 @@ Outcome: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
 
-Request: TypeAlias = tuple[Buffer, ...]
-"""The bytes of a command, in pieces."""
-
-
 class Call(NamedTuple):
     """One command about one name.
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, or what makes them when their turn to be sent has come, once for each node that is asked.
+        request: its bytes, in pieces.
         read: reads the reply, and puts a value where it belongs.
     """
 
     name: bytes
-    request: Request | Callable[[], Request]
+    request: tuple[Buffer, ...]
     read: Callable[[ReplyReader], Reply] = read_reply
 
 

@@ -3,11 +3,9 @@
 It knows no cluster and no block. Without the pause each part of a job would wait once more for a server that hangs.
 """
 
-import socket
 from collections.abc import Callable, Sequence
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.envelope import Buffer
 from kvtier.tiering.valkey.call import Call, Outcome
 from kvtier.tiering.valkey.deadline import Deadline
 from kvtier.tiering.valkey.endpoint import Address
@@ -24,10 +22,6 @@ except ImportError as error:
 LEFT_ALONE_S = 1.0
 """Seconds for which a server that did not answer is not asked again. Longer loses its blocks after it came back;
 shorter makes a job of many parts wait ``timeout_s`` for several of them."""
-
-MAX_HELD_BYTES = 256 * 2**10
-"""Bytes of requests that are held back to be sent in one call. Less makes more calls for small blocks; with more, what
-was sealed first has left the processor's cache before it is sent."""
 
 MAX_EXCHANGE_S = 30.0
 """Seconds for an exchange that belongs to no job. More keeps a lookup behind a server that sends a byte now and then;
@@ -104,7 +98,8 @@ class Node:
         link = self._links.take()
         try:
             sock = link.lend_socket()
-            _send_requests(sock, calls, deadline, is_asking=is_asking)
+            prefix = (ASKING,) if is_asking else ()
+            send_all(sock, [piece for call in calls for piece in (*prefix, *call.request)], deadline)
             reader = ReplyReader(sock, deadline)
             for call in calls:
                 if is_asking:
@@ -113,22 +108,3 @@ class Node:
         finally:
             # Replies that nobody has read would be taken for those of the next batch.
             self._links.give_back(link, is_clean=len(outcomes) == len(calls))
-
-
-def _send_requests(
-    sock: socket.socket, calls: Sequence[Call], deadline: Deadline, *, is_asking: bool
-) -> None:
-    """Send what is made so far while the next is made, so that the server begins at once and finds us ahead."""
-    held: list[Buffer] = []
-    num_bytes = 0
-    for call in calls:
-        request = call.request() if callable(call.request) else call.request
-        if is_asking:
-            held.append(ASKING)
-        held += request
-        num_bytes += sum(map(len, request))
-        if num_bytes >= MAX_HELD_BYTES:
-            send_all(sock, held, deadline)
-            held.clear()
-            num_bytes = 0
-    send_all(sock, held, deadline)

@@ -19,7 +19,7 @@ from kvtier.tiering.counters import Counters
 from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal, unpack
 from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
 from kvtier.tiering.io_pool import Moved
-from kvtier.tiering.valkey.call import Call, Outcome, Request, command, error_code
+from kvtier.tiering.valkey.call import Call, Outcome, command, error_code
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
 from kvtier.tiering.valkey.space import ValkeySpace
@@ -215,13 +215,9 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
 
     def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int, name: bytes) -> Call:
-        row, digest = self._rows.row(slot), space.namespace.digest
-
-        def request() -> Request:
-            return encode_set(name, pack(seal(key, digest, row, codec=RAW_NUMBER)), row, self._ttl_ms)
-
-        # Sealed when it is about to be sent: the processor's cache still has the row then, and the server has work.
-        return Call(name, request)
+        row = self._rows.row(slot)
+        header = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
+        return Call(name, encode_set(name, header, row, self._ttl_ms))
 
     def _renewals(self, names: Sequence[bytes]) -> list[Call]:
         """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
