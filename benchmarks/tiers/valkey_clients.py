@@ -159,7 +159,7 @@ class RawClient(Client):
                 sock.sendall(row[len(row) + 2 - num_left :])
                 num_left = 2
             sock.sendall(b"\r\n"[2 - num_left :])
-        receive(sock, memoryview(bytearray(len(b"+OK\r\n") * len(part))))
+        receive(sock, [memoryview(bytearray(len(b"+OK\r\n") * len(part)))])
         self._idle.append(sock)
 
     def get(self, part: Part) -> None:
@@ -168,9 +168,7 @@ class RawClient(Client):
         sock.sendall(b"".join(encode(b"GET", name_of(number)) for number in part))
         for number in part:
             row = self.rows[number]
-            receive(sock, memoryview(bytearray(len(b"$%d\r\n" % len(row)))))
-            receive(sock, row)
-            receive(sock, memoryview(bytearray(2)))
+            receive(sock, [memoryview(bytearray(len(b"$%d\r\n" % len(row)))), row, memoryview(bytearray(2))])
         self._idle.append(sock)
 
     def close(self) -> None:
@@ -184,10 +182,20 @@ def name_of(number: int) -> bytes:
     return b"bench:{%0102d}" % number
 
 
-def receive(sock: socket.socket, target: memoryview) -> None:
-    """Fill ``target``."""
-    num_done = 0
-    while num_done < len(target):
-        num_read = sock.recv_into(target[num_done:], 0, socket.MSG_WAITALL)
+def receive(sock: socket.socket, targets: Sequence[memoryview]) -> None:
+    """Fill ``targets``, as a rule in one call."""
+    num_left = sum(map(len, targets))
+    while num_left:
+        num_read, _, _, _ = sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)
         assert num_read, "the server hung up"
-        num_done += num_read
+        num_left -= num_read
+        targets = behind(targets, num_read)
+
+
+def behind(targets: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return what is left of ``targets`` without their first bytes. Pure."""
+    left = []
+    for target in targets:
+        left.append(target[num_bytes:])
+        num_bytes = max(0, num_bytes - len(target))
+    return left

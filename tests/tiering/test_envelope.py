@@ -1,6 +1,5 @@
 """An envelope has the documented bytes, and no change of header or payload passes its check."""
 
-import dataclasses
 import hashlib
 import struct
 import subprocess
@@ -26,8 +25,8 @@ def header_of(payload: bytes = PAYLOAD) -> bytes:
 
 
 def test_the_128_bytes_are_where_the_format_says() -> None:
-    sealed = dataclasses.replace(
-        seal(KEY, NAMESPACE, PAYLOAD, codec=5, raw_bytes=4096), key_id=7, nonce=b"n" * 12, generation=9
+    sealed = seal(KEY, NAMESPACE, PAYLOAD, codec=5, raw_bytes=4096)._replace(
+        key_id=7, nonce=b"n" * 12, generation=9
     )
     header = pack(sealed)
     assert len(header) == envelope.ENVELOPE_BYTES == 128

@@ -193,6 +193,17 @@ def test_no_part_is_larger_than_allowed(clock: ManualClock) -> None:
     assert pool.shutdown(HANG_GUARD_S)
 
 
+def test_an_even_cut_makes_no_part_smaller_than_a_thread_s_share(clock: ManualClock) -> None:
+    pool = IOPool("test", 4, clock=clock, max_part_blocks=16, cuts_evenly=True)
+    movers = [Mover() for _ in range(3)]
+    for job_id, num_blocks, mover in zip((1, 2, 3), (64, 17, 3), movers, strict=True):
+        pool.submit_load(job_of(job_id, num_blocks), mover, TIMEOUT_S)
+        assert finish(pool)
+    sizes = [sorted(len(keys) for keys, _ in mover.calls) for mover in movers]
+    assert sizes == [[16, 16, 16, 16], [2, 5, 5, 5], [1, 1, 1]]
+    assert pool.shutdown(HANG_GUARD_S)
+
+
 def test_only_the_last_job_that_waits_is_cut_into_small_parts(clock: ManualClock) -> None:
     pool = IOPool("test", 2, clock=clock, max_part_blocks=4)
     gate, movers = Gate(), [Mover() for _ in range(3)]

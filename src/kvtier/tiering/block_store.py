@@ -92,6 +92,20 @@ class BlockStore(ABC, Generic[S]):
         Thread: any of the pool's; may block likewise.
         """
 
+    def until(self, end_s: float) -> "BlockStore[S]":
+        """Return this store for the calls of one job, which should be over by ``end_s``.
+
+        By default the store itself, whose own time-outs must do; one that may be kept busy without an end, a byte at
+        a time, returns one that gives up.
+
+        Args:
+            end_s: the job's deadline, on the tier's clock.
+
+        Thread: the scheduler's; must not block.
+        """
+        del end_s
+        return self
+
     def check_reachable(self) -> None:
         """Ask the place once whether it is there and lets us in; called before anything else, may block.
 

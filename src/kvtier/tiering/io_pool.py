@@ -97,6 +97,8 @@ class IOPool:
         num_store_threads: how many of them may store at the same time, None for each; the others are there for loads.
         max_part_blocks: blocks that a thread takes at a stretch. One gives the best balance; more amortise
             what a transfer costs once per call, and a load waits that much longer behind a store.
+        cuts_evenly: whether a job has no parts smaller than a thread's share of it. Smaller ones at its end let
+            threads end together, and each costs a call.
         max_queued_blocks: blocks that may wait for a thread; a submit beyond it raises.
     """
 
@@ -108,6 +110,7 @@ class IOPool:
         clock: Callable[[], float],
         num_store_threads: int | None = None,
         max_part_blocks: int = 1,
+        cuts_evenly: bool = False,
         max_queued_blocks: int = DEFAULT_MAX_QUEUED_BLOCKS,
     ) -> None:
         self._name = name
@@ -115,6 +118,7 @@ class IOPool:
         self._num_store_threads = num_store_threads or num_threads
         self._clock = clock
         self._max_part_blocks = max_part_blocks
+        self._cuts_evenly = cuts_evenly
         self._max_queued_blocks = max_queued_blocks
         self._changed = threading.Condition()
         self._loads: deque[_OpenJob] = deque()
@@ -253,6 +257,8 @@ class IOPool:
         # next few jobs tell enough, since each has a block at least.
         waiting = islice(queue, num_threads)
         share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
+        if self._cuts_evenly:
+            share = max(share, -(-len(job.keys) // num_threads))
         end = min(begin + min(share, self._max_part_blocks), len(job.keys))
         job.num_begun = end
         job.num_running_parts += 1

@@ -42,6 +42,8 @@ class PoolOptions:
         positive_ttl_s: seconds for which "held" is believed; 0 keeps no such verdict.
         negative_ttl_s: seconds for which "not held" is believed.
         num_store_threads: how many of the threads may store at the same time, None for each.
+        cuts_evenly: whether a job is cut into as few parts as keep every thread busy. True where a call costs much
+            beside its blocks, as a server's answer does; False where the last small parts let threads end together.
     """
 
     num_threads: int
@@ -49,6 +51,7 @@ class PoolOptions:
     positive_ttl_s: float
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
+    cuts_evenly: bool = False
 
 
 class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
@@ -87,6 +90,7 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             clock=clock,
             num_store_threads=options.num_store_threads,
             max_part_blocks=options.max_part_blocks,
+            cuts_evenly=options.cuts_evenly,
         )
         self._lookup = AsyncLookup(
             name,
@@ -110,16 +114,16 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
             TierError: the job is malformed, or the tier is full of work or shut down; nothing was started.
         """
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_store(
-            job, partial(self._store, self._space, self._lookup.era), self.settings.job_timeout_s
-        )
+        timeout_s = self.settings.job_timeout_s
+        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
+        self._pool.submit_store(job, partial(self._store, bound), timeout_s)
 
     def submit_load(self, job: JobMetadata) -> None:
         """Start reading into the job's slots; otherwise as ``submit_store``."""
         require_sound(job, self._num_rows, self.get_tier_type())
-        self._pool.submit_load(
-            job, partial(self._load, self._space, self._lookup.era), self.settings.job_timeout_s
-        )
+        timeout_s = self.settings.job_timeout_s
+        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
+        self._pool.submit_load(job, partial(self._load, bound), timeout_s)
 
     def get_finished(self) -> Iterable[JobResult]:
         """Return the jobs that ended since the last call, each once."""
@@ -203,17 +207,16 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._outages.note_success(self.get_tier_type())
         return found
 
-    # The era is the job's: what one of before a reset has met says nothing about the present namespace.
-    def _store(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(self._block_store.store, space, keys, slots))
+    def _store(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(bound.block_store.store, bound.space, keys, slots))
         if self._has_positive_verdicts and moved.arrived:
-            self._lookup.tell(moved.arrived, is_held=True, era=era)
+            self._lookup.tell(moved.arrived, is_held=True, era=bound.era)
         return moved
 
-    def _load(self, space: S, era: Era, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        moved = self._move(partial(self._block_store.load, space, keys, slots))
+    def _load(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        moved = self._move(partial(bound.block_store.load, bound.space, keys, slots))
         if len(moved.arrived) < len(keys):
-            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=era)
+            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=bound.era)
         return moved
 
     def _move(self, move: Callable[[], Moved]) -> Moved:
@@ -225,6 +228,21 @@ class PooledTier(SecondaryTierManager, ReachableTier, Generic[S]):
         if not moved.is_fault:
             self._outages.note_success(self.get_tier_type())
         return moved
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound(Generic[S]):
+    """What a job was submitted with.
+
+    Attributes:
+        block_store: the place, until the job's deadline.
+        space: its namespace.
+        era: what one of before a reset has met says nothing about the present namespace.
+    """
+
+    block_store: BlockStore[S]
+    space: S
+    era: Era
 
 
 def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:

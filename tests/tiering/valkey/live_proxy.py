@@ -1,7 +1,8 @@
-"""A wire between a tier and a real server that can be cut in the middle of a reply."""
+"""Wires between a tier and a real server: one that is cut in the middle of a reply, one on which replies trickle."""
 
 import socket
 import threading
+from collections.abc import Callable
 
 
 class CuttingProxy:
@@ -32,7 +33,10 @@ class CuttingProxy:
                 return
             far = socket.create_connection(("127.0.0.1", self._server_port))
             threading.Thread(target=self._pass, args=(near, far, None), daemon=True).start()
-            threading.Thread(target=self._pass, args=(far, near, self._max_reply_bytes), daemon=True).start()
+            threading.Thread(target=self._answer, args=(far, near), daemon=True).start()
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        self._pass(server, client, self._max_reply_bytes)
 
     def _pass(self, source: socket.socket, target: socket.socket, num_left: int | None) -> None:
         try:
@@ -51,3 +55,28 @@ class CuttingProxy:
         if num_left is not None:  # one of the two threads closes both
             source.close()
             target.close()
+
+
+class TricklingProxy(CuttingProxy):
+    """Passes replies on a few bytes at a time.
+
+    Args:
+        server_port: of the real server.
+        piece_bytes: how many.
+        rest: called after each piece.
+    """
+
+    def __init__(self, server_port: int, piece_bytes: int, rest: Callable[[], None]) -> None:
+        self._piece_bytes = piece_bytes
+        self._rest = rest
+        super().__init__(server_port, max_reply_bytes=0)
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with server, client:
+            try:
+                while piece := server.recv(self._piece_bytes):
+                    client.sendall(piece)
+                    self._rest()
+            except OSError:
+                return

@@ -83,7 +83,9 @@ class MooncakeTier(PooledTier[Space]):
         part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes)))
         headers = HeaderArea(own.num_threads, part_blocks)
         client = MooncakeClient(own, (rows.flat, headers.memory), clock)
-        options = PoolOptions(own.num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S)
+        options = PoolOptions(
+            own.num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
+        )
         block_store = MooncakeBlockStore(client, rows, headers, clock)
         super().__init__(config, primary_kv_view, block_store, options, clock)
 

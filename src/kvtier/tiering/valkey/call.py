@@ -1,8 +1,7 @@
 """Questions to a server, each with the way its reply is read, and what becomes of them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import TierError
 from kvtier.tiering.envelope import Buffer
@@ -12,8 +11,7 @@ Outcome: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One command about one name.
 
     Attributes:

@@ -77,7 +77,7 @@ class Cluster(Servers):
         self._members: frozenset[Address] = frozenset()
         self._troubled: set[Address] = set()
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[Call], end_s: float | None = None) -> list[Outcome]:
         """Return one outcome for each call, in order; a node that is away costs the calls that it has.
 
         Raises:
@@ -96,7 +96,7 @@ class Cluster(Servers):
         for _ in range(MAX_HOPS):
             if not waiting:
                 break
-            waiting = self._run_each(calls, waiting, outcomes)
+            waiting = self._run_each(calls, waiting, outcomes, end_s)
         return outcomes
 
     def is_fault(self, outcome: Outcome) -> bool:
@@ -128,12 +128,17 @@ class Cluster(Servers):
             node.close()
 
     def _run_each(
-        self, calls: Sequence[Call], waiting: dict[Destination, list[int]], outcomes: list[Outcome]
+        self,
+        calls: Sequence[Call],
+        waiting: dict[Destination, list[int]],
+        outcomes: list[Outcome],
+        end_s: float | None,
     ) -> dict[Destination, list[int]]:
         """Run calls at their destinations, note the outcomes, return those that have to go elsewhere."""
         moved: dict[Destination, list[int]] = {}
         for destination, indices in waiting.items():
-            for index, outcome in zip(indices, self._run_at(destination, calls, indices), strict=True):
+            asked = self._run_at(destination, [calls[index] for index in indices], end_s)
+            for index, outcome in zip(indices, asked, strict=True):
                 outcomes[index] = outcome
                 if (elsewhere := redirection(outcome, destination.address)) is not None:
                     moved.setdefault(elsewhere, []).append(index)
@@ -141,11 +146,9 @@ class Cluster(Servers):
                         self._note_stale()
         return moved
 
-    def _run_at(
-        self, destination: Destination, calls: Sequence[Call], indices: Sequence[int]
-    ) -> list[Outcome]:
+    def _run_at(self, destination: Destination, calls: Sequence[Call], end_s: float | None) -> list[Outcome]:
         node, outages = self._node(destination.address)
-        outcomes = node.run([calls[index] for index in indices], is_asking=destination.is_asking)
+        outcomes = node.run(calls, end_s, is_asking=destination.is_asking)
         trouble = next((outcome for outcome in outcomes if isinstance(outcome, TierError)), None)
         codes = {error_code(outcome) for outcome in outcomes} & TROUBLE_THAT_LASTS
         if trouble is None and codes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.valkey.call import Call, Outcome
+from kvtier.tiering.valkey.deadline import Deadline
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.link import LinkPool
 from kvtier.tiering.valkey.refusals import TIER_TYPE, unreachable
@@ -21,6 +22,10 @@ except ImportError as error:
 LEFT_ALONE_S = 1.0
 """Seconds for which a server that did not answer is not asked again. Longer loses its blocks after it came back;
 shorter makes a job of many parts wait ``timeout_s`` for several of them."""
+
+MAX_EXCHANGE_S = 30.0
+"""Seconds for an exchange that belongs to no job. More keeps a lookup behind a server that sends a byte now and then;
+less gives up a slow one that answers."""
 
 ASKING = encode(b"ASKING")
 
@@ -47,18 +52,26 @@ class Node:
         """Whether the server has been away a moment ago."""
         return self._clock() < self._left_alone_until_s
 
-    def run(self, calls: Sequence[Call], *, is_asking: bool = False, is_probe: bool = False) -> list[Outcome]:
+    def run(
+        self,
+        calls: Sequence[Call],
+        end_s: float | None = None,
+        *,
+        is_asking: bool = False,
+        is_probe: bool = False,
+    ) -> list[Outcome]:
         """Send ``calls`` together and read their replies in order.
 
         Args:
             calls: what to send.
+            end_s: when to give up on replies that come too slowly, on the node's clock; None is in a while.
             is_asking: whether a node is asked for names that are just moving to it.
             is_probe: whether to ask even a server that is left alone.
 
         Returns:
             One outcome for each call. When the connection is lost those that came before have counted.
 
-        Thread: any; blocks, a time-out at the most for each step that makes no progress.
+        Thread: any; blocks, a time-out at the most for each step that makes no progress, and one beyond ``end_s``.
         """
         if self.is_left_alone and not is_probe:
             away = TierError(
@@ -67,7 +80,8 @@ class Node:
             return [away] * len(calls)
         outcomes: list[Outcome] = []
         try:
-            self._exchange(calls, outcomes, is_asking=is_asking)
+            deadline = Deadline(self._clock, self._clock() + MAX_EXCHANGE_S if end_s is None else end_s)
+            self._exchange(calls, outcomes, deadline, is_asking=is_asking)
         except (RedisError, OSError, ProtocolError) as error:
             self._left_alone_until_s = self._clock() + LEFT_ALONE_S
             away = unreachable(self.address, error)
@@ -78,13 +92,15 @@ class Node:
         """Close every connection."""
         self._links.close()
 
-    def _exchange(self, calls: Sequence[Call], outcomes: list[Outcome], *, is_asking: bool) -> None:
+    def _exchange(
+        self, calls: Sequence[Call], outcomes: list[Outcome], deadline: Deadline, *, is_asking: bool
+    ) -> None:
         link = self._links.take()
         try:
             sock = link.lend_socket()
             prefix = (ASKING,) if is_asking else ()
-            send_all(sock, [piece for call in calls for piece in (*prefix, *call.request)])
-            reader = ReplyReader(sock)
+            send_all(sock, [piece for call in calls for piece in (*prefix, *call.request)], deadline)
+            reader = ReplyReader(sock, deadline)
             for call in calls:
                 if is_asking:
                     read_reply(reader)

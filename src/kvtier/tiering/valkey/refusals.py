@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Iterator
 
 from kvtier.errors import MissingExtraError, TierError
+from kvtier.tiering.valkey.deadline import OverdueError
 from kvtier.tiering.valkey.endpoint import PASSWORD_VARIABLE, Address
 
 try:
@@ -67,6 +68,8 @@ def _reason(cause: BaseException) -> str | None:
         return f"its certificate is not trusted ({cause.verify_message}): name its authority's in ca_file"
     if isinstance(cause, ssl.SSLError):
         return "TLS fails: does it listen with TLS on this port, and is ca_file right?"
+    if isinstance(cause, OverdueError):
+        return "it answers too slowly: the time of the job is over"
     # The kernel's own time-outs, which lent sockets have, come as a call that would block.
     if isinstance(cause, TimeoutError | BlockingIOError | redis.exceptions.TimeoutError):
         return "it has not answered within timeout_s"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.tiering.envelope import Buffer
+from kvtier.tiering.valkey.deadline import Deadline, never
 
 READ_AHEAD_BYTES = 4096
 """Bytes read at most beyond what was asked for. Enough for some hundred short replies in one call; what of them
@@ -54,10 +55,12 @@ class ReplyReader:
 
     Args:
         sock: connected, with a time-out.
+        deadline: of all the replies; a call that has begun before it may take one time-out more.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, deadline: Deadline | None = None) -> None:
         self._sock = sock
+        self._deadline = deadline or never()
         # Encryption hands over record by record; a plain socket can fill a row in one call.
         self._row_flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
         self._buffer = bytearray(READ_AHEAD_BYTES)
@@ -83,6 +86,8 @@ class ReplyReader:
 
     def skip(self, num_bytes: int) -> None:
         """Read ``num_bytes`` and forget them."""
+        if not num_bytes:
+            return
         scratch = memoryview(bytearray(min(num_bytes, SKIP_BYTES)))
         while num_bytes > 0:
             part = scratch[:num_bytes]
@@ -98,6 +103,7 @@ class ReplyReader:
         self._end += self._receive(self._view[num_left:])
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
+        self._deadline.require_time()
         try:
             num_bytes = self._sock.recv_into(target, 0, flags)
         except BlockingIOError as error:  # how the kernel's own time-out shows itself
@@ -109,7 +115,9 @@ class ReplyReader:
 
 def encode(*arguments: bytes) -> bytes:
     """Return the request for a command and its arguments. Pure."""
-    return b"*%d\r\n" % len(arguments) + _encode_arguments(*arguments)
+    pieces = [b"*%d\r\n" % len(arguments)]
+    pieces += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
+    return b"".join(pieces)
 
 
 def encode_set(name: bytes, header: bytes, row: memoryview, ttl_ms: int | None) -> tuple[Buffer, ...]:
@@ -121,27 +129,34 @@ def encode_set(name: bytes, header: bytes, row: memoryview, ttl_ms: int | None) 
         row: format 'B'.
         ttl_ms: milliseconds until it expires; None for never.
     """
-    expiry = () if ttl_ms is None else (b"PX", b"%d" % ttl_ms)
-    num_value_bytes = len(header) + len(row)
-    begin = b"*%d\r\n" % (3 + len(expiry)) + _encode_arguments(b"SET", name)
-    return b"%b$%d\r\n%b" % (begin, num_value_bytes, header), row, CRLF + _encode_arguments(*expiry)
+    num_arguments, expiry = 3, b""
+    if ttl_ms is not None:
+        ttl = b"%d" % ttl_ms
+        num_arguments, expiry = 5, b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
+    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (num_arguments, len(name), name)
+    return b"%b$%d\r\n%b" % (begin, len(header) + len(row), header), row, CRLF + expiry
 
 
-def send_all(sock: socket.socket, buffers: Sequence[Buffer]) -> None:
+def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: Deadline | None = None) -> None:
     """Hand ``buffers`` to the kernel one after another, without joining them.
 
+    Args:
+        sock: connected, with a time-out.
+        buffers: what to send.
+        deadline: of all of them; a call that has begun before it may take one time-out more.
+
     Raises:
-        OSError: the connection is lost, or took nothing for as long as its time-out says.
+        OSError: the connection is lost, took nothing for as long as its time-out says, or took it too slowly.
     """
-    if isinstance(sock, ssl.SSLSocket):  # encryption reads each buffer anyway, and offers no call for several
-        for buffer in buffers:
-            sock.sendall(buffer)
-        return
+    deadline = deadline or never()
+    # Encryption reads each buffer anyway, and offers no call for several.
+    send = _send_first if isinstance(sock, ssl.SSLSocket) else _send_several
     views = [memoryview(buffer) for buffer in buffers]
     begin = 0
     while begin < len(views):
+        deadline.require_time()
         try:
-            num_sent = sock.sendmsg(views[begin : begin + MAX_BUFFERS])
+            num_sent = send(sock, views[begin : begin + MAX_BUFFERS])
         except BlockingIOError as error:
             raise TimeoutError("nothing was taken in time") from error
         while begin < len(views) and num_sent >= len(views[begin]):
@@ -190,8 +205,12 @@ def read_value(reader: ReplyReader, header: memoryview, row: memoryview) -> Repl
     return reply
 
 
-def _encode_arguments(*arguments: bytes) -> bytes:
-    return b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
+def _send_several(sock: socket.socket, views: Sequence[memoryview]) -> int:
+    return sock.sendmsg(views)
+
+
+def _send_first(sock: socket.socket, views: Sequence[memoryview]) -> int:
+    return sock.send(views[0])
 
 
 def _read_head(reader: ReplyReader) -> Reply:

@@ -33,8 +33,12 @@ class Servers(ABC):
         self.address = address
 
     @abstractmethod
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[Call], end_s: float | None = None) -> list[Outcome]:
         """Return one outcome for each call, in order.
+
+        Args:
+            calls: what to send.
+            end_s: when to give up on replies that come too slowly, on the clock; None is in a while.
 
         Raises:
             TierError: nobody has answered.
@@ -71,13 +75,13 @@ class SingleServer(Servers):
         super().__init__(settings.endpoint.address)
         self._node = Node(settings, settings.endpoint.address, clock)
 
-    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+    def run(self, calls: Sequence[Call], end_s: float | None = None) -> list[Outcome]:
         """Return one outcome for each call, in order.
 
         Raises:
             TierError: it did not answer.
         """
-        outcomes = self._node.run(calls)
+        outcomes = self._node.run(calls, end_s)
         raise_if_away(outcomes)
         return outcomes
 

@@ -4,6 +4,7 @@ It decides nothing about when; threads of the tier call it with some blocks of a
 or loaded costs itself only, and is counted with its reason.
 """
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,9 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         servers: where they are kept.
         rows: the primary's.
         ttl_s: seconds after its last use that a block is kept; None for ever.
+
+    Attributes:
+        end_s: when its calls give up on replies that come too slowly; None is in a while.
     """
 
     def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
@@ -88,17 +92,25 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         self._rows = rows
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
+        self.end_s: float | None = None
         self._counters = Counters(*COUNTS, *(failure.value for failure in TierFailure))
 
     def open_space(self, namespace: Namespace, *, is_new: bool) -> ValkeySpace:
         """Return the names of the namespace's blocks."""
         return ValkeySpace(namespace)
 
+    def until(self, end_s: float) -> "ValkeyBlockStore":
+        """Return the same store, whose calls give up on replies that come too slowly to be there by ``end_s``."""
+        bound = copy.copy(self)
+        bound.end_s = end_s
+        return bound
+
     def find(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return which of ``keys`` have a value of the right length. Thread: the lookup's; blocks."""
         found: list[OffloadKey] = []
         for begin in range(0, len(keys), MAX_QUESTIONS):
-            found += self._find(space, keys[begin : begin + MAX_QUESTIONS])
+            part = keys[begin : begin + MAX_QUESTIONS]
+            found += self._ask(part, [space.block_name(key) for key in part])
         return found
 
     def store(self, space: ValkeySpace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
@@ -108,9 +120,13 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         """
         try:
             # The question costs some dozen bytes, the block that another engine has written already a million.
-            held = set(self._find(space, keys, self._renewals(space, keys)))
-            todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
-            outcomes = self._run([self._set_call(space, key, slot) for key, slot in todo])
+            names = [space.block_name(key) for key in keys]
+            held = set(self._ask(keys, names, self._renewals(names)))
+            blocks = zip(keys, slots, names, strict=True)
+            todo = [
+                (key, self._set_call(space, key, slot, name)) for key, slot, name in blocks if key not in held
+            ]
+            outcomes = self._run([call for _, call in todo])
         except TierError:
             self._counters.add(store_errors=len(keys))
             raise
@@ -134,10 +150,13 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         """
         digest = space.namespace.digest
         landings = [Landing(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)]
+        names = [space.block_name(key) for key in keys]
+        calls = [
+            Call(name, (encode(b"GET", name),), landing.read)
+            for name, landing in zip(names, landings, strict=True)
+        ]
         try:
-            outcomes = self._run(
-                [_get_call(space, landing) for landing in landings], self._renewals(space, keys)
-            )
+            outcomes = self._run(calls, self._renewals(names))
         except TierError:
             self._counters.add(io_error=len(keys))
             raise
@@ -182,45 +201,40 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         """
         if not calls:
             return []
-        outcomes = self._servers.run([*calls, *extras])[: len(calls)]
+        outcomes = self._servers.run([*calls, *extras], self.end_s)[: len(calls)]
         raise_if_all_refused(self._servers, outcomes)
         return outcomes
 
-    def _find(
-        self, space: ValkeySpace, keys: Sequence[OffloadKey], extras: Sequence[Call] = ()
+    def _ask(
+        self, keys: Sequence[OffloadKey], names: Sequence[bytes], extras: Sequence[Call] = ()
     ) -> list[OffloadKey]:
-        replies = self._run([command(b"STRLEN", space.block_name(key)) for key in keys], extras)
+        replies = self._run([command(b"STRLEN", name) for name in names], extras)
         return [key for key, reply in zip(keys, replies, strict=True) if self._is_held(reply)]
 
     def _is_held(self, outcome: Outcome) -> bool:
         return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
 
-    def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int) -> Call:
+    def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int, name: bytes) -> Call:
         row = self._rows.row(slot)
         header = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
-        name = space.block_name(key)
         return Call(name, encode_set(name, header, row, self._ttl_ms))
 
-    def _renewals(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[Call]:
+    def _renewals(self, names: Sequence[bytes]) -> list[Call]:
         """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
         if self._ttl_ms is None:
             return []
         ttl = b"%d" % self._ttl_ms
-        return [command(b"PEXPIRE", space.block_name(key), ttl) for key in keys]
+        return [command(b"PEXPIRE", name, ttl) for name in names]
 
     def _remove(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
         try:
-            outcomes = self._servers.run([command(b"UNLINK", space.block_name(key)) for key in keys])
+            calls = [command(b"UNLINK", space.block_name(key)) for key in keys]
+            outcomes = self._servers.run(calls, self.end_s)
         except TierError:
             return  # it is found damaged again, and removed then
         self._counters.add(removed=sum(map(_is_done, outcomes)))
-
-
-def _get_call(space: ValkeySpace, landing: Landing) -> Call:
-    name = space.block_name(landing.key)
-    return Call(name, (encode(b"GET", name),), landing.read)
 
 
 def _failure_of(landing: Landing, outcome: Outcome) -> TierFailure | None:

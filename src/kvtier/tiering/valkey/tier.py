@@ -84,6 +84,7 @@ class ValkeyTier(PooledTier[ValkeySpace]):
             own.num_threads,
             max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             positive_ttl_s=POSITIVE_TTL_S,
+            cuts_evenly=True,
         )
         block_store = ValkeyBlockStore(servers, rows, own.ttl_s)
         super().__init__(config, primary_kv_view, block_store, options, clock)
