@@ -43,6 +43,12 @@ def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
     return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
+def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int) -> list[OffloadKey]:
+    """Return the key of each block of one group, in order. Pure."""
+    suffix = group_idx.to_bytes(GROUP_INDEX_BYTES, "big")
+    return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
+
+
 def get_offload_block_hash(key: OffloadKey) -> bytes:
     """Return the content hash that ``key`` was made from. Pure."""
     return key[:-GROUP_INDEX_BYTES]
@@ -85,8 +91,10 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     """
 
     def __init__(self, block_ids: Iterable[int]) -> None:
-        as_array = block_ids if isinstance(block_ids, (list, np.ndarray, tuple)) else list(block_ids)
-        self.block_ids: BlockIds = np.asarray(as_array, dtype=np.int64).reshape(-1)
+        if isinstance(block_ids, np.ndarray):
+            self.block_ids: BlockIds = block_ids.astype(np.int64, copy=False).reshape(-1)
+        else:  # for a list of numbers half as long again as this takes np.asarray, which looks for nesting
+            self.block_ids = np.fromiter(block_ids, np.int64)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.block_ids.tolist()})"

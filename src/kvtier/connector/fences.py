@@ -4,7 +4,7 @@ It waits for nobody. A store holds no device block: the engine may free the bloc
 request. Whoever is about to write to it asks here, and the worker finishes those stores first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kvtier.base import TransferJobId
 
@@ -17,30 +17,32 @@ class BlockFences:
     """
 
     def __init__(self) -> None:
-        self._jobs_by_block: dict[int, set[TransferJobId]] = {}
+        # A tuple that all blocks of a store share, for it is rare that two stores read one block.
+        self._jobs_by_block: dict[int, tuple[TransferJobId, ...]] = {}
         self._blocks_by_job: dict[TransferJobId, list[int]] = {}
 
     def add(self, job_id: TransferJobId, block_ids: list[int]) -> None:
         """Fence ``block_ids`` until the store ``job_id`` is removed."""
         self._blocks_by_job[job_id] = block_ids
+        alone, jobs_by_block = (job_id,), self._jobs_by_block
         for block_id in block_ids:
-            self._jobs_by_block.setdefault(block_id, set()).add(job_id)
+            others = jobs_by_block.get(block_id)
+            jobs_by_block[block_id] = alone if others is None else (*others, job_id)
 
     def remove(self, job_id: TransferJobId) -> None:
         """Lift the fence of a store; one that has none is ignored."""
         for block_id in self._blocks_by_job.pop(job_id, ()):
-            jobs = self._jobs_by_block[block_id]
-            jobs.discard(job_id)
-            if not jobs:
-                del self._jobs_by_block[block_id]
+            jobs = self._jobs_by_block.pop(block_id)
+            if len(jobs) > 1:
+                self._jobs_by_block[block_id] = tuple(other for other in jobs if other != job_id)
 
-    def take(self, block_ids: Iterable[int]) -> set[TransferJobId]:
+    def take(self, block_ids: Collection[int]) -> set[TransferJobId]:
         """Return the stores that read any of ``block_ids``, and lift their fences.
 
         The caller makes every worker finish them in this step, so asking a second time would wait twice.
         """
         jobs_by_block = self._jobs_by_block
-        if not jobs_by_block:
+        if not jobs_by_block or not block_ids:
             return set()
         fenced = jobs_by_block.keys() & block_ids
         job_ids = {job_id for block_id in fenced for job_id in jobs_by_block[block_id]}

@@ -33,11 +33,12 @@ def count_hit_sources(
     end_token = first_token + num_external_tokens
     span = layout.span(first_token, end_token)
     sources: dict[str, int] = {}
+    keys, block_tokens = state.keys[layout.idx], layout.block_tokens
     for block in range(span.first_block, span.end_block) if promoted else ():
-        tier = promoted.get(state.keys[layout.idx][block])
+        tier = promoted.get(keys[block])
         if tier is not None:
-            begin = max(first_token, block * layout.block_tokens)
-            end = min(end_token, (block + 1) * layout.block_tokens)
+            begin = max(first_token, block * block_tokens)
+            end = min(end_token, (block + 1) * block_tokens)
             sources[tier] = sources.get(tier, 0) + end - begin
     num_held_tokens = num_external_tokens - sum(sources.values())
     return {CPULoadStoreSpec.medium(): num_held_tokens, **sources} if num_held_tokens else sources

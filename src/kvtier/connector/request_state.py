@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_key
+from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.protocols import Request
 
@@ -138,10 +138,10 @@ class RequestState:
             ends = range((len(keys) + 1) * step, len(hashes) + 1, step)
             if not ends:
                 continue
+            new = [hashes[end - 1] for end in ends]
             if self.key_salt:
-                keys += [make_offload_key(salt_hash(hashes[end - 1], self.key_salt), idx) for end in ends]
-            else:
-                keys += [make_offload_key(hashes[end - 1], idx) for end in ends]
+                new = [salt_hash(block_hash, self.key_salt) for block_hash in new]
+            keys.extend(make_offload_keys(new, idx))
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
         """Return the keys of the blocks that end at or before ``end_token``, first positions first."""

@@ -84,6 +84,8 @@ class OffloadingConnectorScheduler:
     ) -> None:
         self.recorder = recorder
         self.manager = spec.get_manager()
+        # An isinstance of a protocol is dear, and the answer never changes.
+        self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.counters = SchedulerCounters()
         self.layerwise = LayerAdmission(spec)
         self._layouts = make_group_layouts(spec)
@@ -173,9 +175,7 @@ class OffloadingConnectorScheduler:
         end_token = first_token + num_external_tokens
         plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
         state.has_blocks = True
-        promoted = (
-            self.manager.promoted_for(state.context) if isinstance(self.manager, PromotingManager) else {}
-        )
+        promoted = {} if self._promoting is None else self._promoting.promoted_for(state.context)
         state.hit_sources = count_hit_sources(self._layouts, state, promoted, num_external_tokens)
         self.counters.load_jobs += 1
         try:
@@ -217,16 +217,19 @@ class OffloadingConnectorScheduler:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
         self._handshake.note_step()
-        self._flush(follow_allocations(self._layouts, self._requests, scheduler_output))
+        written = follow_allocations(self._layouts, self._requests, scheduler_output)
+        if written:
+            self._flush(written)
         store_jobs: dict[TransferJobId, TransferJob] = {}
         if self._handshake.is_open:
             for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
                 state = self._requests.get(req_id)
                 if state is not None and state.may_fill_block(num_tokens):
                     store_jobs.update(self._prepare_stores(state, num_tokens))
-        waits_by_layer = any(job.is_layerwise for job in self._load_jobs.values())
+        load_jobs = self._load_jobs
+        waits_by_layer = bool(load_jobs) and any(job.is_layerwise for job in load_jobs.values())
         metadata = OffloadingConnectorMetadata(
-            self._load_jobs,
+            load_jobs,
             store_jobs,
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,

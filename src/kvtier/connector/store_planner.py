@@ -9,6 +9,7 @@ longer than the primary tier is stored as far as it goes; what did not fit is of
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -66,9 +67,8 @@ def list_storable_blocks(
         keys, block_tokens = state.keys[idx], layout.block_tokens
         end = min(end_token // block_tokens, len(keys), num_allocated)
         state.next_store_blocks[idx] = first
-        found += [
-            StorableBlock((block + 1) * block_tokens, idx, block, keys[block]) for block in range(first, end)
-        ]
+        ends = range((first + 1) * block_tokens, (end + 1) * block_tokens, block_tokens)
+        found += map(StorableBlock, ends, repeat(idx), range(first, end), keys[first:end])
     _note_next_store(layouts, state)
     return found if len(layouts) == 1 else sorted(found)
 
@@ -111,8 +111,8 @@ def offer_blocks(
             batch_blocks = len(batch) // 2
             continue
         storable = storable[batch_blocks:]
-        for block in batch:
-            state.next_store_blocks[block.group_idx] = block.block + 1
+        for group_idx, last_block in {block.group_idx: block.block for block in batch}.items():
+            state.next_store_blocks[group_idx] = last_block + 1
         _note_next_store(layouts, state)
         if output.keys_to_store:
             yield _plan_store(layouts, state, batch, output)
@@ -135,10 +135,13 @@ def _plan_store(
     group_sizes: list[int] = []
     block_indices: list[int] = []
     for layout in layouts:
-        factor = layout.block_size_factor
+        factor, table = layout.block_size_factor, state.block_ids[layout.idx]
         blocks = [block.block for block in stored if block.group_idx == layout.idx]
-        for block in blocks:
-            device_ids.extend(state.block_ids[layout.idx][block * factor : (block + 1) * factor])
+        if blocks and blocks == list(range(blocks[0], blocks[-1] + 1)):  # as nearly always
+            device_ids += table[blocks[0] * factor : (blocks[-1] + 1) * factor]
+        else:
+            for block in blocks:
+                device_ids += table[block * factor : (block + 1) * factor]
         group_sizes.append(len(blocks) * factor)
         block_indices.append(blocks[0] * factor if blocks else 0)
     device_spec = GPULoadStoreSpec(device_ids, group_sizes, block_indices)

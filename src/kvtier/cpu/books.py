@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.orphans import OrphanLedger
-from kvtier.cpu.policies.base import IN_FLIGHT, CachePolicy, IdleNews
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleNews
 from kvtier.cpu.slots import SlotTable
 from kvtier.errors import ConfigError, InvariantError
 
@@ -121,22 +121,27 @@ class BlockBooks:
         return slots
 
     def _evict(
-        self, num: int, named: Iterable[OffloadKey], protected: Collection[OffloadKey]
+        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
         """Evict ``num`` idle blocks outside ``named`` and ``protected``; None when there are fewer."""
         if num > self._num_evictable:
             return None
+        if not named and not protected:
+            return self._take_victims(self._policy.evict(num, ()))
         # A pin keeps the named ones without copying ``protected``, which may be every waiting request's keys.
-        pinned = [key for key in named if self._pin(key)]
+        pinned = list(filter(self._pin, named))
         try:
             has_room = num <= self._num_evictable_outside(protected, at_least=num)
             victims = self._policy.evict(num, protected) if has_room else None
         finally:
-            for key in pinned:
-                self._unpin(key)
+            self._unpin_each(pinned)
+        return self._take_victims(victims)
+
+    def _take_victims(self, victims: list[tuple[OffloadKey, BlockStatus]] | None) -> list[OffloadKey] | None:
+        """Free the slots of what a policy has evicted, if it has; return the keys."""
         if victims is None:
             return None
-        self._num_evictable -= num
+        self._num_evictable -= len(victims)
         self._slots.give_back([block.block_id for _, block in victims])
         return [key for key, _ in victims]
 

@@ -6,6 +6,7 @@ events knows from the count that its mirror has a gap.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from kvtier.base import OffloadingEvent, OffloadKey
 
@@ -36,7 +37,7 @@ class EventLog:
         self._num_keys = 0
         self.num_dropped = 0
 
-    def record(self, keys: list[OffloadKey], *, removed: bool) -> None:
+    def record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         """Append one event about ``keys``; none of them is no event."""
         if not keys or not self._is_enabled:
             return

@@ -164,6 +164,13 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         self._note_finished(finished, success=success)
         return finished
 
+    def ready_among(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return those of ``keys`` that can be read now, in order; unlike lookup this is no access. Pure."""
+        blocks = map(self._get_block, keys)
+        return [
+            key for key, block in zip(keys, blocks, strict=True) if block is not None and block.ref_cnt >= 0
+        ]
+
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, oldest first, and forget them."""
         return self._events.take()
@@ -228,17 +235,30 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         distinct = dict.fromkeys(keys)
         # Nearly always nothing is held, and a C loop finds that out in half the time.
         missing = [key for key in distinct if get(key) is None] if any(map(get, distinct)) else list(distinct)
-        num_to_evict = len(missing) - self._slots.num_free
-        evicted: list[OffloadKey] | None = []
-        if num_to_evict > 0:
-            named = distinct if len(missing) < len(distinct) else ()
-            evicted = self._evict(num_to_evict, named, protected)
+        named = distinct if len(missing) < len(distinct) else ()
+        evicted = self._make_room(len(missing), named, protected)
+        if evicted is None:
+            return None
+        return PrepareStoreOutput(missing, CPULoadStoreSpec(self._assign(missing)), evicted)
+
+    def _make_room(
+        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        """Evict blocks outside ``named`` and ``protected`` until ``num`` slots are free; return which.
+
+        Returns:
+            None, counted, when that cannot be done, and then nothing has changed.
+        """
+        num_to_evict = num - self._slots.num_free
+        if num_to_evict <= 0:
+            return []
+        evicted = self._evict(num_to_evict, named, protected)
         if evicted is None:
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
         self._events.record(evicted, removed=True)
-        return PrepareStoreOutput(missing, CPULoadStoreSpec(self._assign(missing)), evicted)
+        return evicted
 
     def _refuse_load(
         self, keys: Collection[OffloadKey], blocks: Sequence[BlockStatus | None]

@@ -53,13 +53,11 @@ class SlotTable:
         if num_reused:
             slots += self.freed[: -num_reused - 1 : -1]
             del self.freed[-num_reused:]
-        last_keys, blocks = self._last_keys, self._blocks
-        taken: list[BlockStatus] = []
+        last_keys, taken = self._last_keys, list(map(self._blocks.__getitem__, slots))
         for key, slot in zip(keys, slots, strict=True):
             last_keys[slot] = key
-            block = blocks[slot]
+        for block in taken:
             block.ref_cnt = IN_FLIGHT
-            taken.append(block)
         return slots, taken
 
     def give_back(self, slots: Iterable[int]) -> None:

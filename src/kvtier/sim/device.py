@@ -69,7 +69,7 @@ class DevicePool:
         """
         if not self.has_room(prefix, num_new):
             raise InvariantError(f"{num_new} device blocks are asked for and {len(self._free)} are free")
-        num_users, free = self._num_users, self._free
+        num_users, free, hashes_of = self._num_users, self._free, self._hashes
         for block_id in prefix:
             if num_users[block_id] == 0:
                 del free[block_id]
@@ -78,10 +78,12 @@ class DevicePool:
         for block_id in new:
             del free[block_id]
             num_users[block_id] = 1
-            if self._hashes[block_id] is None:
+            block_hash = hashes_of[block_id]
+            if block_hash is None:
                 self._num_empty -= 1
             else:
-                self._forget(block_id)
+                del self._cached[block_hash]
+                hashes_of[block_id] = None
         return [*prefix, *new]
 
     def name(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
@@ -96,12 +98,12 @@ class DevicePool:
 
     def give_back(self, block_ids: Sequence[int]) -> None:
         """End one use of each block; those without a name are given away first, then the last of the others."""
-        num_users, free = self._num_users, self._free
+        num_users, free, hashes_of = self._num_users, self._free, self._hashes
         for block_id in reversed(block_ids):
-            num_users[block_id] -= 1
-            if num_users[block_id] == 0:
+            num_left = num_users[block_id] = num_users[block_id] - 1
+            if num_left == 0:
                 free[block_id] = None
-                if self._hashes[block_id] is None:
+                if hashes_of[block_id] is None:
                     self._num_empty += 1
                     free.move_to_end(block_id, last=False)
 

@@ -91,14 +91,15 @@ class SimulatedEngine:
         arrivals = deque(requests)
         timeline = self.timeline
         while True:
-            while arrivals and arrivals[0].arrival_s <= timeline():
+            now_s = timeline()
+            while arrivals and arrivals[0].arrival_s <= now_s:
                 self._waiting.append(arrivals.popleft())
                 self._has_news = True
-            if self._has_news or timeline() >= self._heartbeat_s:
+            if self._has_news or now_s >= self._heartbeat_s:
                 self._step()
-                self._heartbeat_s = timeline() + HEARTBEAT_S if self._has_undecided else inf
-            if self._has_news:
-                continue
+                self._heartbeat_s = now_s + HEARTBEAT_S if self._has_undecided else inf
+                if self._has_news:
+                    continue
             event_s = timeline.next_s
             until_s = min(
                 self._heartbeat_s,

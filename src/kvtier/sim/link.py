@@ -59,7 +59,7 @@ class _Job:
     submitted_s: float
     moving_s: float
     num_begun: int = 0
-    num_running: int = 0
+    num_ended: int = 0
 
 
 @dataclass(slots=True)
@@ -153,7 +153,8 @@ class Link:
                 job.num_parts = job.num_begun
                 for end_s in [end_s for end_s, moving in self._under_way if moving is job][-1:]:
                     self._timeline.at(end_s, self._follow_on)
-                self._report_if_ended(job)
+                if job.num_ended == job.num_parts:
+                    job.on_end(job.num_parts)
         self._plan_to_follow()
 
     def _moving_s(self, part_bytes: int, *, is_read: bool) -> float:
@@ -165,11 +166,11 @@ class Link:
         under_way = self._under_way
         while under_way and under_way[0][0] <= now_s:
             end_s, job = under_way.popleft()
-            job.num_running -= 1
+            job.num_ended += 1
             if self._num_queued:
                 self._begin_parts(end_s)
-            if not job.num_running:
-                self._report_if_ended(job)
+            if job.num_ended == job.num_parts:
+                job.on_end(job.num_parts)
 
     def _look(self) -> None:
         if self._next_look_s == self._timeline():  # else another look was planned instead
@@ -193,24 +194,21 @@ class Link:
 
     def _begin_parts(self, now_s: float) -> None:
         """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
-        traffic, under_way = self.traffic, self._under_way
+        traffic, under_way, free_s = self.traffic, self._under_way, self._pipe_free_s
         num_streams, arrives_s = self._speed.num_streams, now_s + self._speed.latency_s
         while len(under_way) < num_streams and (queue := self._reads or self._writes):
             job = queue[0]
-            job.num_begun += 1
-            job.num_running += 1
-            self._num_queued -= 1
-            self._pipe_free_s = max(arrives_s, self._pipe_free_s) + job.moving_s
-            under_way.append((self._pipe_free_s, job))
-            traffic.busy_s += job.moving_s
+            moving_s = job.moving_s
+            free_s = max(arrives_s, free_s) + moving_s
+            under_way.append((free_s, job))
+            traffic.busy_s += moving_s
             if job.is_read:
                 traffic.read_bytes += job.part_bytes
             else:
                 traffic.written_bytes += job.part_bytes
-            if job.num_begun == job.num_parts:
+            self._num_queued -= 1
+            num_begun = job.num_begun = job.num_begun + 1
+            if num_begun == job.num_parts:
                 queue.popleft()
-                self._timeline.at(self._pipe_free_s, self._follow_on)
-
-    def _report_if_ended(self, job: _Job) -> None:
-        if job.num_running == 0 and job.num_begun == job.num_parts:
-            job.on_end(job.num_parts)
+                self._timeline.at(free_s, self._follow_on)
+        self._pipe_free_s = free_s

@@ -3,7 +3,9 @@
 It has no rule of its own. Nothing is drawn by chance, so there is no seed: equal input gives an equal result.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvtier.errors import ConfigError
@@ -67,7 +69,8 @@ def simulate(
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
     simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique, recorder.note_until)
-    simulated.run(requests)
+    with _old_objects_left_alone():
+        simulated.run(requests)
     duration_s = simulated.timeline() - begin_s
     chosen_s = choose_period(served, period_s)
     return Simulation(
@@ -82,6 +85,22 @@ def simulate(
         history=recorder.finish(simulated.timeline()),
         num_bound_tokens=count_bound_tokens(simulated.admitted, engine, host) if finds_bound else None,
     )
+
+
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Keep what exists now, a trace and the books of each slot, from being visited by each full garbage collection.
+
+    Effects: None when somebody else has frozen objects, for they would be thawed with these.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _read(simulated: SimulatedEngine, host: HostModel | None) -> Reading:

@@ -97,7 +97,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
 
     def submit_store(self, job: JobMetadata) -> None:
         """Write what the tier does not hold yet, as far as there is room."""
-        held = [key for key in job.keys if self._directory.lookup(key, DIRECTORY)]
+        held = self._directory.ready_among(job.keys)
         if held:
             self._directory.touch(held, DIRECTORY)
         missing = self._make_room(job.keys)
@@ -105,7 +105,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
 
     def submit_load(self, job: JobMetadata) -> None:
         """Read what the tier still holds."""
-        held = [key for key in job.keys if self._directory.lookup(key, DIRECTORY)]
+        held = self._directory.ready_among(job.keys)
         self._directory.prepare_load(held, DIRECTORY)
         self._submit(job, held, partial(self._end_load, job, held))
 
@@ -166,20 +166,22 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         self._directory.complete_store(missing[:num_moved], DIRECTORY)
         if num_moved < len(missing):
             self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
-        held = frozenset(key for key in job.keys if self._directory.lookup(key, DIRECTORY))
+        is_all_new = num_moved == len(job.keys)
+        held = job.keys if is_all_new else self._directory.ready_among(job.keys)
         self._report(job, held, is_fault=num_moved < len(missing))
 
     def _end_load(self, job: JobMetadata, held: list[OffloadKey], num_moved: int) -> None:
         self.num_read_blocks += num_moved
         self._directory.complete_load(held, DIRECTORY)
-        self._report(job, frozenset(held[:num_moved]), is_fault=num_moved < len(held))
+        self._report(job, held[:num_moved], is_fault=num_moved < len(held))
 
-    def _report(self, job: JobMetadata, arrived: frozenset[OffloadKey], *, is_fault: bool) -> None:
-        if arrived.issuperset(job.keys):
+    def _report(self, job: JobMetadata, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
+        """Report a job, of whose blocks ``arrived`` have come."""
+        if len(arrived) == len(job.keys):
             self._results.append(JobResult(job.job_id, success=True))
         else:
             self._results.append(
-                JobResult(job.job_id, success=False, successful_keys=arrived, is_fault=is_fault)
+                JobResult(job.job_id, success=False, successful_keys=frozenset(arrived), is_fault=is_fault)
             )
         self._wake()
 

@@ -8,7 +8,7 @@ Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -202,6 +202,12 @@ class LoadBackoff:
     def record_success(self, key: OffloadKey) -> None:
         """Forget the failures of ``key``."""
         self._pauses.pop(key, None)
+
+    def record_successes(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget the failures of each of ``keys``; mostly nothing is remembered, and none is looked at."""
+        if self._pauses:
+            for key in keys:
+                self.record_success(key)
 
     def is_paused(self, key: OffloadKey) -> bool:
         """Return whether ``key`` is still to be left alone."""

@@ -83,8 +83,9 @@ class TierGuard:
         self._began_s: dict[JobId, float] = {}
         self._asked: dict[OffloadKey, ReqContext] = {}
         self._has_logged_error = False
-        # An isinstance of an abstract class is dear, and the answer never changes.
+        # An isinstance of an abstract class is dear, and the answers never change.
         self._reachable = tier if isinstance(tier, ReachableTier) else None
+        self._aware = tier if isinstance(tier, RequestAware) else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Ask the tier; False without asking while it is left out or the key's last load failed."""
@@ -186,8 +187,8 @@ class TierGuard:
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Tell a tier that wants to know of a request that has arrived."""
-        tier = self.tier
-        if isinstance(tier, RequestAware) and not self.is_out_of_service:
+        tier = self._aware
+        if tier is not None and not self.is_out_of_service:
             self._call("note_request", lambda: tier.note_request(chains, req_context), None)
 
     def reset(self, epoch: bytes) -> None:

@@ -84,8 +84,11 @@ class TierIntake:
                 # After an outage that may be all of the primary.
                 likely = frozenset(wanted)
                 refused += [key for key in asked if key not in likely]
-        for key in chain(taken, refused):
-            del self.due[key]
+        if len(taken) + len(refused) == len(self.due):
+            self.due.clear()
+        else:
+            for key in chain(taken, refused):
+                del self.due[key]
         self._refused.update(refused)
         return tuple(taken)
 
@@ -97,6 +100,8 @@ class TierIntake:
 
     def note_departed(self, keys: Iterable[OffloadKey]) -> None:
         """Forget blocks that have left the primary; those that were due are lost to the tier."""
+        if not (self.due or self._refused or self._withheld):
+            return
         for key in keys:
             if key in self.due:
                 del self.due[key]

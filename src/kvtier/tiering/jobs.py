@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.tiering.base import JobMetadata
 from kvtier.tiering.guard import TierGuard
 
@@ -41,13 +41,13 @@ class JobTable:
         self,
         guard: TierGuard,
         keys: Iterable[OffloadKey],
-        block_ids: Sequence[int],
+        block_ids: Sequence[int] | BlockIds,
         req_context: ReqContext,
         *,
         is_promotion: bool,
     ) -> OpenJob:
         """Number a new job and remember it until it is closed."""
-        slots = np.array(block_ids, dtype=np.int64)
+        slots = np.asarray(block_ids, dtype=np.int64)
         metadata = JobMetadata(JobId(self._next_id), tuple(keys), slots, is_promotion, req_context)
         self._next_id += 1
         job = OpenJob(metadata, guard)

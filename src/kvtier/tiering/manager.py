@@ -173,11 +173,11 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Complete the store in the primary, then hand what became ready to the tiers that admit it."""
         # A promotion of the same key is the tier's to complete: its slot is still being written.
-        own: Collection[OffloadKey] = dict.fromkeys(keys)
-        if not self._transfers.promoting.keys().isdisjoint(own):
-            self.primary.settle_old_stores([key for key in own if key in self._transfers.promoting])
-            own = [key for key in own if key not in self._transfers.promoting]
-        finished = self.primary.finish_store(own, success=success)
+        promoting = self._transfers.promoting
+        if promoting and not promoting.keys().isdisjoint(keys):
+            self.primary.settle_old_stores([key for key in keys if key in promoting])
+            keys = [key for key in keys if key not in promoting]
+        finished = self.primary.finish_store(keys, success=success)
         self._waiting.notify(finished)
         if success:
             self._cascades.offer(finished, req_context)
@@ -326,10 +326,11 @@ class TieringOffloadingManager(OffloadingManager):
         for guard in self._guards:
             ended = self._transfers.poll(guard)
             if ended:
-                came = list(filter(self.primary.is_ready, ended))
+                came = self.primary.ready_among(ended)
                 self._cascades.offer_promoted(came, guard)
                 self._waiting.notify(came, promoted_from=guard.name)
-                self._waiting.notify(ended)
+                if len(came) < len(ended):
+                    self._waiting.notify(ended)
             answered = guard.take_answered(self._waiting.is_awaited)
             if answered:
                 self._waiting.notify(answered)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 
 from kvtier.base import (
+    BlockIds,
     BlockIDsLoadStoreSpec,
     LoadStoreSpec,
     OffloadKey,
@@ -89,9 +90,18 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         del req_context
         return self._reserve(keys, protected=protected)
 
+    def reserve_slot(self, key: OffloadKey, protected: Collection[OffloadKey] = ()) -> int | None:
+        """Do what prepare_write does for one key that is not held; return its slot, None when there is no room.
+
+        A prefix is promoted block by block as it is searched, so this is called as often as a lookup.
+        """
+        if self._make_room(1, (), protected) is None:
+            return None
+        return self._assign((key,))[0]
+
     def has_room(self) -> bool:
         """Return whether a slot is free or a block can leave; what is protected may still stand against it."""
-        return self.num_free + self.num_evictable > 0
+        return self._num_evictable > 0 or self.num_free > 0
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -107,12 +117,11 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         self._pin_held(finished)
         return finished
 
-    def slots_of(self, spec: LoadStoreSpec) -> list[int]:
+    def slots_of(self, spec: LoadStoreSpec) -> BlockIds:
         """Return the slots of a spec that this tier has made, in the order of its keys. Pure."""
         if not isinstance(spec, BlockIDsLoadStoreSpec):
             raise InvariantError(f"the primary tier prepared {spec!r}, which has no slots")
-        slots: list[int] = spec.block_ids.tolist()
-        return slots
+        return spec.block_ids
 
     def settle_old_stores(self, keys: Collection[OffloadKey]) -> None:
         """Settle what a reset left of stores of ``keys``, and touch no newer block under them."""
@@ -170,17 +179,17 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         """Clean the region but leave the rows mapped: a thread of a tier may still touch them."""
         self._region.cleanup()
 
-    def _reserve(
-        self, keys: Collection[OffloadKey], protected: Collection[OffloadKey] = frozenset()
-    ) -> PrepareStoreOutput | None:
-        output = super()._reserve(keys, protected)
-        if output is not None and self.departed is not None:
-            self.departed += output.evicted_keys
-        return output
+    def _make_room(
+        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        evicted = super()._make_room(num, named, protected)
+        if evicted and self.departed is not None:
+            self.departed += evicted
+        return evicted
 
     def _pin_held(self, keys: Collection[OffloadKey]) -> None:
         """Pin what has just become ready as often as it is held; until now it could not be evicted."""
-        if self._holds.keys().isdisjoint(keys):
+        if not self._holds or self._holds.keys().isdisjoint(keys):
             return
         for key in dict.fromkeys(keys):
             for _ in range(self._holds.get(key, 0)):

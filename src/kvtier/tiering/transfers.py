@@ -4,7 +4,7 @@ It decides neither what is promoted nor what is cascaded. A job pins (cascade) o
 from here until its tier reports it; whatever the tier does, the slots come back once and only then.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import InvariantError
@@ -43,12 +43,11 @@ class TierTransfers:
         """
         if not self._primary.has_room() or not guard.breaker.allows(req_context):
             return None
-        output = self._primary.prepare_write([key], req_context, protected)
-        if output is None:
-            return None
-        guard.breaker.begin(req_context)
-        self.promoting[key] = guard
-        return self._primary.slots_of(output.store_spec)[0]
+        slot = self._primary.reserve_slot(key, protected)
+        if slot is not None:
+            guard.breaker.begin(req_context)
+            self.promoting[key] = guard
+        return slot
 
     def promote(self, planned: PlannedPromotion) -> list[OffloadKey]:
         """Submit a promotion; return the keys that have failed at once."""
@@ -113,11 +112,15 @@ class TierTransfers:
         is_declined = submission is Submission.DECLINED
         if is_declined and not job.metadata.is_promotion:
             job.guard.num_declined_cascades += len(job.metadata.keys)
-        return self._settle(job, frozenset(), is_tried=not is_declined)
+        return self._settle(job, (), is_tried=not is_declined)
 
     def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
-        keys = frozenset(job.metadata.keys)
-        arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
+        keys = job.metadata.keys
+        if result.success:
+            arrived: Sequence[OffloadKey] = keys
+        else:
+            successful = result.successful_keys or ()
+            arrived = [key for key in keys if key in successful]
         is_whole = len(arrived) == len(keys)
         job.guard.load_times.end(job.metadata.job_id, is_whole=is_whole, took_s=result.took_s)
         is_well = result.success or bool(arrived) or not result.is_fault
@@ -127,13 +130,13 @@ class TierTransfers:
         return self._settle(job, arrived)
 
     def _settle(
-        self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True
+        self, job: OpenJob, arrived: Sequence[OffloadKey], *, is_tried: bool = True
     ) -> list[OffloadKey]:
         """Give back what a job pinned or reserved; return the keys of a promotion.
 
         Args:
             job: the job, closed.
-            arrived: which of its keys arrived.
+            arrived: which of its keys arrived, in its order.
             is_tried: whether the tier had a chance; keys that it was never asked for are not left alone.
         """
         metadata = job.metadata
@@ -148,21 +151,21 @@ class TierTransfers:
         return []
 
     def _settle_promotion(
-        self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool
+        self, job: OpenJob, arrived: Sequence[OffloadKey], *, is_tried: bool
     ) -> list[OffloadKey]:
         """Make ready what arrived and give back the slots of the rest, which is left alone for a while."""
         metadata = job.metadata
-        came = [key for key in metadata.keys if key in arrived]
-        failed = [key for key in metadata.keys if key not in arrived]
+        backoff = job.guard.backoff
         self._end_promoting(metadata.keys)
-        self._primary.complete_write(came, metadata.req_context, success=True)
-        self._primary.complete_write(failed, metadata.req_context, success=False)
-        self.num_failed_promotions += len(failed)
-        job.guard.num_promoted_blocks += len(came)
-        for key in came:
-            job.guard.backoff.record_success(key)
+        self._primary.complete_write(arrived, metadata.req_context, success=True)
+        job.guard.num_promoted_blocks += len(arrived)
+        backoff.record_successes(arrived)
+        failed = left_out(metadata.keys, arrived)
+        if failed:
+            self._primary.complete_write(failed, metadata.req_context, success=False)
+            self.num_failed_promotions += len(failed)
         for key in failed if is_tried else ():
-            job.guard.backoff.record_failure(key)
+            backoff.record_failure(key)
         return list(metadata.keys)
 
     def _end_promoting(self, keys: Iterable[OffloadKey]) -> None:
@@ -177,13 +180,21 @@ class TierTransfers:
         ended: list[OffloadKey] = []
         for job in jobs:
             self.jobs.close(job.metadata.job_id, guard)
-            ended += self._settle(job, frozenset())
+            ended += self._settle(job, ())
         return ended
 
 
-def note_events(job: OpenJob, arrived: frozenset[OffloadKey], *, is_fault: bool) -> None:
+def note_events(job: OpenJob, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
     """Note what a tier has gained by a store, or turned out to have lost before a load."""
     if not job.metadata.is_promotion:
-        job.guard.events.record([key for key in job.metadata.keys if key in arrived], removed=False)
+        job.guard.events.record(arrived, removed=False)
     elif not is_fault:
-        job.guard.events.record([key for key in job.metadata.keys if key not in arrived], removed=True)
+        job.guard.events.record(left_out(job.metadata.keys, arrived), removed=True)
+
+
+def left_out(keys: Sequence[OffloadKey], arrived: Sequence[OffloadKey]) -> list[OffloadKey]:
+    """Return those of ``keys``, distinct, that are not in ``arrived``, some of them; mostly there are none. Pure."""
+    if len(arrived) == len(keys):
+        return []
+    came = frozenset(arrived)
+    return [key for key in keys if key not in came]

@@ -152,8 +152,11 @@ class WaitingRequests:
             keys: what has changed.
             promoted_from: type of the tier that has just brought all of them up; None for other news.
         """
+        by_key = self._by_key
+        if not by_key:
+            return
         for key in keys:
-            for waiter in self._by_key.pop(key, ()):
+            for waiter in by_key.pop(key, ()):
                 waiter.has_news = True
                 waiter.awaited.discard(key)
                 self.idle.discard(waiter.req_context)

@@ -107,6 +107,9 @@ class SetAside:
 
     def _set_aside(self) -> None:
         """Set aside what stands before the first idle block, when that is much."""
+        oldest = next(iter(self._queue.values()), None)
+        if oldest is None or not oldest.ref_cnt:  # nearly always
+            return
         busy: list[OffloadKey] = []
         for key, block in self._queue.items():
             if not block.ref_cnt:
