@@ -5,7 +5,9 @@ import pytest
 
 from kvtier.cpu.policies.hazard.features import RequestFactors, class_code, request_code
 from kvtier.cpu.policies.hazard.model import (
+    CLASSES_AT_ONCE,
     EDGES_S,
+    FEW_CLASSES,
     NUM_BINS,
     STARTS_S,
     WIDTHS_S,
@@ -114,6 +116,24 @@ def test_the_index_never_falls_below_the_hazard_of_the_bin() -> None:
     hazards = np.random.default_rng(3).exponential(0.01, (50, NUM_BINS))
 
     assert (gittins_indices(hazards) >= hazards * (1 - 1e-6)).all()
+
+
+def test_the_indices_of_many_classes_are_those_of_each_alone_to_the_last_bit() -> None:
+    hazards = np.random.default_rng(4).exponential(0.01, (2 * FEW_CLASSES, NUM_BINS))
+    hazards[0] = 60.0  # nobody survives the first bins, and later differences of survivals are nothing
+
+    together = gittins_indices(hazards)
+
+    assert np.array_equal(together, np.concatenate([gittins_indices(row[None]) for row in hazards]))
+
+
+def test_a_fit_makes_a_row_of_each_class_however_many_there_are() -> None:
+    model = HazardModel()
+    codes = list(range(CLASSES_AT_ONCE + 3))
+    model.fit(Waits(codes, [1.0] * len(codes), [1] * len(codes), [0] * len(codes)))
+
+    assert list(model.indices) == codes
+    assert model.indices[codes[-1]] == gittins_indices(model.hazards(codes[-1:]))[0].tolist()
 
 
 def test_before_the_first_fit_the_older_of_two_blocks_has_the_lower_index() -> None:

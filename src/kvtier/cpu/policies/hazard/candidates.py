@@ -77,7 +77,9 @@ class Candidates:
 
     def _drop_stale(self) -> None:
         self._by_index = [entry for entry in self._by_index if entry[2].ticket == entry[1]]
-        self._by_change = [entry for entry in self._by_change if entry[2].ticket == entry[1]]
+        # Whoever has an entry here that is not stale has one there. Its block is not asked again: it may lie anywhere.
+        live = {ticket for _, ticket, _ in self._by_index}
+        self._by_change = [entry for entry in self._by_change if entry[1] in live]
         heapify(self._by_index)
         heapify(self._by_change)
         self._max_entries = 2 * max(len(self._by_index), len(self._by_change)) + MIN_STALE

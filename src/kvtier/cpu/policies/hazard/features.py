@@ -42,6 +42,8 @@ MAX_SEEN = SEEN_FROM[-1]
 NUM_UNHINTED_CODES = NUM_STRATA * NUM_SEEN_LEVELS * NUM_REQUEST_CODES
 """Classes without hints; each hint has as many more."""
 
+NUM_CODES = NUM_UNHINTED_CODES * NUM_STOP_LEVELS * NUM_OUTPUT_LEVELS
+
 BRANCHING_CHILDREN = 3
 """Children from which a block counts as a branching of the tree."""
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, HINT_FACTOR, NUM_SHAPES, split_codes
+from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, HINT_FACTOR, NUM_CODES, NUM_SHAPES, split_codes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -34,6 +34,7 @@ EDGES_S: tuple[float, ...] = tuple(MAX_EDGE_S ** (edge / (NUM_EDGES - 1)) for ed
 """Ages between bins, from 1 s to 18 h; bin 0 lies below the first edge, the last bin has no end."""
 
 NUM_BINS = NUM_EDGES + 1
+EDGES: Floats = np.array(EDGES_S)
 STARTS_S: Floats = np.array([0.0, *EDGES_S])
 WIDTHS_S: Floats = np.diff(np.array([0.0, *EDGES_S, 4 * MAX_EDGE_S]))
 
@@ -59,6 +60,13 @@ _HORIZON_STARTS: Ints = np.searchsorted(_FIRST_BINS, np.arange(NUM_BINS))
 MAX_RECORDS = 4096
 """Ended waits that are kept before they are added up; only speed depends on it."""
 
+CLASSES_AT_ONCE = 256
+"""Classes whose indices are computed together: what they take stays in the processor's cache."""
+
+FEW_CLASSES = 24
+"""Classes up to which their pairs of bins are compared in one step. For more a step for each bin is faster, up to six
+times: the pairs are too many for the cache."""
+
 
 class Waits(NamedTuple):
     """Waits of blocks for their next naming, those of one class and age as one entry.
@@ -70,10 +78,10 @@ class Waits(NamedTuple):
         num_reused: those of them that came back at that age.
     """
 
-    codes: list[int]
-    ages_s: list[float]
-    nums: list[int]
-    num_reused: list[int]
+    codes: Sequence[int] | Ints
+    ages_s: Sequence[float] | Floats
+    nums: Sequence[int] | Ints
+    num_reused: Sequence[int] | Ints | Floats
 
 
 class WaitTable:
@@ -89,6 +97,8 @@ class WaitTable:
         self.rows: dict[int, int] = {}
         self.reused: Floats = np.zeros((64, NUM_BINS))
         self.exposure_s: Floats = np.zeros((64, NUM_BINS))
+        # Row of each class, from 1; without hints only the first pages of it are ever touched.
+        self._row_numbers = np.zeros(NUM_CODES, dtype=np.int32)
 
     def row_of(self, code: int) -> int:
         """Return the row of a class, a new one when it has none."""
@@ -99,28 +109,34 @@ class WaitTable:
         return row
 
     def exposure_of(self, waits: Waits) -> tuple[Floats, Floats]:
-        """Return exposure and reuses of ``waits``, each of shape (num_rows, NUM_BINS); their classes get rows."""
-        for code in dict.fromkeys(waits.codes):
-            self.row_of(code)
-        rows = np.array(list(map(self.rows.__getitem__, waits.codes)), dtype=np.int64)
-        ages, nums = np.array(waits.ages_s), np.array(waits.nums, dtype=np.float64)
-        num_reused = np.array(waits.num_reused, dtype=np.float64)
-        bins = np.searchsorted(np.array(EDGES_S), ages, side="right")
+        """Return exposure and reuses of ``waits``, each of shape (num_classes, NUM_BINS); their classes get rows."""
+        rows = self._rows_of(np.asarray(waits.codes, dtype=np.int64))
+        ages, nums = np.asarray(waits.ages_s, dtype=np.float64), np.asarray(waits.nums, dtype=np.float64)
+        num_reused = np.asarray(waits.num_reused, dtype=np.float64)
+        bins = np.searchsorted(EDGES, ages, side="right")
         cells = rows * NUM_BINS + bins
-        ended = _sum_in_cells(cells, nums, len(self.reused))
+        num_classes = len(self.rows)
+        ended = _sum_in_cells(cells, nums, num_classes)
         # A clock may be coarse and all ages lie at the start of a bin: events without exposure would be infinite.
         in_bin_s = np.maximum(ages - STARTS_S[bins], np.where(num_reused > 0, WIDTHS_S[bins] / 4, 0.0))
-        partial = _sum_in_cells(cells, nums * in_bin_s, len(self.reused))
+        partial = _sum_in_cells(cells, nums * in_bin_s, num_classes)
         # Whoever ended in a later bin spent the whole width of this one.
         later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
-        reused = _sum_in_cells(cells, num_reused, len(self.reused))
+        reused = _sum_in_cells(cells, num_reused, num_classes)
         return partial + later * WIDTHS_S, reused
 
     def add(self, waits: Waits) -> None:
         """Add waits that have ended."""
         exposure_s, reused = self.exposure_of(waits)
-        self.exposure_s += exposure_s
-        self.reused += reused
+        self.exposure_s[: len(reused)] += exposure_s
+        self.reused[: len(reused)] += reused
+
+    def _rows_of(self, codes: Ints) -> Ints:
+        """Return the row of each of ``codes``."""
+        if not self._row_numbers[codes].all():
+            for code in dict.fromkeys(codes[self._row_numbers[codes] == 0].tolist()):
+                self._row_numbers[code] = self.row_of(code) + 1
+        return self._row_numbers[codes].astype(np.int64) - 1
 
 
 class IndexTable(dict[int, list[float]]):
@@ -172,18 +188,21 @@ class HazardModel:
         """
         self._add_ended()
         open_s, _ = self._table.exposure_of(waiting)
-        num_classes = len(self._table.rows)
-        exposure_s = (open_s + self._table.exposure_s)[:num_classes]
-        reused = self._table.reused[:num_classes]
-        shape, levels = split_codes(np.fromiter(self._table.rows, np.int64, num_classes))
+        codes = list(self._table.rows)
+        reused = self._table.reused[: len(codes)]
+        exposure_s = open_s + self._table.exposure_s[: len(codes)]
+        shape, levels = split_codes(np.array(codes, dtype=np.int64))
+        members = [np.flatnonzero(shape == number) for number in range(NUM_SHAPES)]
         for _ in range(NUM_ROUNDS):
-            self._fit_once(exposure_s, reused, shape, levels)
+            self._fit_bases(exposure_s, reused, members, levels)
+            self._fit_multipliers(exposure_s, reused, shape, levels)
         self.is_fitted = True
         self.indices.clear()
         self._integrals.clear()
         # Also classes of which nobody waits now: each that comes back later would be a call of its own.
-        codes = list(self._table.rows)
-        self.indices.update(zip(codes, gittins_indices(self.hazards(codes)).tolist(), strict=True))
+        for begin in range(0, len(codes), CLASSES_AT_ONCE):
+            some = codes[begin : begin + CLASSES_AT_ONCE]
+            self.indices.update(zip(some, gittins_indices(self.hazards(some)).tolist(), strict=True))
 
     def reuse_probability(self, code: int, age_s: float, horizon_s: float) -> float:
         """Return how likely a block of a class that has waited ``age_s`` comes back within ``horizon_s``. Pure."""
@@ -197,7 +216,7 @@ class HazardModel:
 
     def _add_ended(self) -> None:
         if self._ended:
-            self._table.add(Waits(*map(list, zip(*self._ended, strict=True))))
+            self._table.add(Waits(*zip(*self._ended, strict=True)))
         self._ended = []
 
     def _scale(self, levels: list[Ints]) -> Floats:
@@ -206,14 +225,18 @@ class HazardModel:
             scale = scale * multipliers[level]
         return scale
 
-    def _fit_once(self, exposure_s: Floats, reused: Floats, shape: Ints, levels: list[Ints]) -> None:
-        """One round: the bases given the multipliers, then each factor's multipliers given all else."""
+    def _fit_bases(
+        self, exposure_s: Floats, reused: Floats, members: Sequence[Ints], levels: list[Ints]
+    ) -> None:
+        """Fit the base of each shape, given the multipliers; ``members`` are the rows of each."""
         scaled = exposure_s * self._scale(levels)[:, None]
-        for number in range(NUM_SHAPES):
-            is_in = shape == number
-            events, exposure = reused[is_in].sum(axis=0), scaled[is_in].sum(axis=0)
+        for number, rows in enumerate(members):
+            events, exposure = reused[rows].sum(axis=0), scaled[rows].sum(axis=0)
             prior = BASE_PRIOR_EVENTS / PRIOR_HAZARD
             self._bases[number] = (events + BASE_PRIOR_EVENTS) / (exposure + prior)
+
+    def _fit_multipliers(self, exposure_s: Floats, reused: Floats, shape: Ints, levels: list[Ints]) -> None:
+        """Fit the multipliers of each factor, given all else."""
         events = reused.sum(axis=1)
         expected = (exposure_s * self._bases[shape]).sum(axis=1) * self._scale(levels)
         for number, level in enumerate(levels):
@@ -257,11 +280,28 @@ def gittins_indices(hazards: Floats) -> Floats:
     taken_s = np.concatenate([np.zeros((len(hazards), 1)), taken_s], axis=1)
     # Bins as rows: gathering whole rows is what keeps a fit at a few milliseconds.
     survival, taken_s = np.ascontiguousarray(survival.T), np.ascontiguousarray(taken_s.T)
+    find_best = _best_of_pairs if len(hazards) <= FEW_CLASSES else _best_of_each_horizon
+    best = find_best(survival, taken_s)
+    return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+
+
+def _best_of_pairs(survival: Floats, taken_s: Floats) -> Floats:
+    """Return the best ratio for each first bin, shape (NUM_BINS, num_classes); the arguments have a row more. Pure."""
     gained = survival[_FIRST_BINS] - survival[_END_BINS]
     cost = taken_s[_END_BINS] - taken_s[_FIRST_BINS]
     ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
-    best = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
-    return np.where(survival[:-1] > SMALLEST_SURVIVAL, best, hazards.T).T
+    best: Floats = np.maximum.reduceat(ratio, _HORIZON_STARTS, axis=0)
+    return best
+
+
+def _best_of_each_horizon(survival: Floats, taken_s: Floats) -> Floats:
+    """Return what _best_of_pairs does, number for number. Pure."""
+    best = np.zeros_like(survival[:-1])
+    for end in range(1, NUM_BINS + 1):
+        gained, cost = survival[:end] - survival[end], taken_s[end] - taken_s[:end]
+        ratio = np.divide(gained, cost, out=np.zeros_like(gained), where=cost > 0)
+        np.maximum(best[:end], ratio, out=best[:end])
+    return best
 
 
 def _integral_to(row: Sequence[float], age_s: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
+from kvtier.cpu.policies.hazard.cohorts import CohortTable
 from kvtier.cpu.policies.hazard.directory import UNNAMED, Cohort, Directory, Naming, Node
 from kvtier.cpu.policies.hazard.features import (
     BRANCHING_CHILDREN,
@@ -19,7 +20,7 @@ from kvtier.cpu.policies.hazard.features import (
     RequestFactors,
     request_code,
 )
-from kvtier.cpu.policies.hazard.model import HazardModel, Waits
+from kvtier.cpu.policies.hazard.model import HazardModel
 
 GHOSTS_PER_BLOCK = 4
 """Ghosts for each block of capacity. Fewer hide returns of what left early, more only cost memory."""
@@ -35,9 +36,6 @@ REFIT_GROWTH = 0.1
 
 NAMED_PER_COHORT = 2.0
 """Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
-
-MIN_COHORTS = 1024
-"""Cohorts below which empty ones are not worth looking for."""
 
 
 class HazardShadow:
@@ -61,8 +59,7 @@ class HazardShadow:
         self.held: list[OffloadKey] = []
         self.released: list[OffloadKey] = []
         self._candidates = Candidates(self.model.indices)
-        self._cohorts: list[Cohort] = []
-        self._max_cohorts = MIN_COHORTS
+        self._cohorts = CohortTable()
         self._num_named = 0
         self._now_s = 0.0
         self._start_s: float | None = None
@@ -137,24 +134,10 @@ class HazardShadow:
         if now_s >= self._next_fit_s and self._num_named >= NAMED_PER_COHORT * len(self._cohorts):
             self._next_fit_s = now_s + REFIT_GROWTH * (now_s - self._start_s)
             self._num_named = 0
-            self._drop_empty_cohorts()
-            self.model.fit(self._waiting())
+            self.model.fit(self._cohorts.take_stock(now_s))
             self._candidates.rebuild(now_s)
-        elif len(self._cohorts) > self._max_cohorts:
-            self._drop_empty_cohorts()
-
-    def _drop_empty_cohorts(self) -> None:
-        self._cohorts = [cohort for cohort in self._cohorts if cohort.num]
-        self._max_cohorts = 2 * len(self._cohorts) + MIN_COHORTS
-
-    def _waiting(self) -> Waits:
-        cohorts = self._cohorts
-        return Waits(
-            [cohort.code for cohort in cohorts],
-            [self._now_s - cohort.naming.time_s for cohort in cohorts],
-            [cohort.num for cohort in cohorts],
-            [0] * len(cohorts),
-        )
+        elif self._cohorts.is_crowded:
+            self._cohorts.drop_empty()
 
     def _find_naming(self, chain: Sequence[Node], num_known: int, hint: int) -> Naming:
         """Return what the request tells of its blocks. Pure."""
@@ -198,7 +181,7 @@ class HazardShadow:
             num += 1
             node.cohort = cohort
         cohort.num += num
-        self._cohorts += cohorts.values()
+        self._cohorts.add(cohorts, naming.time_s)
         self._num_named += len(chain)
 
     def _hold(self, chain: Sequence[Node], num_held: int) -> None:
