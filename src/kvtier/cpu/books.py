@@ -51,6 +51,18 @@ class BlockBooks:
         """Slots that a store can take without evicting."""
         return self._slots.num_free
 
+    def is_ready(self, key: OffloadKey) -> bool:
+        """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
+        block = self._get_block(key)
+        return block is not None and block.is_ready
+
+    def ready_among(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return those of ``keys`` that can be read now, in order; unlike lookup this is no access. Pure."""
+        blocks = map(self._get_block, keys)
+        return [
+            key for key, block in zip(keys, blocks, strict=True) if block is not None and block.ref_cnt >= 0
+        ]
+
     def check(self) -> None:
         """Recount the books; for tests, it visits every block.
 

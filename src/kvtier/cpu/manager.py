@@ -164,13 +164,6 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         self._note_finished(finished, success=success)
         return finished
 
-    def ready_among(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return those of ``keys`` that can be read now, in order; unlike lookup this is no access. Pure."""
-        blocks = map(self._get_block, keys)
-        return [
-            key for key, block in zip(keys, blocks, strict=True) if block is not None and block.ref_cnt >= 0
-        ]
-
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, oldest first, and forget them."""
         return self._events.take()

@@ -50,6 +50,8 @@ def simulate(
 
     Raises:
         ConfigError: the blocks differ in length, or a period has none.
+
+    Effects: while it runs the process's garbage collector leaves older objects alone (``gc.freeze``).
     """
     if engine.block_tokens != trace.block_tokens:
         remedy = f"the trace names blocks of {trace.block_tokens} tokens: give the engine the same"

@@ -132,11 +132,6 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         block = self._policy.get(key)
         return block is not None and not block.is_ready
 
-    def is_ready(self, key: OffloadKey) -> bool:
-        """Return whether ``key`` can be read now; unlike lookup this is not an access."""
-        block = self._policy.get(key)
-        return block is not None and block.is_ready
-
     def next_victims(self, n: int) -> list[OffloadKey] | None:
         """Return at most ``n`` idle blocks that would leave next, in that order; None when the policy cannot say."""
         return self._policy.next_victims(n) if isinstance(self._policy, EvictionPreview) else None

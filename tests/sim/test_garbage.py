@@ -1,0 +1,28 @@
+"""A simulation keeps the garbage collector from visiting what was there before, and undoes that at its end."""
+
+import gc
+
+from kvtier.sim.model import EngineModel
+from kvtier.sim.simulate import simulate
+from kvtier.sim.trace import TraceRequest, make_trace
+
+ENGINE = EngineModel(10, block_bytes=100, num_device_blocks=4)
+TRACE = make_trace([TraceRequest(0.0, 10, 1, (1,))], 10)
+
+
+def test_objects_that_are_frozen_for_a_simulation_are_thawed_after_it() -> None:
+    gc.unfreeze()
+    num_frozen: list[int] = []
+    simulate(TRACE, ENGINE, None, on_request=lambda: num_frozen.append(gc.get_freeze_count()))
+    assert num_frozen[0] > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_objects_that_somebody_has_frozen_stay_so_after_a_simulation() -> None:
+    gc.freeze()
+    try:
+        num_before = gc.get_freeze_count()
+        simulate(TRACE, ENGINE, None)
+        assert 0 < gc.get_freeze_count() <= num_before
+    finally:
+        gc.unfreeze()
