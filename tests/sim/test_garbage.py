@@ -13,9 +13,22 @@ TRACE = make_trace([TraceRequest(0.0, 10, 1, (1,))], 10)
 def test_objects_that_are_frozen_for_a_simulation_are_thawed_after_it() -> None:
     gc.unfreeze()
     num_frozen: list[int] = []
+    thresholds = gc.get_threshold()
     simulate(TRACE, ENGINE, None, on_request=lambda: num_frozen.append(gc.get_freeze_count()))
     assert num_frozen[0] > 0
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0, *thresholds[1:])
+    seen: list[int] = []
+    try:
+        simulate(TRACE, ENGINE, None, on_request=lambda: seen.append(gc.get_threshold()[0]))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert seen == [0]
 
 
 def test_objects_that_somebody_has_frozen_stay_so_after_a_simulation() -> None:
