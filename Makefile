@@ -26,6 +26,8 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
+# What was compiled before stays where compiling fails, and would be taken for the new one.
+FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 .PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs clean
@@ -37,6 +39,7 @@ help:  ## list the targets
 $(STAMP): pyproject.toml setup.py $(COMPILED) $(wildcard $(CONSTRAINTS))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	@$(FORGET_COMPILED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
@@ -54,6 +57,7 @@ fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, o
 $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION)
+	@$(FORGET_COMPILED)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cli,fs,testing]' pytest-timeout
 	@touch $@
 
@@ -83,5 +87,5 @@ docs: $(STAMP)  ## links, settings table and code blocks of README and docs
 
 clean:  ## remove the virtual environment and everything that tools left behind
 	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
-	find src -name '*.so' -delete
+	$(FORGET_COMPILED)
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

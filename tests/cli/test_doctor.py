@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.cli import doctor, main
 from kvtier.cli.doctor import Check, Verdict
+from kvtier.cpu.row_copy import COMPILED_CALLS
 
 
 def test_a_machine_that_runs_these_tests_is_healthy(
@@ -133,11 +135,20 @@ def test_sizes_are_in_binary_units(num_bytes: int, shown: str) -> None:
     assert doctor.size(num_bytes) == shown
 
 
-def test_what_was_not_compiled_is_a_note_with_a_remedy(tmp_path: Path) -> None:
+def test_what_was_not_compiled_or_cannot_be_loaded_is_a_note_with_a_remedy(tmp_path: Path) -> None:
     missing = doctor.check_compiled("copies", tmp_path / "_module", "faster")
     (tmp_path / "_module.abi3.so").touch()
-    found = doctor.check_compiled("copies", tmp_path / "_module", "faster")
+    empty = doctor.check_compiled("copies", tmp_path / "_module", "faster")
 
-    assert missing.verdict is Verdict.NOTE
-    assert "C compiler" in missing.found
-    assert found.verdict is Verdict.GOOD
+    for check, reason in ((missing, "not compiled"), (empty, "too short")):
+        assert check.verdict is Verdict.NOTE
+        assert reason in check.found
+        assert "C compiler" in check.found
+
+
+def test_what_was_compiled_and_can_be_loaded_is_good() -> None:
+    if COMPILED_CALLS is None:
+        pytest.skip("nothing was compiled when kvtier was installed")
+    module = Path(kvtier.__file__).parent / "cpu" / "_page_copy"
+
+    assert doctor.check_compiled("copies", module, "faster") == Check("copies", Verdict.GOOD, "faster")

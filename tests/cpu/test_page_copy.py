@@ -130,6 +130,7 @@ def test_what_does_not_fit_is_refused_and_held_no_longer(calls: PageCalls) -> No
         (pages, read_only, moves),
         (pages, 3, moves),
         (pages, rows, moves.astype(np.int32)),
+        (pages, rows, moves.astype(np.float64)),
         (pages, rows, moves.ravel()[:2]),
         (pages, rows, moves_of((0, 0, 0), (1, 1, 1))[:, ::-1]),
     ]

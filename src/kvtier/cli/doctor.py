@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Annotated
 
@@ -250,11 +250,32 @@ def check_extra(module: str) -> Check:
 
 
 def check_compiled(subject: str, module: Path, gain: str) -> Check:
-    """Say whether a module of the package was compiled, given where it would be but for its suffix."""
-    if any(module.with_name(module.name + suffix).exists() for suffix in EXTENSION_SUFFIXES):
+    """Say whether a module of the package was compiled and can be loaded, given its place but for the suffix."""
+    fault = find_fault(module)
+    if fault is None:
         return Check(subject, Verdict.GOOD, gain)
-    remedy = "install kvtier again where there are a C compiler and Python's headers"
-    return Check(subject, Verdict.NOTE, f"missing, Python does the same with more processor time: {remedy}")
+    remedy = "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir"
+    return Check(
+        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {remedy}"
+    )
+
+
+def find_fault(module: Path) -> str | None:
+    """Return why a compiled module cannot be loaded, None when it can."""
+    paths = [module.with_name(module.name + suffix) for suffix in EXTENSION_SUFFIXES]
+    found = next((path for path in paths if path.exists()), None)
+    if found is None:
+        return "it was not compiled"
+    try:
+        importlib.util.module_from_spec(spec_of_extension(module.name, found))
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def spec_of_extension(name: str, path: Path) -> ModuleSpec:
+    """Return where a compiled module is, so that it can be loaded without the packages around it. Pure."""
+    return ModuleSpec(name, ExtensionFileLoader(name, str(path)), origin=str(path))
 
 
 def check_space(directory: Path) -> Check:

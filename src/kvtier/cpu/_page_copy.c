@@ -46,7 +46,8 @@ static void copy_past_cache(char *target, const char *source, size_t num_bytes)
     for (; num_bytes >= LINE_BYTES; num_bytes -= LINE_BYTES, target += LINE_BYTES, source += LINE_BYTES) {
         const __m128i *from = (const __m128i *)source;
         __m128i *to = (__m128i *)target;
-        _mm_prefetch(source + AHEAD_BYTES, _MM_HINT_NTA);
+        if (num_bytes > AHEAD_BYTES)
+            _mm_prefetch(source + AHEAD_BYTES, _MM_HINT_NTA);
         __m128i first = _mm_loadu_si128(from), second = _mm_loadu_si128(from + 1);
         __m128i third = _mm_loadu_si128(from + 2), fourth = _mm_loadu_si128(from + 3);
         _mm_stream_si128(to, first);
@@ -117,7 +118,9 @@ static int move_viewed(const Py_buffer *pages, const Py_buffer *rows, const Py_b
         PyErr_Format(PyExc_ValueError, "rows of %zd bytes are not made of pages of %zd", rows->shape[1], page_bytes);
         return -1;
     }
-    if (moves->itemsize != (Py_ssize_t)sizeof(int64_t) || moves->len % (Py_ssize_t)sizeof(Place) != 0) {
+    int is_int64 = moves->itemsize == (Py_ssize_t)sizeof(int64_t) && moves->format != NULL &&
+                   (strcmp(moves->format, "l") == 0 || strcmp(moves->format, "q") == 0);
+    if (!is_int64 || moves->len % (Py_ssize_t)sizeof(Place) != 0 || (uintptr_t)moves->buf % _Alignof(Place) != 0) {
         PyErr_SetString(PyExc_ValueError, "moves must be block, slot and sub-block of each page, int64");
         return -1;
     }
@@ -144,7 +147,7 @@ static PyObject *move_pages(PyObject *module, PyObject *args)
     if (take_matrix(pages_object, &pages, !to_rows, "pages") < 0)
         return NULL;
     if (take_matrix(rows_object, &rows, to_rows, "rows") == 0) {
-        if (PyObject_GetBuffer(moves_object, &moves, PyBUF_C_CONTIGUOUS) == 0) {
+        if (PyObject_GetBuffer(moves_object, &moves, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0) {
             result = move_viewed(&pages, &rows, &moves, to_rows, is_past_cache);
             PyBuffer_Release(&moves);
         }

@@ -49,12 +49,12 @@ GATHER_PIECE_BYTES = 256 << 10
 """Bytes gathered at a time: the intermediate copy must stay in a core's own cache (512 KiB and more)."""
 
 PAST_CACHE_FROM_BYTES = 4 << 10
-"""Pages of at least this size are written past the cache, where that is wanted at all: of smaller ones too much is the
-line at either end, which is read first all the same."""
+"""Pages of at least this size are written past the cache, where that is wanted at all. The first and the last line of a
+page are written as usual; of a smaller page they are too large a part."""
 
 LOADED_PAST_CACHE_FROM_BYTES = 32 << 20
-"""Bytes of a load from which on it is written past the cache. The model reads a load at once, so a small one should be
-in the cache; a larger one would push out its own beginning. What is stored is read by nobody or by a disk."""
+"""Bytes of one call of ``load`` from which on it is written past the cache. The model reads them at once, so a few, or
+a layer by itself, should be in the cache; more would push out their own beginning. A store is read by tiers only."""
 
 
 class PageCalls(Protocol):
@@ -68,7 +68,7 @@ class PageCalls(Protocol):
         Args:
             pages: shape (num_blocks, page_bytes).
             rows: shape (num_slots, num_sub_blocks * page_bytes).
-            moves: block, slot and sub-block of each page, shape (num_pages, 3), contiguous.
+            moves: block, slot and sub-block of each page, shape (num_pages, 3), contiguous; must not change meanwhile.
             to_rows: the direction.
             is_past_cache: whether writes bypass the cache.
 

@@ -115,7 +115,9 @@ class IOPool:
     ) -> None:
         self._name = name
         self._num_threads = num_threads
-        self._num_store_threads = num_store_threads or num_threads
+        self._num_store_threads = (
+            num_threads if num_store_threads is None else min(num_store_threads, num_threads)
+        )
         self._clock = clock
         self._max_part_blocks = max_part_blocks
         self._cuts_evenly = cuts_evenly
@@ -270,6 +272,7 @@ class IOPool:
 
     def _finish(self, part: _Part, moved: Moved) -> None:
         with self._changed:
+            # No other thread is told that it may store now: this one looks for work next.
             self._num_storing_threads -= part.is_store
             part.job.num_running_parts -= 1
             part.job.arrived.extend(moved.arrived)

@@ -225,7 +225,7 @@ def test_a_disk_that_takes_no_change_still_gives_its_blocks(
     path.write_bytes(b"x")
     os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "mounted read-only meanwhile")
 
     monkeypatch.setattr(os, "utime", refuse)

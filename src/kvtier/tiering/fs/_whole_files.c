@@ -74,8 +74,8 @@ static int take_parts(Parts *parts, PyObject *buffers, int view_flags)
     return 0;
 }
 
-/* Moves every part, in one call unless the system stops early. Returns 0 or what went wrong; at_end is what it means
- * that the system moves nothing more. */
+/* Moves every part, in one call unless the system stops early. Returns 0 or what went wrong, at_end when the system
+ * moves nothing more. */
 static int move_all(Move move, int fd, Parts *parts, int at_end)
 {
     struct iovec *part = parts->parts;
@@ -110,9 +110,26 @@ static int link_open_file(int fd, const char *path)
     return linkat(AT_FDCWD, proc_path, AT_FDCWD, path, AT_SYMLINK_FOLLOW) < 0 ? errno : 0;
 }
 
+static int open_file(const char *path, int flags, mode_t mode)
+{
+    int fd;
+    do
+        fd = open(path, flags | O_CLOEXEC, mode);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* Some file systems tell only now that they could not keep what was written. */
+static int close_file(int fd, int error)
+{
+    if (close(fd) < 0 && error == 0 && errno != EINTR)
+        return errno;
+    return error;
+}
+
 static int publish_parts(const char *folder, const char *path, int flags, mode_t mode, Parts *parts)
 {
-    int fd = open(folder, O_RDWR | O_TMPFILE | flags, mode);
+    int fd = open_file(folder, O_RDWR | O_TMPFILE | flags, mode);
     if (fd < 0)
         return errno;
     /* What a umask took away; a file system without modes needs none, so an error of it is none of the block's. */
@@ -121,20 +138,18 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
     int error = move_all(pwritev, fd, parts, ENOSPC);
     if (error == 0)
         error = link_open_file(fd, path);
-    close(fd);
-    return error;
+    return close_file(fd, error);
 }
 
 static int read_parts(const char *path, int flags, Parts *parts, struct stat *status)
 {
-    int fd = open(path, O_RDONLY | O_NOFOLLOW | flags);
+    int fd = open_file(path, O_RDONLY | O_NOFOLLOW | flags, 0);
     if (fd < 0)
         return errno;
     int error = fstat(fd, status) < 0 ? errno : 0;
     if (error == 0 && status->st_size >= parts->num_bytes)
         error = move_all(preadv, fd, parts, EIO);
-    close(fd);
-    return error;
+    return close_file(fd, error);
 }
 
 static PyObject *raise_system_error(int error, PyObject *path)

@@ -175,7 +175,10 @@ class BlockFiles:
         if self._wall_clock() - modified_s <= RENEW_AFTER_S:
             return
         try:
-            os.utime(file)
+            if isinstance(file, int):
+                os.utime(file)
+            else:
+                os.utime(file, follow_symlinks=False)
         except OSError:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
 

@@ -104,8 +104,8 @@ def plan_num_threads(settings: FSSettings, row_bytes: int, *, has_direct_io: boo
 def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_io: bool) -> int | None:
     """Return how many of the threads may store at the same time, None for each of them. Pure.
 
-    Through the page cache a store is a copy and a checksum: more threads than cores only take turns, and take the
-    interpreter's lock and the cores from the engine more often. A load may wait for the disk.
+    Through the page cache a store is a copy and a checksum until the kernel makes writers wait: more threads than
+    cores take turns, and take the interpreter's lock and the cores from the engine more often.
     """
     if has_direct_io or settings.num_threads is not None:
         return None

@@ -74,7 +74,10 @@ def status_of(found: os.stat_result) -> FileStatus:
 
 
 class WholeFileCalls(Protocol):
-    """A file written or read with one call, for which the interpreter's lock is released once."""
+    """A file written or read with one call, for which the interpreter's lock is released once.
+
+    ``flags`` are more flags for ``open``, ``mode`` the permissions of a new file; at most eight buffers.
+    """
 
     def publish(self, folder: str, path: str, flags: int, mode: int, buffers: Buffers, /) -> bool:
         """Write a file without a name in ``folder`` and link it; False when ``path`` was taken."""
