@@ -6,6 +6,8 @@ parent never computes: a fork must not inherit half of a thread pool.
 """
 
 import errno
+import importlib
+import importlib.util
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -37,12 +40,18 @@ NUM_SHARED_TOKENS = 16
 """The first block holds the heading of a conversation, which is the same at every instant."""
 
 
+PUBLISH = "publish"
+"""The compiled call that writes a file and links it."""
+
+COMPILED = "kvtier.tiering.fs._whole_files"
+
+
 @dataclass(frozen=True, slots=True)
 class Instant:
     """When a process dies.
 
     Attributes:
-        call: the function of ``os`` whose call it is; None dies after a share of an undisturbed run.
+        call: the function of ``os``, or ``PUBLISH``, whose call it is; None dies after a share of an undisturbed run.
         number: which call of it, from 1.
         is_after: whether the call has been made.
         has_unnamed_files: whether the file system offers O_TMPFILE.
@@ -74,7 +83,8 @@ def choose_instants(draw: random.Random) -> list[Instant]:
         Instant("unlink"),
         Instant("unlink", number=2),
     ]
-    publish = [Instant("link", draw.randint(1, 20), draw.random() < 0.3) for _ in range(5)]
+    publish = [Instant(PUBLISH, draw.randint(1, 20), is_after) for is_after in (False, True)]
+    publish += [Instant("link", draw.randint(1, 20), draw.random() < 0.3) for _ in range(3)]
     publish += [Instant("link", draw.randint(1, 20), False, has_unnamed_files=False) for _ in range(4)]
     anywhere = [Instant(share_ratio=draw.uniform(0.0, 0.6)) for _ in range(6)]
     return [*set_up, *publish, *anywhere]
@@ -160,8 +170,12 @@ def die_while_serving(root: Path, number: int, instant: Instant) -> bool:
     """Serve and be killed; True when it was too late for that."""
     if not instant.has_unnamed_files:
         refuse_unnamed_files()
-    if instant.call is not None:
-        die_at(instant.call, instant.number, is_after=instant.is_after)
+    if instant.call == PUBLISH and importlib.util.find_spec(COMPILED) is not None:
+        die_at(importlib.import_module(COMPILED), PUBLISH, instant.number, is_after=instant.is_after)
+    elif instant.call is not None:
+        sys.modules[COMPILED] = None  # type: ignore[assignment]  # so that each call of the system is one of os
+        name = "link" if instant.call == PUBLISH else instant.call
+        die_at(os, name, instant.number, is_after=instant.is_after)
     serve(root, number)
     return True
 
@@ -192,9 +206,9 @@ def temporaries(root: Path) -> Iterator[Path]:
     return folder.iterdir() if folder.is_dir() else iter(())
 
 
-def die_at(name: str, number: int, *, is_after: bool) -> None:
-    """Make a call of a function of ``os`` the last thing this process does, in whichever thread."""
-    real: Callable[..., object] = getattr(os, name)
+def die_at(module: ModuleType, name: str, number: int, *, is_after: bool) -> None:
+    """Make a call of a module's function the last thing this process does, in whichever thread."""
+    real: Callable[..., object] = getattr(module, name)
     calls = iter(range(1, sys.maxsize))
     lock = threading.Lock()
 
@@ -208,7 +222,7 @@ def die_at(name: str, number: int, *, is_after: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(os, name, call)
+    setattr(module, name, call)
 
 
 def refuse_unnamed_files() -> None:
