@@ -8,7 +8,7 @@ the bandwidth.
 
 Parts end in the order in which they begin, for there is one pipe. So a link keeps the ends of what is under way in a
 queue of its own and follows them later, with what began at each, when somebody looks or when a job may end. The
-timeline gets one event for the end of a job and one for each time that all servers have turned, not one for a part.
+timeline gets one event for the end of a job and one shortly before it, not one for a part.
 """
 
 from collections import deque
@@ -17,6 +17,10 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.sim.timeline import Timeline
+
+ROUNDING_RATIO = 1e-9
+"""How much earlier than computed a link looks after a job, of the time until then: sums of a million times may be off by
+less. Zero could come too late; larger looks again before the end, for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +186,16 @@ class Link:
         self._plan_to_follow()
 
     def _plan_to_follow(self) -> None:
-        """Plan to look again when the next job's last part begins, or when every part under way has ended."""
+        """Plan to look again before the next job's last part can have ended, for its end needs an event."""
         queue = self._reads or self._writes
         if not queue:
             return
-        num_to_begin = min(queue[0].num_parts - queue[0].num_begun, len(self._under_way))
-        next_s = self._under_way[num_to_begin - 1][0]
+        job, under_way = queue[0], self._under_way
+        num_to_begin = job.num_parts - job.num_begun
+        # The last part begins when so many have ended, and ends when the pipe has moved all of them: no sooner.
+        begins_s = under_way[min(num_to_begin, len(under_way)) - 1][0]
+        moved_s = self._pipe_free_s + num_to_begin * job.moving_s
+        next_s = max(begins_s, moved_s - ROUNDING_RATIO * moved_s)
         if next_s != self._next_look_s:
             self._next_look_s = next_s
             self._timeline.at(next_s, self._look)
