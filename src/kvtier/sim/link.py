@@ -104,6 +104,7 @@ class Link:
         self._num_queued = 0
         self._pipe_free_s = 0.0
         self._next_look_s: float | None = None
+        self._look_number = 0
         self.traffic = LinkTraffic()
 
     def submit(
@@ -177,9 +178,8 @@ class Link:
                 job.on_end(job.num_parts)
 
     def _look(self) -> None:
-        if self._next_look_s == self._timeline():  # else another look was planned instead
-            self._next_look_s = None
-            self._follow_on()
+        self._next_look_s = None
+        self._follow_on()
 
     def _follow_on(self) -> None:
         self._follow()
@@ -189,6 +189,7 @@ class Link:
         """Plan to look again before the next job's last part can have ended, for its end needs an event."""
         queue = self._reads or self._writes
         if not queue:
+            self._cancel_look()
             return
         job, under_way = queue[0], self._under_way
         num_to_begin = job.num_parts - job.num_begun
@@ -197,8 +198,14 @@ class Link:
         moved_s = self._pipe_free_s + num_to_begin * job.moving_s
         next_s = max(begins_s, moved_s - ROUNDING_RATIO * moved_s)
         if next_s != self._next_look_s:
+            self._cancel_look()
             self._next_look_s = next_s
-            self._timeline.at(next_s, self._look)
+            self._look_number = self._timeline.at(next_s, self._look)
+
+    def _cancel_look(self) -> None:
+        if self._next_look_s is not None:
+            self._next_look_s = None
+            self._timeline.cancel(self._look_number)
 
     def _begin_parts(self, now_s: float) -> None:
         """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
