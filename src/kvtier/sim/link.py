@@ -19,7 +19,7 @@ from kvtier.errors import ConfigError
 from kvtier.sim.timeline import Timeline
 
 ROUNDING_RATIO = 1e-9
-"""How much earlier than computed a link looks after a job, of the time until then: sums of a million times may be off by
+"""How much earlier than computed a link looks after a job, as a share of the time: a sum of a million times is off by
 less. Zero could come too late; larger looks again before the end, for nothing."""
 
 

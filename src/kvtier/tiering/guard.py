@@ -118,7 +118,7 @@ class TierGuard:
         """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
         if self.is_out_of_service:
             return []
-        results = self._call("get_finished", self._take_results, fallback=None)
+        results = self._call("get_finished", take_results, self.tier, fallback=None)
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
@@ -150,7 +150,7 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", self._take_answered_keys, fallback=None)
+            answered = self._call("take_answered", take_answered_keys, self.tier, fallback=None)
         if not answered and not self._asked:
             return ()
         if answered is None:
@@ -250,13 +250,6 @@ class TierGuard:
             return False
         return self._call("waiting_s", lambda: float(self.tier.waiting_s()), fallback=0.0) > MAX_WAITING_S
 
-    def _take_results(self) -> list[JobResult]:
-        return [as_result(result) for result in self.tier.get_finished()]
-
-    def _take_answered_keys(self) -> list[OffloadKey] | None:
-        answered = self.tier.take_answered()
-        return None if answered is None else list(answered)
-
     def _call(self, name: str, call: Callable[[*Ts], T], *args: *Ts, fallback: T) -> T:
         """Return what the tier answers, or ``fallback`` when it raises, whatever it raises."""
         try:
@@ -276,6 +269,21 @@ class TierGuard:
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
         return f"TierGuard({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
+
+
+def take_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
+    """Return what a tier says of its answers, as a list.
+
+    Raises:
+        TypeError: it is no collection.
+    """
+    answered = tier.take_answered()
+    return None if answered is None else list(answered)
+
+
+def take_results(tier: SecondaryTierManager) -> list[JobResult]:
+    """Return a tier's reports; raises as ``as_result``, or TypeError when it gives nothing to go through."""
+    return [as_result(result) for result in tier.get_finished()]
 
 
 def as_result(result: JobResult) -> JobResult:
