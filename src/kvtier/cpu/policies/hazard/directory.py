@@ -6,14 +6,10 @@ ghost's children are ghosts that are forgotten before it.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
-from itertools import islice, takewhile
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import InvariantError
-
-PARENT_OF = attrgetter("parent")
 
 
 class Naming:
@@ -110,7 +106,7 @@ class Directory:
         self.ghosts: OrderedDict[OffloadKey, Node] = OrderedDict()
         self.num_held = 0
 
-    def chain_of(self, keys: Collection[OffloadKey], parent: Node | None = None) -> tuple[list[Node], int]:
+    def chain_of(self, keys: Iterable[OffloadKey], parent: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes of ``keys``, and how many of them were known before.
 
         A key stands for its whole prefix, so that a known block has the parent that it always had. Where a caller's
@@ -123,56 +119,37 @@ class Directory:
         Effects:
             Unknown ones become nodes, neither held nor ghosts: hold them or bury them.
         """
-        nodes = self.nodes
-        chain = list(map(nodes.__getitem__, takewhile(nodes.__contains__, keys)))
-        parents = [parent, *chain]
-        num_known = len(chain)
-        if list(map(PARENT_OF, chain)) != parents[:-1]:
-            num_known = next(
-                number for number, node in enumerate(chain) if node.parent is not parents[number]
-            )
-            return chain[:num_known], num_known
-        parent = parents[-1]
-        for key in islice(keys, num_known, None):
-            if key in nodes:
+        get, nodes = self.nodes.get, self.nodes
+        chain: list[Node] = []
+        num_known = 0
+        # For as few blocks as requests mostly name, and for forty as well, loops in C take longer.
+        for key in keys:
+            node = get(key)
+            if node is None:
+                node = nodes[key] = Node(key, parent)
+            elif node.parent is parent and num_known == len(chain):
+                num_known += 1
+            else:
                 break
-            parent = nodes[key] = Node(key, parent)
-            chain.append(parent)
+            chain.append(node)
+            parent = node
         return chain, num_known
 
-    def hold(self, nodes: Sequence[Node]) -> None:
-        """Hold blocks, head first, each the child of the one before it; the first one's parent is held."""
-        ghosts = self.ghosts
-        for node in nodes:
-            node.is_held = True
-            ghosts.pop(node.key, None)
-            if node.parent is not None:
-                node.parent.num_held_children += 1
-        self.num_held += len(nodes)
+    def hold(self, node: Node) -> None:
+        """Hold a block whose parent is held."""
+        node.is_held = True
+        self.num_held += 1
+        self.ghosts.pop(node.key, None)
+        if node.parent is not None:
+            node.parent.num_held_children += 1
 
-    def release(self, leaf: Node, num: int) -> tuple[list[OffloadKey], Node | None]:
-        """Make a held leaf the youngest ghost, and after it those before it, while they are leaves of its cohort.
-
-        Args:
-            leaf: a block without held children.
-            num: how many at most, above zero.
-
-        Returns:
-            The keys of the released, in that order, and the block before them, None before the first of a prompt.
-        """
-        ghosts, cohort = self.ghosts, leaf.cohort
-        released: list[OffloadKey] = []
-        node: Node | None = leaf
-        while node is not None and node.cohort is cohort and not node.num_held_children and num:
-            node.is_held = False
-            ghosts[node.key] = node
-            released.append(node.key)
-            num -= 1
-            node = node.parent
-            if node is not None:
-                node.num_held_children -= 1
-        self.num_held -= len(released)
-        return released, node
+    def release(self, node: Node) -> None:
+        """Make a held leaf the youngest ghost."""
+        node.is_held = False
+        self.num_held -= 1
+        self.ghosts[node.key] = node
+        if node.parent is not None:
+            node.parent.num_held_children -= 1
 
     def bury(self, nodes: Sequence[Node]) -> None:
         """Make the blocks that a request named and that are not held the youngest ghosts, its tail forgotten first."""

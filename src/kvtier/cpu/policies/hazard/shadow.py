@@ -7,7 +7,6 @@ whose own index is lower.
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby, takewhile
-from math import inf
 from operator import attrgetter
 
 from kvtier.base import OffloadKey
@@ -41,7 +40,7 @@ REFIT_GROWTH = 0.1
 NAMED_PER_COHORT = 2.0
 """Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
 
-COHORT_OF, IS_HELD, KEY_OF = attrgetter("cohort"), attrgetter("is_held"), attrgetter("key")
+IS_HELD = attrgetter("is_held")
 
 
 class HazardShadow:
@@ -71,7 +70,7 @@ class HazardShadow:
         self._start_s: float | None = None
         self._next_fit_s = 0.0
 
-    def serve(self, keys: Collection[OffloadKey], now_s: float, hint: int = 0) -> tuple[int, Node | None]:
+    def serve(self, keys: Iterable[OffloadKey], now_s: float, hint: int = 0) -> tuple[int, Node | None]:
         """Serve a request.
 
         Args:
@@ -204,15 +203,13 @@ class HazardShadow:
 
     def _hold(self, chain: Sequence[Node], num_held: int) -> None:
         """Hold the blocks of ``chain`` behind the first ``num_held``, as far as they are worth their room."""
-        for cohort, nodes in groupby(chain[num_held:], COHORT_OF) if num_held or _is_root(chain) else ():
-            run = list(nodes)
-            num_free = self._num_blocks - self.directory.num_held
-            fitting = run[: num_free + self._make_room(len(run) - num_free, cohort)]
-            self.directory.hold(fitting)
-            self.held += map(KEY_OF, fitting)
-            num_held += len(fitting)
-            if len(fitting) < len(run):
+        directory = self.directory
+        for node in chain[num_held:] if num_held or _is_root(chain) else ():
+            if directory.num_held >= self._num_blocks and not self._has_made_room(node):
                 break
+            directory.hold(node)
+            self.held.append(node.key)
+            num_held += 1
         if num_held and not chain[num_held - 1].num_held_children:
             self._candidates.add(chain[num_held - 1], self._now_s)
         self._bury(chain[num_held:])
@@ -222,29 +219,28 @@ class HazardShadow:
         self.directory.bury(nodes)
         self._end_waits(self.directory.forget_oldest(), is_reuse=False)
 
-    def _make_room(self, num: int, cohort: Cohort) -> int:
-        """Release up to ``num`` leaves, lowest index first, none above that of ``cohort``; return how many."""
+    def _has_made_room(self, node: Node) -> bool:
+        """Release the leaf with the lowest index, unless that of ``node`` is lower."""
         candidates = self._candidates
-        own_index = self.model.indices[cohort.code][0] if self.model.is_fitted else inf
-        num_released = 0
-        while num_released < num:
-            lowest = candidates.lowest(self._now_s)
-            if lowest is None or own_index < lowest[0]:
-                break
-            leaf = lowest[1]
-            released, parent = self.directory.release(leaf, num - num_released)
-            num_released += len(released)
-            self.released += released
-            if parent is None or parent.num_held_children:
-                candidates.withdraw(leaf)
-            elif parent.cohort is leaf.cohort:
-                candidates.move(leaf, parent)
-            else:
-                candidates.withdraw(leaf)
-                # The blocks of the request that is being served are no candidates.
-                if parent.cohort.naming is not cohort.naming:
-                    candidates.add(parent, self._now_s)
-        return num_released
+        lowest = candidates.lowest(self._now_s)
+        if lowest is None:
+            return False
+        index, leaf = lowest
+        if self.model.is_fitted and self.model.indices[node.cohort.code][0] < index:
+            return False
+        self.directory.release(leaf)
+        self.released.append(leaf.key)
+        parent = leaf.parent
+        if parent is None or parent.num_held_children:
+            candidates.withdraw(leaf)
+        elif parent.cohort is leaf.cohort:
+            candidates.move(leaf, parent)
+        else:
+            candidates.withdraw(leaf)
+            # The blocks of the request that is being served are no candidates.
+            if parent.cohort.naming is not node.cohort.naming:
+                candidates.add(parent, self._now_s)
+        return True
 
 
 def _is_root(chain: Sequence[Node]) -> bool:
