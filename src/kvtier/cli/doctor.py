@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.compiled import REMEDY
 from kvtier.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
@@ -254,9 +255,8 @@ def check_compiled(subject: str, module: Path, gain: str) -> Check:
     fault = find_fault(module)
     if fault is None:
         return Check(subject, Verdict.GOOD, gain)
-    remedy = "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir"
     return Check(
-        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {remedy}"
+        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {REMEDY}"
     )
 
 

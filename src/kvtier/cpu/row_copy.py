@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import BlockIds
+from kvtier.compiled import report_import_error
 from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
 
 try:
     from kvtier.cpu import _page_copy
-except ImportError:  # installed where nothing could be compiled
+except ImportError as error:  # installed where nothing could be compiled, as a rule
     _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
+    report_import_error("kvtier.cpu._page_copy", error)
 
 logger = logging.getLogger(__name__)
 
