@@ -23,6 +23,7 @@ from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
 from benchmarks.harness.rounds import run_rounds, timed
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import whole_turns
+from kvtier.cores import count_usable_cores
 from kvtier.cpu.prefault import CHUNK_BYTES, MAX_PREFAULT_THREADS, prefault
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import RegionMemoryError
@@ -41,7 +42,7 @@ Times = Mapping[str, float]
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield times of a GiB by operation and cores, with one core and with all."""
     num_bytes = QUICK_REGION_BYTES if options.is_quick else REGION_BYTES
-    for num_cores in sorted({1, len(os.sched_getaffinity(0))}):
+    for num_cores in sorted({1, count_usable_cores()}):
         try:
             yield from measure_cores(
                 num_cores, num_bytes, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
@@ -105,7 +106,7 @@ def fill(memory: mmap.mmap, num_bytes: int) -> None:
     """Write every byte, with as many threads and in the same pieces as the prefault has."""
     # The address is asked for in here, since a view that lives on would keep a region's mapping from being closed.
     address = np.frombuffer(memory, dtype=np.int8).ctypes.data
-    with ThreadPoolExecutor(min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(MAX_PREFAULT_THREADS, count_usable_cores())) as pool:
         for start in range(0, num_bytes, CHUNK_BYTES):
             pool.submit(ctypes.memset, address + start, 1, min(CHUNK_BYTES, num_bytes - start))
 

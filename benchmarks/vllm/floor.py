@@ -13,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
+from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_copy import MAX_COPY_THREADS
 from kvtier.tiering.fs.settings import DEFAULT_NUM_THREADS
 
@@ -33,7 +34,7 @@ class Floor:
     num_read_threads = DEFAULT_NUM_THREADS
 
     def __init__(self, num_rows: int, row_bytes: int, folder: Path) -> None:
-        self.num_copy_threads = min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)))
+        self.num_copy_threads = min(MAX_COPY_THREADS, count_usable_cores())
         self._source, self._target = (np.ones(num_rows * row_bytes, dtype=np.int8) for _ in range(2))
         # Shared, as the rows of the primary tier are: the kernel does not give such memory huge pages.
         self._rows = [memoryview(mmap.mmap(-1, row_bytes)) for _ in range(num_rows)]

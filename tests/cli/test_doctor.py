@@ -9,6 +9,7 @@ import pytest
 import kvtier
 from kvtier.cli import doctor, main
 from kvtier.cli.doctor import Check, Verdict
+from kvtier.cores import AFFINITY, UsableCores
 from kvtier.cpu.row_copy import COMPILED_CALLS
 
 
@@ -19,7 +20,7 @@ def test_a_machine_that_runs_these_tests_is_healthy(
 
     shown = capsys.readouterr().out
     assert status == 0
-    assert all(word in shown for word in ("Python", "numpy", "torch", "O_TMPFILE", "O_DIRECT"))
+    assert all(word in shown for word in ("Python", "cores", "numpy", "torch", "O_TMPFILE", "O_DIRECT"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,6 +56,11 @@ def test_text_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]
 )
 def test_an_old_python_is_refused(version: tuple[int, int, int], verdict: Verdict) -> None:
     assert doctor.check_python(version).verdict is verdict
+
+
+def test_the_number_of_cores_comes_with_what_sets_it() -> None:
+    assert "3, by affinity" in doctor.check_cores(UsableCores(3, AFFINITY)).found
+    assert "1, by the CPU quota in /a/cpu.max" in doctor.check_cores(UsableCores(1, "/a/cpu.max")).found
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,16 @@ def test_the_first_version_of_cgroups_is_read_too(tmp_path: Path) -> None:
     assert find_memory_limit(tmp_path) == (0, str(path))
 
 
+def test_a_cgroup_is_found_where_the_container_mounts_its_part_of_the_tree(tmp_path: Path) -> None:
+    write(tmp_path, "proc/self/cgroup", "7:memory:/docker/a/job\n")
+    mount = "30 20 0:9 /docker/a /cg/memory rw,nosuid master:1 - cgroup cgroup rw,memory\n"
+    write(tmp_path, "proc/self/mountinfo", mount)
+    path = write(tmp_path, "cg/memory/job/memory.limit_in_bytes", "1000\n")
+    write(tmp_path, "cg/memory/job/memory.usage_in_bytes", "400\n")
+
+    assert find_memory_limit(tmp_path) == (600, str(path))
+
+
 def test_nothing_is_known_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     assert find_memory_limit(tmp_path) is None
 

@@ -32,6 +32,6 @@ def test_a_process_killed_at_any_instant_costs_no_token_and_leaves_nothing(tmp_p
     assert [run for run in runs if run["left_after"]] == []
     # The test has teeth only if the dead left something: blocks to inherit, names, and files half written.
     left = [name for run in runs for name in run["left_before"]]
-    assert sum(run["next"]["inherited_tokens"] for run in runs) > 1_000
+    assert sum(run["next"]["inherited_tokens"] for run in runs) > 100
     assert any(name.startswith(str(SHARED_MEMORY_DIRECTORY)) for name in left)
     assert any(name.startswith(str(tmp_path / "tmp")) for name in left)

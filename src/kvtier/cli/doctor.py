@@ -28,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.compiled import REMEDY
+from kvtier.cores import AFFINITY, UsableCores, find_usable_cores
 from kvtier.errors import ConfigError
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
@@ -112,6 +114,7 @@ def doctor(
 def run_checks(directory: Path | None) -> Iterator[Check]:
     """Yield every check of this machine, and of ``directory`` when there is one."""
     yield check_python(sys.version_info[:3])
+    yield check_cores(find_usable_cores())
     yield check_numpy()
     yield check_torch()
     yield check_shared_memory(SHARED_MEMORY)
@@ -145,6 +148,13 @@ def check_python(version: tuple[int, int, int]) -> Check:
             "Python", Verdict.BROKEN, f"{found}: {'.'.join(map(str, MIN_PYTHON))} or later is needed"
         )
     return Check("Python", Verdict.GOOD, found)
+
+
+def check_cores(usable: UsableCores) -> Check:
+    """Say how many threads may run at the same time, and what says so. Pure."""
+    if usable.source == AFFINITY:
+        return Check("cores", Verdict.GOOD, f"{usable.num_cores}, by affinity; no smaller CPU quota")
+    return Check("cores", Verdict.GOOD, f"{usable.num_cores}, by the CPU quota in {usable.source}")
 
 
 def check_numpy() -> Check:
@@ -254,9 +264,8 @@ def check_compiled(subject: str, module: Path, gain: str) -> Check:
     fault = find_fault(module)
     if fault is None:
         return Check(subject, Verdict.GOOD, gain)
-    remedy = "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir"
     return Check(
-        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {remedy}"
+        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {REMEDY}"
     )
 
 

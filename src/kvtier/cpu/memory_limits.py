@@ -9,6 +9,8 @@ Source: proc_meminfo(5); the kernel's Documentation/admin-guide/cgroup-v2.rst.
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.cgroups import find_cgroup_folders
+
 CGROUP_FILES = {
     "v2": ("memory.max", "memory.current", "inactive_file", "active_file"),
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
@@ -45,20 +47,10 @@ def _read_meminfo(path: Path) -> MemoryLimit | None:
 
 
 def _read_cgroups(root: Path) -> list[MemoryLimit | None]:
-    """Read the process's own cgroup and those above it, as far as the container shows them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    limits: list[MemoryLimit | None] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version, mount = ("v1", "sys/fs/cgroup/memory") if controllers else ("v2", "sys/fs/cgroup")
-        own = Path(path.lstrip("/"))
-        limits += [_read_cgroup(root / mount / folder, version) for folder in (own, *own.parents)]
-    return limits
+    return [
+        _read_cgroup(folder, "v2" if is_second_version else "v1")
+        for is_second_version, folder in find_cgroup_folders("memory", root)
+    ]
 
 
 def _read_cgroup(folder: Path, version: str) -> MemoryLimit | None:

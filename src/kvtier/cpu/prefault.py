@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.cores import count_usable_cores
 from kvtier.errors import RegionMemoryError
 
 MADV_POPULATE_WRITE = 23
@@ -35,7 +36,7 @@ def prefault(mapping: mmap.mmap, size_bytes: int) -> None:
     """
     view = np.frombuffer(mapping, dtype=np.int8, count=size_bytes)
     starts = range(0, size_bytes, CHUNK_BYTES)
-    num_threads = min(MAX_PREFAULT_THREADS, len(os.sched_getaffinity(0)), len(starts))
+    num_threads = min(MAX_PREFAULT_THREADS, count_usable_cores(), len(starts))
     with ThreadPoolExecutor(num_threads, "kvtier-prefault") as pool:
         for done in [pool.submit(_populate, view[start : start + CHUNK_BYTES]) for start in starts]:
             done.result()

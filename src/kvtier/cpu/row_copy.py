@@ -8,7 +8,6 @@ OpenMP team whose idle threads spin and take cores from the engine's.
 """
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import BlockIds
+from kvtier.compiled import report_import_error
+from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
 
 try:
     from kvtier.cpu import _page_copy
-except ImportError:  # installed where nothing could be compiled
+except ImportError as error:  # installed where nothing could be compiled, as a rule
     _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
+    report_import_error("kvtier.cpu._page_copy", error)
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ class RowCopier:
         layout: where bytes are within a row.
         device_pages: the canonical tensors, each shape (num_blocks, page_bytes), int8; rows may be strided.
         rows: the worker's part of all rows, shape (num_slots, part_bytes), int8; rows may be strided.
-        num_threads: threads that copy one transfer, the caller's included; None takes what the machine has.
+        num_threads: threads that copy one transfer, the caller's included; None takes what the process may use.
         calls: moves pages; None leaves it to numpy.
     """
 
@@ -112,7 +114,7 @@ class RowCopier:
             ]
             for g in layout.groups
         ]
-        self._num_helpers = (num_threads or min(MAX_COPY_THREADS, _num_usable_cores())) - 1
+        self._num_helpers = (num_threads or min(MAX_COPY_THREADS, count_usable_cores())) - 1
         # Stores and loads share the helpers; the lock lets one of them start the threads.
         self._has_started = False
         self._starting = threading.Lock()
@@ -344,7 +346,3 @@ def _split_scattered(move: GroupMoves, factor: int, max_device_blocks: int) -> I
         for at in range(0, len(chosen), max_device_blocks):
             part = chosen[at : at + max_device_blocks]
             yield _Scattered(move.device_blocks[part], slots[part], sub_block)
-
-
-def _num_usable_cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -1,6 +1,5 @@
 """Two workers in two processes: a job counts when both have ended it, and one failure fails it for both."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,13 @@ from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
 from tests.e2e.vllm.test_failed_loads import FAULTY, num_computed
 from tests.e2e.vllm.test_fs_tier import settings_with
 
+from kvtier.cores import count_usable_cores
+
 PROMPTS = make_cycle(4)
 TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
-pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+pytestmark = pytest.mark.skipif(count_usable_cores() < 2, reason="two workers need two cores")
 
 
 def test_two_workers_answer_from_host_memory_and_from_disk(

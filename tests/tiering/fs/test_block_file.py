@@ -174,6 +174,17 @@ def test_a_file_that_is_too_short_is_not_read(make_files: MakeFiles, tmp_path: P
 
 
 @EVERY_READ
+def test_a_file_that_ends_before_its_length_is_an_error(make_files: MakeFiles, way: Way) -> None:
+    """The kernel gives every file of /sys the length of a page, and then a few bytes."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not path.exists() or path.stat().st_size <= len(path.read_bytes()):
+        pytest.skip(f"{path} is missing, or as long as it says")
+    with pytest.raises(OSError, match="ended before its length") as caught:
+        make_files(way).read(str(path), parts(bytes(path.stat().st_size)))
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+
+
+@EVERY_READ
 def test_a_missing_file_and_a_symbolic_link_are_not_read(
     make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:

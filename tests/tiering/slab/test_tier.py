@@ -40,12 +40,14 @@ class SlowHeaders:
     """A disk that gives no header but that of the first page until it is told to."""
 
     def __init__(self) -> None:
+        self.asked = threading.Event()
         self.opened = threading.Event()
         self.calls = SystemCalls(preadv=self.preadv)
 
     def preadv(self, fd: int, buffers: Buffers, offset: int) -> int:
         """Read, headers when allowed."""
         if offset > 0 and len(buffers) == 1:
+            self.asked.set()
             assert self.opened.wait(HANG_GUARD_S)
         return os.preadv(fd, buffers, offset)
 
@@ -104,6 +106,7 @@ def test_a_shutdown_while_the_index_is_rebuilt_ends_questions_and_keeps_the_lock
     disk, driver = rebuilding
     assert driver.tier.lookup(key_of(1), REQUEST) is None
     driver.tier.end_step()
+    assert disk.asked.wait(HANG_GUARD_S)
     assert driver.tier.shutdown(HANG_GUARD_S)
     with pytest.raises(TierError, match="that is running"):
         start_tier()

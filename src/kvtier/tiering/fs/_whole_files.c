@@ -22,6 +22,9 @@
 #define MAX_BUFFERS 8
 #define PRIVATE_MODE 0600
 
+/* No number of the system's: it moved nothing more and called that no error. */
+#define STOPPED (-1)
+
 /* The memory of a file's parts, kept alive by their views. */
 typedef struct {
     int num_views;
@@ -74,9 +77,8 @@ static int take_parts(Parts *parts, PyObject *buffers, int view_flags)
     return 0;
 }
 
-/* Moves every part, in one call unless the system stops early. Returns 0 or what went wrong, at_end when the system
- * moves nothing more. */
-static int move_all(Move move, int fd, Parts *parts, int at_end)
+/* Moves every part, in one call unless the system stops early. Returns 0 or what went wrong. */
+static int move_all(Move move, int fd, Parts *parts)
 {
     struct iovec *part = parts->parts;
     int num_left = parts->num_views;
@@ -86,7 +88,7 @@ static int move_all(Move move, int fd, Parts *parts, int at_end)
         if (moved < 0 && errno == EINTR)
             continue;
         if (moved <= 0)
-            return moved < 0 ? errno : at_end;
+            return moved < 0 ? errno : STOPPED;
         offset += moved;
         size_t rest = (size_t)moved;
         while (num_left > 0 && rest >= part->iov_len) {
@@ -119,12 +121,18 @@ static int open_file(const char *path, int flags, mode_t mode)
     return fd;
 }
 
-/* Some file systems tell only now that they could not keep what was written. */
-static int close_file(int fd, int error)
+static void set_mode(int fd, mode_t mode)
 {
-    if (close(fd) < 0 && error == 0 && errno != EINTR)
-        return errno;
-    return error;
+    int failed;
+    do
+        failed = fchmod(fd, mode);
+    while (failed < 0 && errno == EINTR);
+}
+
+/* Some file systems tell only now that they could not keep what was written. */
+static int close_written(int fd)
+{
+    return close(fd) < 0 && errno != EINTR ? errno : 0;
 }
 
 static int publish_parts(const char *folder, const char *path, int flags, mode_t mode, Parts *parts)
@@ -134,13 +142,21 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
         return errno;
     /* What a umask took away; a file system without modes needs none, so an error of it is none of the block's. */
     if (mode != PRIVATE_MODE)
-        (void)!fchmod(fd, mode);
-    int error = move_all(pwritev, fd, parts, ENOSPC);
+        set_mode(fd, mode);
+    int error = move_all(pwritev, fd, parts);
     if (error == 0)
         error = link_open_file(fd, path);
-    return close_file(fd, error);
+    if (error != 0) {
+        (void)close(fd);
+        return error;
+    }
+    error = close_written(fd);
+    if (error != 0)
+        (void)unlink(path);
+    return error;
 }
 
+/* What closing says of a file that was only read is of no use: its bytes are there. */
 static int read_parts(const char *path, int flags, Parts *parts, struct stat *status)
 {
     int fd = open_file(path, O_RDONLY | O_NOFOLLOW | flags, 0);
@@ -148,14 +164,23 @@ static int read_parts(const char *path, int flags, Parts *parts, struct stat *st
         return errno;
     int error = fstat(fd, status) < 0 ? errno : 0;
     if (error == 0 && status->st_size >= parts->num_bytes)
-        error = move_all(preadv, fd, parts, EIO);
-    return close_file(fd, error);
+        error = move_all(preadv, fd, parts);
+    (void)close(fd);
+    return error;
 }
 
-static PyObject *raise_system_error(int error, PyObject *path)
+/* Raises OSError; when the system stopped, with the number and the reason that block_file.py gives. */
+static PyObject *raise_error(int error, int number_if_stopped, const char *reason_if_stopped, PyObject *path)
 {
-    errno = error;
-    return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    if (error != STOPPED) {
+        errno = error;
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    }
+    PyObject *values = Py_BuildValue("isO", number_if_stopped, reason_if_stopped, path);
+    if (values != NULL)
+        PyErr_SetObject(PyExc_OSError, values);
+    Py_XDECREF(values);
+    return NULL;
 }
 
 /* Returns a path as the system wants it, a new bytes object without a zero in it, or NULL and an exception. */
@@ -186,7 +211,10 @@ static PyObject *publish(PyObject *module, PyObject *args)
         error = publish_parts(folder_name, path_name, flags, (mode_t)mode, &parts);
         Py_END_ALLOW_THREADS
         release_parts(&parts);
-        answer = error == 0 || error == EEXIST ? PyBool_FromLong(error == 0) : raise_system_error(error, path);
+        if (error == 0 || error == EEXIST)
+            answer = PyBool_FromLong(error == 0);
+        else
+            answer = raise_error(error, ENOSPC, "the file system took only a part of the block", path);
     }
     Py_XDECREF(folder_bytes);
     Py_XDECREF(path_bytes);
@@ -218,7 +246,7 @@ static PyObject *read_whole(PyObject *module, PyObject *args)
         error = read_parts(path_name, flags, &parts, &status);
         Py_END_ALLOW_THREADS
         release_parts(&parts);
-        answer = error == 0 ? describe(&status) : raise_system_error(error, path);
+        answer = error == 0 ? describe(&status) : raise_error(error, EIO, "the file ended before its length", path);
     }
     Py_XDECREF(path_bytes);
     return answer;

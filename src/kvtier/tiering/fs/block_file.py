@@ -11,7 +11,8 @@ power a torn file fails its checksum.
 import errno
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvtier.tiering.fs.direct_io import FileSupport
@@ -66,11 +67,18 @@ class BlockFiles:
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            OSError: the system refused, for want of room for example; nothing is left behind.
+            OSError: the system refused, for want of room for example; nothing is left behind. It names ``path``.
         """
-        if self._support.has_unnamed_files:
-            return self._publish_unnamed(path, buffers)
-        return self._publish_named(path, buffers)
+        whole_files = self._calls.whole_files
+        if whole_files is not None and self._support.has_unnamed_files:
+            folder = path.rpartition("/")[0]
+            return whole_files.publish(folder, path, self._support.flags, self._file_mode, buffers)
+        try:
+            if self._support.has_unnamed_files:
+                return self._publish_unnamed(path, buffers)
+            return self._publish_named(path, buffers)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
 
     def read(self, path: str, buffers: Buffers) -> FileStatus:
         """Fill ``buffers`` from the beginning of the file.
@@ -80,11 +88,14 @@ class BlockFiles:
 
         Raises:
             FileNotFoundError: there is no such file.
-            OSError: the system could not read it.
+            OSError: the system could not read it; some of the bytes may be in ``buffers``. It names ``path``.
         """
         whole_files = self._calls.whole_files
         if whole_files is None:
-            return self._read_stepwise(path, buffers)
+            try:
+                return self._read_stepwise(path, buffers)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from error
         status = FileStatus(*whole_files.read(path, self._support.flags, buffers))
         if status.num_bytes >= sum(map(len, buffers)):
             self._renew(path, status.modified_s)
@@ -123,25 +134,27 @@ class BlockFiles:
             status = status_of(os.fstat(fd))
             if status.num_bytes >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
-                    raise OSError(errno.EIO, "the file ended before its length", path)
+                    raise OSError(errno.EIO, "the file ended before its length")
                 self._renew(fd, status.modified_s)
             return status
         finally:
-            os.close(fd)
+            with suppress(OSError):  # of a file that was only read it is of no use: its bytes are there
+                os.close(fd)
 
     def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
-        folder = path.rpartition("/")[0]
-        whole_files = self._calls.whole_files
-        if whole_files is not None:
-            return whole_files.publish(folder, path, self._support.flags, self._file_mode, buffers)
-        fd = self._open_new(folder, os.O_TMPFILE)
+        fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE)
+        is_linked = False
         try:
-            self._fill(fd, buffers)
-            self._calls.link(fd, path)
+            with _closing(fd):
+                self._fill(fd, buffers)
+                self._calls.link(fd, path)
+                is_linked = True
         except FileExistsError:
             return False
-        finally:
-            os.close(fd)
+        except OSError:
+            if is_linked:
+                Path(path).unlink(missing_ok=True)
+            raise
         return True
 
     def _publish_named(self, path: str, buffers: Buffers) -> bool:
@@ -150,12 +163,12 @@ class BlockFiles:
         if not Path(path).parent.is_dir():
             raise FileNotFoundError(errno.ENOENT, "no folder for the block", path)
         temporary = self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
-        fd = self._open_new(str(temporary), os.O_CREAT | os.O_EXCL)
         try:
-            self._fill(fd, buffers)
+            fd = self._open_new(str(temporary), os.O_CREAT | os.O_EXCL)
+            with _closing(fd):
+                self._fill(fd, buffers)
             return _name_file(temporary, Path(path))
         finally:
-            os.close(fd)
             temporary.unlink(missing_ok=True)
 
     def _open_new(self, path: str, flags: int) -> int:
@@ -186,6 +199,22 @@ class BlockFiles:
 def folder_mode(file_mode: int) -> int:
     """Return the permissions of folders: search wherever files may be read. Pure."""
     return file_mode | (file_mode & 0o444) >> 2
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[None]:
+    """Close a file that is written in between; an error of that counts unless there was one before.
+
+    Some file systems tell only when a file is closed that they could not keep what was written.
+    """
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            os.close(fd)
+        raise
+    with suppress(InterruptedError):  # Linux has closed it all the same
+        os.close(fd)
 
 
 def _name_file(temporary: Path, path: Path) -> bool:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from kvtier.compiled import report_import_error
+
 try:
     from kvtier.tiering.fs import _whole_files
-except ImportError:  # installed where nothing could be compiled
+except ImportError as error:  # installed where nothing could be compiled, as a rule
     _whole_files = None  # type: ignore[assignment]  # mypy knows modules, not their absence
+    report_import_error("kvtier.tiering.fs._whole_files", error)
 
 Buffers = Sequence[memoryview]
 

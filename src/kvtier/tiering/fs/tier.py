@@ -5,13 +5,13 @@ jobs and questions are handed to threads. One directory serves any number of eng
 namespace has its own folder in it, and all of them share one capacity.
 """
 
-import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.cores import count_usable_cores
 from kvtier.tiering.block_store import rows_of
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.evicting import EvictingTier
@@ -98,7 +98,7 @@ class FSTier(EvictingTier[Space]):
             positive_ttl_s=0.0,
             negative_ttl_s=own.negative_ttl_s,
             num_store_threads=plan_num_store_threads(
-                own, len(os.sched_getaffinity(0)), has_direct_io=directory.has_direct_io
+                own, count_usable_cores(), has_direct_io=directory.has_direct_io
             ),
         )
         self.capacity_blocks = max_keys = own.capacity_bytes // own.block_bytes

@@ -87,7 +87,7 @@ def test_what_it_hits_on_a_synthetic_stream_with_a_request_counter_as_its_clock(
         for num_blocks in (100, 200, 400)
     }
 
-    assert found == {100: (0, 5102), 200: (0, 10219), 400: (424, 20449)}
+    assert found == {100: (0, 5102), 200: (0, 10223), 400: (424, 20447)}
 
 
 @pytest.mark.parametrize("num_blocks", [120, 160, 240])
@@ -182,6 +182,19 @@ def test_an_answer_that_another_request_has_had_before_is_passed_over() -> None:
     parent = policy._shadow.directory.nodes[key_of(4)].parent
     assert parent is not None
     assert parent.key == key_of(3)
+
+
+def test_a_prompt_that_goes_on_in_two_ways_can_leave_by_both() -> None:
+    policy = HazardCachePolicy(6)
+    policy.note_request(arrived(0.0, 1, 2))
+    policy.note_request(arrived(1.0, 1, 2, 5, 6, req_id="other"))
+
+    policy.admit([key_of(3), key_of(4)], "r")
+    policy._shadow.directory.check()
+    policy.note_request(arrived(2.0, 7, 8, 9, 10, req_id="new"))
+
+    held = {key for key, node in policy._shadow.directory.nodes.items() if node.is_held}
+    assert held == set(map(key_of, (1, 2, 7, 8, 9, 10)))
 
 
 def test_the_answer_to_a_prompt_of_less_than_a_block_is_stored() -> None:

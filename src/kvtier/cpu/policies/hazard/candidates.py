@@ -1,21 +1,21 @@
 """The held leaves, the one with the lowest index first, while indices change with age.
 
-It decides nothing. A heap holds the leaves by index. An index changes when its block's age passes into another bin,
-so a second heap says when that is. Each entry bears a ticket; once its block has another ticket, or none, the entry is
-stale.
+It decides nothing. What one request named last lies on one path of the tree of prefixes, so at most one of these blocks
+is a leaf: an entry stands for a naming, whose leaf moves up that path as blocks leave. A heap holds namings by index.
+An index changes as the naming's age passes into another bin. No index may be lower than its entry says, so a second
+heap says when the first bin begins in which it would be; who has risen is put right when its entry comes to the top.
+Entries bear a ticket; once their naming has another, or none, they are stale.
 """
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from kvtier.cpu.policies.hazard.directory import Node
-from kvtier.cpu.policies.hazard.model import EDGES_S, NUM_EDGES
+from kvtier.cpu.policies.hazard.directory import Naming, Node
+from kvtier.cpu.policies.hazard.model import EDGES_S, NUM_BINS
 
 MIN_STALE = 64
 """Entries below which stale ones are not worth looking for."""
-
-Entry = tuple[float, int, Node]
 
 
 class Candidates:
@@ -27,59 +27,82 @@ class Candidates:
 
     def __init__(self, indices: Mapping[int, Sequence[float]]) -> None:
         self._indices = indices
-        self._by_index: list[Entry] = []
-        self._by_change: list[Entry] = []
+        # The index, a ticket, the naming.
+        self._by_index: list[tuple[float, int, Naming]] = []
+        # When the index falls, a ticket, the naming, the bin that begins then.
+        self._by_fall: list[tuple[float, int, Naming, int]] = []
         self._num_tickets = 0
         self._max_entries = MIN_STALE
 
-    def add(self, node: Node, now_s: float) -> None:
-        """Make a leaf a candidate, or put it where it belongs by now."""
-        cohort = node.cohort
-        named_s = cohort.naming.time_s
-        age_bin = bisect_right(EDGES_S, now_s - named_s)
-        ticket = node.ticket = self._num_tickets = self._num_tickets + 1
-        heappush(self._by_index, (self._indices[cohort.code][age_bin], ticket, node))
-        if age_bin < NUM_EDGES:
-            heappush(self._by_change, (named_s + EDGES_S[age_bin], ticket, node))
+    def add(self, leaf: Node, now_s: float) -> None:
+        """Make a leaf a candidate, in place of the one that its naming had."""
+        naming = leaf.cohort.naming
+        naming.leaf = leaf
+        self._put(naming, leaf, bisect_right(EDGES_S, now_s - naming.time_s))
 
-    def pop(self) -> tuple[float, Node] | None:
-        """Take the leaf with the lowest index; None when there is none."""
+    def move(self, leaf: Node, parent: Node) -> None:
+        """Let a block of the same cohort, which has become a leaf, take the place of a candidate that has left."""
+        leaf.cohort.naming.leaf = parent
+
+    def withdraw(self, leaf: Node) -> None:
+        """Let a leaf be no candidate any more; others are ignored."""
+        naming = leaf.cohort.naming
+        if naming.leaf is leaf:
+            naming.leaf = None
+            naming.ticket = 0
+
+    def lowest(self, now_s: float) -> tuple[float, Node] | None:
+        """Return the lowest index and its leaf; None when there is none."""
         by_index = self._by_index
         while by_index:
-            index, ticket, node = heappop(by_index)
-            if node.ticket == ticket:
-                node.ticket = 0
-                return index, node
+            index, ticket, naming = by_index[0]
+            leaf = naming.leaf
+            if leaf is None or naming.ticket != ticket:
+                heappop(by_index)
+                continue
+            age_bin = bisect_right(EDGES_S, now_s - naming.time_s)
+            if self._indices[leaf.cohort.code][age_bin] <= index:
+                return index, leaf
+            heappop(by_index)
+            self._put(naming, leaf, age_bin)
         return None
 
     def renew(self, now_s: float) -> None:
-        """Put the leaves that have grown into another bin where they belong by now."""
-        by_change = self._by_change
-        due = []
-        while by_change and by_change[0][0] <= now_s:
-            due.append(heappop(by_change))
-        # Put back only after all are taken: rounded, an age may lie in its old bin still, and be due again at once.
-        for _, ticket, node in due:
-            if node.ticket == ticket:
-                self.add(node, now_s)
-        if len(self._by_index) > self._max_entries or len(self._by_change) > self._max_entries:
+        """Put the leaves whose index has fallen where they belong by now."""
+        by_fall = self._by_fall
+        while by_fall and by_fall[0][0] <= now_s:
+            _, ticket, naming, age_bin = heappop(by_fall)
+            if naming.leaf is not None and naming.ticket == ticket:
+                # Rounded, an age may lie in the bin before still.
+                self._put(naming, naming.leaf, bisect_right(EDGES_S, now_s - naming.time_s, age_bin))
+        if len(self._by_index) > self._max_entries or len(by_fall) > self._max_entries:
             self._drop_stale()
 
     def rebuild(self, now_s: float) -> None:
         """Put every leaf where it belongs after the model has changed."""
-        live = [node for _, ticket, node in self._by_index if node.ticket == ticket]
-        self._by_index, self._by_change = [], []
-        for node in live:
-            self.add(node, now_s)
+        live = [naming.leaf for _, ticket, naming in self._by_index if naming.ticket == ticket]
+        self._by_index, self._by_fall = [], []
+        for leaf in live:
+            if leaf is not None:
+                self.add(leaf, now_s)
 
     def __len__(self) -> int:
-        return len(self._by_index) + len(self._by_change)
+        return len(self._by_index) + len(self._by_fall)
+
+    def _put(self, naming: Naming, leaf: Node, age_bin: int) -> None:
+        row = self._indices[leaf.cohort.code]
+        index = row[age_bin]
+        naming.ticket = ticket = self._num_tickets = self._num_tickets + 1
+        heappush(self._by_index, (index, ticket, naming))
+        for lower_bin in range(age_bin + 1, NUM_BINS):
+            if row[lower_bin] < index:
+                fall_s = naming.time_s + EDGES_S[lower_bin - 1]
+                heappush(self._by_fall, (fall_s, ticket, naming, lower_bin))
+                break
 
     def _drop_stale(self) -> None:
         self._by_index = [entry for entry in self._by_index if entry[2].ticket == entry[1]]
-        # Whoever has an entry here that is not stale has one there. Its block is not asked again: it may lie anywhere.
-        live = {ticket for _, ticket, _ in self._by_index}
-        self._by_change = [entry for entry in self._by_change if entry[1] in live]
+        self._by_fall = [entry for entry in self._by_fall if entry[2].ticket == entry[1]]
         heapify(self._by_index)
-        heapify(self._by_change)
-        self._max_entries = 2 * max(len(self._by_index), len(self._by_change)) + MIN_STALE
+        heapify(self._by_fall)
+        self._max_entries = 2 * max(len(self._by_index), len(self._by_fall)) + MIN_STALE

@@ -6,7 +6,7 @@ ghost's children are ghosts that are forgotten before it.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import InvariantError
@@ -19,14 +19,18 @@ class Naming:
         time_s: when.
         turn: depth of the conversation that it continued, 0 for the first request.
         request_code: its part of the class of each block.
+        leaf: which of its blocks is a candidate to leave; None when none is. They lie on one path, so one at most is.
+        ticket: number of its place among the candidates; 0 when it has none.
     """
 
-    __slots__ = ("request_code", "time_s", "turn")
+    __slots__ = ("leaf", "request_code", "ticket", "time_s", "turn")
 
     def __init__(self, time_s: float, turn: int, request_code: int) -> None:
         self.time_s = time_s
         self.turn = turn
         self.request_code = request_code
+        self.leaf: Node | None = None
+        self.ticket = 0
 
 
 class Cohort:
@@ -59,9 +63,8 @@ class Node:
         cohort: its class and who named it last.
         num_children: blocks known to follow it.
         num_held_children: those of them that are held.
-        num_seen: requests that named it.
+        num_seen: requests that named it, the one that made it known included.
         is_held: whether it is held.
-        ticket: number of its place among the candidates to leave; 0 when it has none.
     """
 
     __slots__ = (
@@ -72,14 +75,14 @@ class Node:
         "num_held_children",
         "num_seen",
         "parent",
-        "ticket",
     )
 
     def __init__(self, key: OffloadKey, parent: "Node | None") -> None:
         self.key = key
         self.parent = parent
         self.cohort = UNNAMED
-        self.num_children = self.num_held_children = self.num_seen = self.ticket = 0
+        self.num_children = self.num_held_children = 0
+        self.num_seen = 1
         self.is_held = False
         if parent is not None:
             parent.num_children += 1
@@ -119,6 +122,7 @@ class Directory:
         get, nodes = self.nodes.get, self.nodes
         chain: list[Node] = []
         num_known = 0
+        # For as few blocks as requests mostly name, and for forty as well, loops in C take longer.
         for key in keys:
             node = get(key)
             if node is None:
@@ -142,7 +146,6 @@ class Directory:
     def release(self, node: Node) -> None:
         """Make a held leaf the youngest ghost."""
         node.is_held = False
-        node.ticket = 0
         self.num_held -= 1
         self.ghosts[node.key] = node
         if node.parent is not None:
@@ -158,20 +161,23 @@ class Directory:
             else:
                 ghosts[key] = node
 
-    def forget_oldest(self) -> Iterator[Node]:
-        """Forget the ghosts beyond the limit; yield each of them."""
-        while len(self.ghosts) > self.max_ghosts:
-            key, node = self.ghosts.popitem(last=False)
-            del self.nodes[key]
+    def forget_oldest(self) -> list[Cohort]:
+        """Forget the ghosts beyond the limit; return the cohort of each of them."""
+        ghosts, nodes = self.ghosts, self.nodes
+        cohorts = []
+        for _ in range(len(ghosts) - self.max_ghosts):
+            key, node = ghosts.popitem(last=False)
+            del nodes[key]
             if node.parent is not None:
                 node.parent.num_children -= 1
-            yield node
+            cohorts.append(node.cohort)
+        return cohorts
 
     def check(self) -> None:
         """Recount; for tests, it visits every block.
 
         Raises:
-            InvariantError: a held block's parent is not held, or a count is wrong.
+            InvariantError: a held block's parent is not held, a count is wrong, or a held leaf cannot leave.
         """
         held = [node for node in self.nodes.values() if node.is_held]
         parents = Counter(node.parent for node in held)
@@ -182,6 +188,8 @@ class Directory:
                 )
             if node.parent is not None and self.nodes.get(node.parent.key) is not node.parent:
                 raise InvariantError(f"block {node.key.hex()} is known and its parent is not")
+            if node.is_held and not node.num_held_children and node.cohort.naming.leaf is not node:
+                raise InvariantError(f"block {node.key.hex()} is a held leaf and no candidate to leave")
             if node.is_held and node.parent is not None and not node.parent.is_held:
                 raise InvariantError(f"block {node.key.hex()} is held and its parent is not")
         if len(held) != self.num_held or len(held) + len(self.ghosts) != len(self.nodes):

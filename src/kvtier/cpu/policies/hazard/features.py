@@ -53,6 +53,9 @@ SEEN_BASE = tuple(NUM_REQUEST_CODES * bisect_right(SEEN_FROM, seen) for seen in 
 STRATUM_BASE = tuple(NUM_REQUEST_CODES * NUM_SEEN_LEVELS * stratum for stratum in (0, 1, 1, 2))
 """What the number of children adds: tail, chain, chain, and from BRANCHING_CHILDREN on branching."""
 
+NEW_TAIL_BASE, NEW_CHAIN_BASE = (STRATUM_BASE[num_children] + SEEN_BASE[1] for num_children in (0, 1))
+"""Both for a block that was not known before: the last of its request, and any other."""
+
 
 class RequestFactors(NamedTuple):
     """What a request says of the blocks that it names.

@@ -5,8 +5,9 @@ class; then the missing ones are held head first, each in place of the leaf with
 whose own index is lower.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby, takewhile
+from operator import attrgetter
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
@@ -15,6 +16,8 @@ from kvtier.cpu.policies.hazard.directory import UNNAMED, Cohort, Directory, Nam
 from kvtier.cpu.policies.hazard.features import (
     BRANCHING_CHILDREN,
     MAX_SEEN,
+    NEW_CHAIN_BASE,
+    NEW_TAIL_BASE,
     SEEN_BASE,
     STRATUM_BASE,
     RequestFactors,
@@ -36,6 +39,8 @@ REFIT_GROWTH = 0.1
 
 NAMED_PER_COHORT = 2.0
 """Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
+
+IS_HELD = attrgetter("is_held")
 
 
 class HazardShadow:
@@ -78,12 +83,10 @@ class HazardShadow:
         """
         self._tell_time(now_s)
         chain, num_known = self.directory.chain_of(keys)
-        num_hits = 0
-        for node in chain:
-            if not node.is_held:
-                break
-            node.ticket = 0
-            num_hits += 1
+        num_hits = len(list(takewhile(IS_HELD, chain)))
+        if num_hits:
+            # The others have held children.
+            self._candidates.withdraw(chain[num_hits - 1])
         self._name(chain, num_known, self._find_naming(chain, num_known, hint))
         self._candidates.renew(self._now_s)
         self._hold(chain, num_hits)
@@ -103,11 +106,11 @@ class HazardShadow:
         if self.directory.nodes.get(tail.key) is not tail:
             return tail
         chain, _ = self.directory.chain_of(keys, tail)
-        naming = tail.cohort.naming
+        self._candidates.withdraw(tail)
         tail.cohort.num -= 1
         tail.num_seen -= 1
-        tail.ticket = 0
-        self._put_in_cohorts([tail, *chain], naming)
+        before = tail.cohort.naming
+        self._put_in_cohorts([tail, *chain], 1, Naming(before.time_s, before.turn, before.request_code))
         if tail.is_held:
             self._hold([tail, *chain], 1)
         else:
@@ -153,19 +156,24 @@ class HazardShadow:
 
     def _name(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
         """End the waits of the blocks, and begin others."""
-        # Counter counts in a C loop; so the blocks are visited no more often than the cohorts that they leave.
-        for cohort, num in Counter([node.cohort for node in chain[:num_known]]).items():
-            cohort.num -= num
-            self.model.record(cohort.code, naming.time_s - cohort.naming.time_s, num, is_reuse=True)
-        self._put_in_cohorts(chain, naming)
+        self._end_waits([node.cohort for node in chain[:num_known]], is_reuse=True)
+        self._put_in_cohorts(chain, num_known, naming)
 
-    def _put_in_cohorts(self, chain: Sequence[Node], naming: Naming) -> None:
-        """Set the class of each block; a loop without calls, because every named block passes through it."""
+    def _end_waits(self, cohorts: Iterable[Cohort], *, is_reuse: bool) -> None:
+        """Take a block out of each of ``cohorts``, and learn from it."""
+        # Neighbours are mostly of one cohort.
+        for cohort, blocks in groupby(cohorts):
+            num = len(list(blocks))
+            cohort.num -= num
+            self.model.record(cohort.code, self._now_s - cohort.naming.time_s, num, is_reuse=is_reuse)
+
+    def _put_in_cohorts(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
+        """Set the class of each block; loops without calls, because every named block passes through them."""
         cohorts: dict[int, Cohort] = {}
         request = naming.request_code
         last_code, num = -1, 0
         cohort = UNNAMED
-        for node in chain:
+        for node in chain[:num_known]:
             seen = node.num_seen = node.num_seen + 1
             children = node.num_children
             code = (
@@ -181,6 +189,15 @@ class HazardShadow:
             num += 1
             node.cohort = cohort
         cohort.num += num
+        # New ones have been seen once, and each but the last has one child.
+        new = chain[num_known:]
+        for base, nodes in ((NEW_CHAIN_BASE, new[:-1]), (NEW_TAIL_BASE, new[-1:])):
+            if nodes:
+                code = base + request
+                cohort = cohorts.get(code) or cohorts.setdefault(code, Cohort(naming, code))
+                cohort.num += len(nodes)
+                for node in nodes:
+                    node.cohort = cohort
         self._cohorts.add(cohorts, naming.time_s)
         self._num_named += len(chain)
 
@@ -200,30 +217,29 @@ class HazardShadow:
     def _bury(self, nodes: Sequence[Node]) -> None:
         """Remember blocks that are not held as ghosts, whose parents are held or among them."""
         self.directory.bury(nodes)
-        for ghost in self.directory.forget_oldest():
-            ghost.cohort.num -= 1
-            age_s = self._now_s - ghost.cohort.naming.time_s
-            self.model.record(ghost.cohort.code, age_s, 1, is_reuse=False)
+        self._end_waits(self.directory.forget_oldest(), is_reuse=False)
 
     def _has_made_room(self, node: Node) -> bool:
         """Release the leaf with the lowest index, unless that of ``node`` is lower."""
-        victim = self._candidates.pop()
-        if victim is None:
+        candidates = self._candidates
+        lowest = candidates.lowest(self._now_s)
+        if lowest is None:
             return False
-        index, leaf = victim
+        index, leaf = lowest
         if self.model.is_fitted and self.model.indices[node.cohort.code][0] < index:
-            self._candidates.add(leaf, self._now_s)
             return False
         self.directory.release(leaf)
         self.released.append(leaf.key)
         parent = leaf.parent
-        # The blocks of the request that is being served are no candidates.
-        if (
-            parent is not None
-            and not parent.num_held_children
-            and parent.cohort.naming is not node.cohort.naming
-        ):
-            self._candidates.add(parent, self._now_s)
+        if parent is None or parent.num_held_children:
+            candidates.withdraw(leaf)
+        elif parent.cohort is leaf.cohort:
+            candidates.move(leaf, parent)
+        else:
+            candidates.withdraw(leaf)
+            # The blocks of the request that is being served are no candidates.
+            if parent.cohort.naming is not node.cohort.naming:
+                candidates.add(parent, self._now_s)
         return True
 
 
