@@ -7,7 +7,7 @@ last ones, a state-space group only its last state.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.base import OffloadingSpec
 from kvtier.config import GroupKind, KVGroup
@@ -43,6 +43,7 @@ class GroupLayout:
             means the whole prefix.
         num_live_tokens: of how many tokens before the end an engine keeps the device blocks; None means of as
             many as ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
+        block_tokens: tokens in an offloaded block.
     """
 
     idx: int
@@ -51,11 +52,11 @@ class GroupLayout:
     hashes_per_block: int
     num_tail_tokens: int | None
     num_live_tokens: int | None = None
+    block_tokens: int = field(init=False)
 
-    @property
-    def block_tokens(self) -> int:
-        """Tokens in an offloaded block."""
-        return self.device_block_tokens * self.block_size_factor
+    def __post_init__(self) -> None:
+        # A property would compute the same product several times for each request in each step.
+        object.__setattr__(self, "block_tokens", self.device_block_tokens * self.block_size_factor)
 
     @property
     def num_tail_blocks(self) -> int | None:

@@ -101,5 +101,5 @@ def find_loadable_end(
 
 def split_by_need(layouts: Sequence[GroupLayout]) -> tuple[list[GroupLayout], list[GroupLayout]]:
     """Return the groups that need a whole prefix, and those that need only its tail. Pure."""
-    full = [layout for layout in layouts if layout.num_tail_blocks is None]
-    return full, [layout for layout in layouts if layout.num_tail_blocks is not None]
+    full = [layout for layout in layouts if layout.num_tail_tokens is None]
+    return full, [layout for layout in layouts if layout.num_tail_tokens is not None]

@@ -134,14 +134,14 @@ class RequestState:
         """Make the keys of the blocks that were hashed since the last call."""
         hashes = self.request.block_hashes
         for layout, keys in zip(layouts, self.keys, strict=True):
-            idx, step = layout.idx, layout.hashes_per_block
-            ends = range((len(keys) + 1) * step, len(hashes) + 1, step)
-            if not ends:
+            step = layout.hashes_per_block
+            first_end = (len(keys) + 1) * step
+            if first_end > len(hashes):
                 continue
-            new = [hashes[end - 1] for end in ends]
+            new = [hashes[end - 1] for end in range(first_end, len(hashes) + 1, step)]
             if self.key_salt:
                 new = [salt_hash(block_hash, self.key_salt) for block_hash in new]
-            keys.extend(make_offload_keys(new, idx))
+            keys.extend(make_offload_keys(new, layout.idx))
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
         """Return the keys of the blocks that end at or before ``end_token``, first positions first."""

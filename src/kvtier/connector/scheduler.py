@@ -216,7 +216,8 @@ class OffloadingConnectorScheduler:
         Effects:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
-        self._handshake.note_step()
+        if not self._handshake.is_open:
+            self._handshake.note_step()
         written = follow_allocations(self._layouts, self._requests, scheduler_output)
         if written:
             self._flush(written)

@@ -132,6 +132,13 @@ class BlockBooks:
         self._num_in_flight += len(blocks)
         return slots
 
+    def _assign_one(self, key: OffloadKey) -> int:
+        """Hold ``key``, which is not held, as in flight; return its slot. A slot is free."""
+        block = self._slots.take_one(key)
+        self._policy.insert(key, block)
+        self._num_in_flight += 1
+        return block.block_id
+
     def _evict(
         self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
@@ -179,23 +186,19 @@ class BlockBooks:
 
         It settles no orphan: a caller that knows these writes to be of after the last reset must come here.
         """
-        get = self._get_block
         finished: list[OffloadKey] = []
-        freed: list[int] = []
-        for key in keys:
-            block = get(key)
-            if block is None or block.ref_cnt >= 0:
-                continue
-            finished.append(key)
-            if success:
+        for key, block in zip(keys, map(self._get_block, keys), strict=True):
+            if block is not None and block.ref_cnt < 0:  # only the first time of a key that is named twice
                 block.ref_cnt = 0
-            else:
-                self._policy.remove(key)
-                freed.append(block.block_id)
-        self._slots.give_back(freed)
+                finished.append(key)
         self._num_in_flight -= len(finished)
         if success:
             self._note_idle(len(finished), finished)
+        else:
+            blocks = map(self._get_block, finished)
+            self._slots.give_back([block.block_id for block in blocks if block is not None])
+            for key in finished:
+                self._policy.remove(key)
         return finished
 
     def _forget_blocks(self) -> list[OffloadKey]:

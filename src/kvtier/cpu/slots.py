@@ -6,6 +6,7 @@ pages.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus
@@ -46,19 +47,33 @@ class SlotTable:
             The slots and their blocks, in flight, in the order of ``keys``.
         """
         start = self.num_used_once
-        num_fresh = min(len(keys), self._num_slots - start)
-        num_reused = len(keys) - num_fresh
-        slots = list(range(start, start + num_fresh)) if num_fresh else []
-        self.num_used_once = start + num_fresh
+        end = self.num_used_once = min(start + len(keys), self._num_slots)
+        slots, taken = list(range(start, end)), self._blocks[start:end]
+        self._last_keys[start:end] = islice(keys, end - start)
+        num_reused = len(keys) - len(slots)
         if num_reused:
-            slots += self.freed[: -num_reused - 1 : -1]
+            reused = self.freed[: -num_reused - 1 : -1]
             del self.freed[-num_reused:]
-        last_keys, taken = self._last_keys, list(map(self._blocks.__getitem__, slots))
-        for key, slot in zip(keys, slots, strict=True):
-            last_keys[slot] = key
-        for block in taken:
-            block.ref_cnt = IN_FLIGHT
+            last_keys, blocks = self._last_keys, self._blocks
+            for key, slot in zip(islice(keys, end - start, None), reused, strict=True):
+                last_keys[slot] = key
+                block = blocks[slot]
+                block.ref_cnt = IN_FLIGHT
+                taken.append(block)
+            slots += reused
         return slots, taken
+
+    def take_one(self, key: OffloadKey) -> BlockStatus:
+        """Take a slot for ``key``, as ``take`` does, and return its block."""
+        if self.num_used_once < self._num_slots:
+            slot = self.num_used_once
+            self.num_used_once += 1
+        else:
+            slot = self.freed.pop()
+        self._last_keys[slot] = key
+        block = self._blocks[slot]
+        block.ref_cnt = IN_FLIGHT
+        return block
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Free ``slots``; the last of them is taken first."""

@@ -58,6 +58,8 @@ class DevicePool:
         num_free = len(self._free)
         if num_new <= num_free - len(prefix):
             return True
+        if num_new > num_free:
+            return False
         num_users = self._num_users
         return num_new <= num_free - sum(num_users[block_id] == 0 for block_id in prefix)
 

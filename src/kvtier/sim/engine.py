@@ -138,10 +138,9 @@ class SimulatedEngine:
         self._has_news = True
 
     def _take_reports(self) -> None:
-        if self._connector is None or self.worker is None:
+        if self._connector is None or self.worker is None or not self.worker.has_report:
             return
-        if self.worker.has_report:
-            self._connector.update_connector_output(WorkerOutput(self.worker.take_report()))
+        self._connector.update_connector_output(WorkerOutput(self.worker.take_report()))
         for req_id, is_good in self.worker.take_ended_loads().items():
             request = self._loading.pop(req_id)
             if is_good:
@@ -153,6 +152,9 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Start waiting requests, in order, as far as there is room."""
+        if not self._waiting:
+            self._has_undecided = False
+            return
         undecided: list[SimulatedRequest] = []
         while self._waiting and self._num_running < self._model.max_running:
             request = self._waiting[0]

@@ -8,7 +8,7 @@ the bandwidth.
 
 Parts end in the order in which they begin, for there is one pipe. So a link keeps the ends of what is under way in a
 queue of its own and follows them later, with what began at each, when somebody looks or when a job may end. The
-timeline gets one event for the end of a job and one for each time that all servers have turned, not one for a part.
+timeline gets one event for the end of a job and one shortly before it, not one for a part.
 """
 
 from collections import deque
@@ -17,6 +17,10 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.sim.timeline import Timeline
+
+ROUNDING_RATIO = 1e-9
+"""How much earlier than computed a link looks after a job, as a share of the time: a sum of a million times is off by
+less. Zero could come too late; larger looks again before the end, for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Link:
         self._num_queued = 0
         self._pipe_free_s = 0.0
         self._next_look_s: float | None = None
+        self._look_number = 0
         self.traffic = LinkTraffic()
 
     def submit(
@@ -173,24 +178,34 @@ class Link:
                 job.on_end(job.num_parts)
 
     def _look(self) -> None:
-        if self._next_look_s == self._timeline():  # else another look was planned instead
-            self._next_look_s = None
-            self._follow_on()
+        self._next_look_s = None
+        self._follow_on()
 
     def _follow_on(self) -> None:
         self._follow()
         self._plan_to_follow()
 
     def _plan_to_follow(self) -> None:
-        """Plan to look again when the next job's last part begins, or when every part under way has ended."""
+        """Plan to look again before the next job's last part can have ended, for its end needs an event."""
         queue = self._reads or self._writes
         if not queue:
+            self._cancel_look()
             return
-        num_to_begin = min(queue[0].num_parts - queue[0].num_begun, len(self._under_way))
-        next_s = self._under_way[num_to_begin - 1][0]
+        job, under_way = queue[0], self._under_way
+        num_to_begin = job.num_parts - job.num_begun
+        # The last part begins when so many have ended, and ends when the pipe has moved all of them: no sooner.
+        begins_s = under_way[min(num_to_begin, len(under_way)) - 1][0]
+        moved_s = self._pipe_free_s + num_to_begin * job.moving_s
+        next_s = max(begins_s, moved_s - ROUNDING_RATIO * moved_s)
         if next_s != self._next_look_s:
+            self._cancel_look()
             self._next_look_s = next_s
-            self._timeline.at(next_s, self._look)
+            self._look_number = self._timeline.at(next_s, self._look)
+
+    def _cancel_look(self) -> None:
+        if self._next_look_s is not None:
+            self._next_look_s = None
+            self._timeline.cancel(self._look_number)
 
     def _begin_parts(self, now_s: float) -> None:
         """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""

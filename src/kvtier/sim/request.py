@@ -1,6 +1,6 @@
 """A request on its way through the simulated engine, and the values that the connector is given about it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,11 +54,24 @@ class SimulatedRequest:
         return (self.block_ids,)
 
 
-def make_request(number: int, traced: TraceRequest, block_tokens: int) -> SimulatedRequest:
-    """Return request ``number`` of a trace. Pure."""
+def make_hash(hash_id: int) -> bytes:
+    """Return the content hash of the block that a trace calls ``hash_id``. Pure."""
+    return hash_id.to_bytes(ID_BYTES, "big")
+
+
+def make_request(
+    number: int, traced: TraceRequest, block_tokens: int, hash_of: Callable[[int], bytes] = make_hash
+) -> SimulatedRequest:
+    """Return request ``number`` of a trace. Pure.
+
+    Args:
+        number: its place in the trace.
+        traced: what the trace says of it.
+        block_tokens: tokens of a block.
+        hash_of: ``make_hash``, or what remembers its answers: blocks come again and again.
+    """
     num_tokens = max(1, traced.num_prompt_tokens)
-    full = traced.hash_ids[: num_tokens // block_tokens]
-    hashes = [hash_id.to_bytes(ID_BYTES, "big") for hash_id in full]
+    hashes = list(map(hash_of, traced.hash_ids[: num_tokens // block_tokens]))
     return SimulatedRequest(str(number), traced.arrival_s, num_tokens, traced.num_output_tokens, hashes)
 
 

@@ -7,13 +7,14 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 
 from kvtier.errors import ConfigError
 from kvtier.sim.bound import count_bound_tokens
 from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.history import HistoryRecorder, Reading
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.request import SimulatedRequest, make_request
+from kvtier.sim.request import SimulatedRequest, make_hash, make_request
 from kvtier.sim.results import (
     DEVICE,
     Simulation,
@@ -71,8 +72,11 @@ def simulate(
         if on_request is not None:
             on_request()
 
-    requests = [make_request(number, one, trace.block_tokens) for number, one in enumerate(trace.requests)]
-    num_unique = len({block_hash for request in requests for block_hash in request.block_hashes})
+    hash_of = cache(make_hash)
+    requests = [
+        make_request(number, one, trace.block_tokens, hash_of) for number, one in enumerate(trace.requests)
+    ]
+    num_unique = hash_of.cache_info().currsize
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
     simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique, recorder.note_until)

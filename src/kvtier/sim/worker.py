@@ -25,6 +25,7 @@ class SimulatedWorker:
     Attributes:
         to_device: the link of loads.
         to_host: the link of stores.
+        has_report: whether a job has ended that was not reported yet.
     """
 
     def __init__(
@@ -42,11 +43,7 @@ class SimulatedWorker:
         self._after_flush: list[Callable[[], object]] = []
         self._report = OffloadingWorkerMetadata()
         self._ended_loads: dict[str, bool] = {}
-
-    @property
-    def has_report(self) -> bool:
-        """Whether a job has ended that was not reported yet."""
-        return not self._report.is_empty()
+        self.has_report = False
 
     def begin_step(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin what a step asks for; its stores wait for ``begin_stores``."""
@@ -72,6 +69,7 @@ class SimulatedWorker:
     def take_report(self) -> OffloadingWorkerMetadata:
         """Return the jobs that ended since the last call."""
         report, self._report = self._report, OffloadingWorkerMetadata()
+        self.has_report = False
         return report
 
     def take_ended_loads(self) -> dict[str, bool]:
@@ -101,8 +99,7 @@ class SimulatedWorker:
 
     def _end_load(self, job_id: TransferJobId, job: TransferJob, *, is_good: bool) -> None:
         self._ended_loads[job.req_id] = is_good
-        self._report.mark_completed(job_id, success=is_good)
-        self._wake()
+        self._note_ended(job_id, is_good=is_good)
 
     def _begin(self, job_ids: dict[TransferJobId, None]) -> None:
         for job_id in job_ids:
@@ -119,11 +116,15 @@ class SimulatedWorker:
     def _end_store(self, job_id: TransferJobId, num_parts: int) -> None:
         del num_parts
         self._storing.discard(job_id)
-        self._report.mark_completed(job_id)
-        self._wake()
+        self._note_ended(job_id, is_good=True)
         if self._flushing:
             self._flushing.discard(job_id)
             if not self._flushing:
                 waiting, self._after_flush = self._after_flush, []
                 for action in waiting:
                     action()
+
+    def _note_ended(self, job_id: TransferJobId, *, is_good: bool) -> None:
+        self._report.mark_completed(job_id, success=is_good)
+        self.has_report = True
+        self._wake()

@@ -7,7 +7,7 @@ or lies costs its own hits and nothing else.
 import logging
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.events import EventLog
@@ -25,6 +25,7 @@ from kvtier.tiering.load_times import LoadTimes
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 STORE_BUDGET_DIVISOR = 8
 """A tier's stores in flight hold at most an eighth of the primary unless set otherwise, so that the slowest
@@ -106,7 +107,7 @@ class TierGuard:
             return Submission.DECLINED
         submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
         num_errors = self.num_errors
-        self._call("submit", lambda: submit(job), None)
+        self._call("submit", submit, job, fallback=None)
         if self.num_errors > num_errors:
             self.breaker.record_failure(job.req_context)
             return Submission.FAILED
@@ -117,14 +118,14 @@ class TierGuard:
         """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
         if self.is_out_of_service:
             return []
-        results = self._call("get_finished", lambda: [as_result(r) for r in self.tier.get_finished()], None)
+        results = self._call("get_finished", take_results, self.tier, fallback=None)
         self.is_out_of_service = results is None
         for result in results or ():
             self._began_s.pop(result.job_id, None)
         if self._reachable is not None:
-            for _ in range(self._call("take_unanswered", self._reachable.take_unanswered, 0)):
+            for _ in range(self._call("take_unanswered", self._reachable.take_unanswered, fallback=0)):
                 self.breaker.record_silence()
-        if self._is_stale():
+        if self._began_s and self._is_stale():
             self.breaker.trip()
         return results or []
 
@@ -149,7 +150,7 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", lambda: as_keys(self.tier.take_answered()), None)
+            answered = self._call("take_answered", take_answered_keys, self.tier, fallback=None)
         if not answered and not self._asked:
             return ()
         if answered is None:
@@ -166,44 +167,42 @@ class TierGuard:
         if self.tier.settings.emit_events and isinstance(self.tier, EvictionReporter):
             reporter = self.tier
             none: list[OffloadKey] = []
-            evicted = self._call("take_evicted", lambda: list(reporter.take_evicted()), none)
+            evicted = self._call("take_evicted", lambda: list(reporter.take_evicted()), fallback=none)
             self.events.record(evicted, removed=True)
         return self.events.take()
 
     def end_step(self) -> None:
         """Let the tier start what this step's lookups asked for."""
         if not self.is_out_of_service:
-            self._call("end_step", self.tier.end_step, None)
+            self._call("end_step", self.tier.end_step, fallback=None)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Tell the tier what is in use."""
         if not self.is_out_of_service:
-            self._call("touch", lambda: self.tier.touch(keys, req_context), None)
+            self._call("touch", self.tier.touch, keys, req_context, fallback=None)
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Tell the tier that a request is gone."""
         if not self.is_out_of_service:
-            self._call("request_finished", lambda: self.tier.request_finished(req_context), None)
+            self._call("request_finished", self.tier.request_finished, req_context, fallback=None)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Tell a tier that wants to know of a request that has arrived."""
         tier = self._aware
         if tier is not None and not self.is_out_of_service:
-            self._call("note_request", lambda: tier.note_request(chains, req_context), None)
+            self._call("note_request", tier.note_request, chains, req_context, fallback=None)
 
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
         self._asked.clear()
         num_errors = self.num_errors
-        self._call("reset", lambda: self.tier.reset(epoch), None)
+        self._call("reset", self.tier.reset, epoch, fallback=None)
         self.is_out_of_service |= self.num_errors > num_errors
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
-        return self.is_out_of_service or self._call(
-            "drain", lambda: self.tier.drain(timeout_s), fallback=False
-        )
+        return self.is_out_of_service or self._call("drain", self.tier.drain, timeout_s, fallback=False)
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the tier; False when one of its threads may still touch the primary's rows."""
@@ -212,7 +211,9 @@ class TierGuard:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         none: dict[str, float] = {}
-        own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()}, none)
+        own = self._call(
+            "stats", lambda: {name: float(v) for name, v in self.tier.stats().items()}, fallback=none
+        )
         rate = self.load_times.rate
         return own | {
             "declined_cascades": float(self.num_declined_cascades),
@@ -239,9 +240,7 @@ class TierGuard:
             return False
 
     def _is_stale(self) -> bool:
-        """Return whether work waits for too long, or a job outlives even the tier's own time-out."""
-        if not self._began_s:
-            return False
+        """Return whether, of some job, work waits for too long or outlives even the tier's own time-out."""
         oldest_s = next(iter(self._began_s.values()))
         age_s = self._clock() - oldest_s
         if age_s > self.tier.settings.job_timeout_s:
@@ -249,12 +248,12 @@ class TierGuard:
         # Nothing waits for longer than the oldest job is old, and a tier walks its queue to answer.
         if age_s <= MAX_WAITING_S:
             return False
-        return self._call("waiting_s", lambda: float(self.tier.waiting_s()), 0.0) > MAX_WAITING_S
+        return self._call("waiting_s", lambda: float(self.tier.waiting_s()), fallback=0.0) > MAX_WAITING_S
 
-    def _call(self, name: str, call: Callable[[], T], fallback: T) -> T:
+    def _call(self, name: str, call: Callable[[*Ts], T], *args: *Ts, fallback: T) -> T:
         """Return what the tier answers, or ``fallback`` when it raises, whatever it raises."""
         try:
-            return call()
+            return call(*args)
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
             self._note_error(name, error)
             return fallback
@@ -272,13 +271,19 @@ class TierGuard:
         return f"TierGuard({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
 
 
-def as_keys(answered: Collection[OffloadKey] | None) -> list[OffloadKey] | None:
-    """Return what a tier says of its answers as a list. Pure.
+def take_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
+    """Return what a tier says of its answers, as a list.
 
     Raises:
         TypeError: it is no collection.
     """
+    answered = tier.take_answered()
     return None if answered is None else list(answered)
+
+
+def take_results(tier: SecondaryTierManager) -> list[JobResult]:
+    """Return a tier's reports; raises as ``as_result``, or TypeError when it gives nothing to go through."""
+    return [as_result(result) for result in tier.get_finished()]
 
 
 def as_result(result: JobResult) -> JobResult:

@@ -95,9 +95,9 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
 
         A prefix is promoted block by block as it is searched, so this is called as often as a lookup.
         """
-        if self._make_room(1, (), protected) is None:
+        if self.num_free == 0 and self._make_room(1, (), protected) is None:
             return None
-        return self._assign((key,))[0]
+        return self._assign_one(key)
 
     def has_room(self) -> bool:
         """Return whether a slot is free or a block can leave; what is protected may still stand against it."""

@@ -49,6 +49,8 @@ class WantedPromotions:
 
     def take(self) -> list[PlannedPromotion]:
         """Return the batches, oldest first, and forget them."""
+        if not self._planned:  # as in most steps
+            return []
         planned, self._planned = list(self._planned.values()), {}
         return planned
 
