@@ -2,12 +2,12 @@
 
 import multiprocessing
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
-from tests.e2e.vllm.engine_host import EngineOptions, run_engine
+from tests.e2e.vllm.engine_host import ENGINE_IMPORTS, EngineOptions, run_engine
 
 START_TIMEOUT_S = 240.0
-"""Guard against a hang; a start takes ten to forty seconds."""
+"""Guard against a hang; the first start takes ten to forty seconds."""
 
 CALL_TIMEOUT_S = 240.0
 """Guard against a hang; the longest call takes about half a minute."""
@@ -24,13 +24,17 @@ class EngineProcess:
 
     Args:
         options: how to start it.
+        is_new_interpreter: start Python anew, as a restarted server does; else the child is forked from a process
+            that has imported vLLM and nothing more, and has the hash seed of all engines forked there.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, is_new_interpreter: bool = False) -> None:
         self._options = options
+        self._start_method: Literal["spawn", "forkserver"] = "spawn" if is_new_interpreter else "forkserver"
 
     def __enter__(self) -> "EngineProcess":
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self._start_method)
+        context.set_forkserver_preload([ENGINE_IMPORTS])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=run_engine, args=(self._options, theirs))
         self._process.start()
