@@ -1,8 +1,9 @@
 """A child process with one engine, driven by a test."""
 
 import multiprocessing
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from tests.e2e.vllm.engine_host import ENGINE_IMPORTS, EngineOptions, run_engine
 
@@ -30,13 +31,16 @@ class EngineProcess:
 
     def __init__(self, options: EngineOptions, *, is_new_interpreter: bool = False) -> None:
         self._options = options
-        self._start_method: Literal["spawn", "forkserver"] = "spawn" if is_new_interpreter else "forkserver"
+        self._context: SpawnContext | ForkServerContext
+        if is_new_interpreter:
+            self._context = multiprocessing.get_context("spawn")
+        else:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload([ENGINE_IMPORTS])
 
     def __enter__(self) -> "EngineProcess":
-        context = multiprocessing.get_context(self._start_method)
-        context.set_forkserver_preload([ENGINE_IMPORTS])
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run_engine, args=(self._options, theirs))
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=run_engine, args=(self._options, theirs))
         self._process.start()
         theirs.close()
         try:
