@@ -8,6 +8,11 @@ from tests.servers import describe_servers
 
 pytest.register_assert_rewrite("kvtier.testing")
 
+# The models of the tests are so small that a second thread gains nothing, and where another process wants its core,
+# each of a forward pass's hundreds of barriers waits until the scheduler runs it again. Read when torch is imported,
+# here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 EFFORT_VARIABLE = "KVTIER_EXAMPLES"
 """How many times the usual examples are drawn; unset, what each test says. More finds more and takes longer."""
 

@@ -167,7 +167,7 @@ def test_the_same_command_prints_the_same(
 
 
 def test_a_trace_of_prompts_shorter_than_a_block_is_planned_with(
-    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = [
         {"timestamp": 1000.0 * n, "input_length": 9, "output_length": 4, "hash_ids": []} for n in range(3)
@@ -175,7 +175,7 @@ def test_a_trace_of_prompts_shorter_than_a_block_is_planned_with(
     text = "".join(f"{json.dumps(line)}\n" for line in ({"kvtier_trace": 1, "block_tokens": 16}, *lines))
     trace.write_text(text)
 
-    assert run(trace, config, "--hit-ratio", "0.5") == 1
+    assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.5") == 1
     assert "no mix reaches it" in capsys.readouterr().out
 
 

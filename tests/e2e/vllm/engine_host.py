@@ -3,6 +3,7 @@
 The engine core lives in the same process, so that a test can step it and look at its books. Nothing here asserts.
 """
 
+import importlib
 import os
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from typing import Any
 from tests.e2e.vllm.answers import Answer
 
 from kvtier.base import ReqContext, make_offload_key
+
+ENGINE_IMPORTS = "tests.e2e.vllm.engine_imports"
+"""Module that an engine's process imports first."""
 
 MAX_IDLE_STEPS = 20_000
 """Steps after which an engine that does not come to rest is taken for hung."""
@@ -53,18 +57,8 @@ WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_
 
 def run_engine(options: EngineOptions, connection: Connection) -> None:
     """Start an engine, then carry out ``(method, arguments)`` from ``connection`` until None comes."""
-    os.environ.update(
-        {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            # Compiling what little vLLM compiles on the CPU takes most of a start, and touches no KV cache.
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONHASHSEED": "0",
-            **options.environment,
-        }
-    )
+    importlib.import_module(ENGINE_IMPORTS)
+    os.environ.update(options.environment)
     try:
         host = EngineHost(options)
     except BaseException as error:  # noqa: BLE001  # thread top: whatever it is, the test must see it

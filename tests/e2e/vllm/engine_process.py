@@ -1,13 +1,14 @@
 """A child process with one engine, driven by a test."""
 
 import multiprocessing
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any
 
-from tests.e2e.vllm.engine_host import EngineOptions, run_engine
+from tests.e2e.vllm.engine_host import ENGINE_IMPORTS, EngineOptions, run_engine
 
 START_TIMEOUT_S = 240.0
-"""Guard against a hang; a start takes ten to forty seconds."""
+"""Guard against a hang; the first start takes ten to forty seconds."""
 
 CALL_TIMEOUT_S = 240.0
 """Guard against a hang; the longest call takes about half a minute."""
@@ -24,15 +25,22 @@ class EngineProcess:
 
     Args:
         options: how to start it.
+        is_new_interpreter: start Python anew, as a restarted server does; else the child is forked from a process
+            that has imported vLLM and nothing more, and has the hash seed of all engines forked there.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, *, is_new_interpreter: bool = False) -> None:
         self._options = options
+        self._context: SpawnContext | ForkServerContext
+        if is_new_interpreter:
+            self._context = multiprocessing.get_context("spawn")
+        else:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload([ENGINE_IMPORTS])
 
     def __enter__(self) -> "EngineProcess":
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run_engine, args=(self._options, theirs))
+        self._connection, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=run_engine, args=(self._options, theirs))
         self._process.start()
         theirs.close()
         try:

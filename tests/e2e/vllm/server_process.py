@@ -174,6 +174,8 @@ def start_process(arguments: list[str], log: IO[bytes]) -> subprocess.Popen[byte
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",  # as in engine_imports.py
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /sleep
         "PYTHONHASHSEED": "0",
     }

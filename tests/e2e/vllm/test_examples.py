@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,20 +16,33 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "vllm"
 TIMEOUT_S = 280
 """Guard against a hang; each takes less than a minute."""
 
+ENVIRONMENT = {
+    "PYTHON": sys.executable,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",  # as in engine_imports.py
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
 
 def run(folder: Path, *command: str) -> str:
-    """Run an example in a folder and return what it printed."""
-    done = subprocess.run(
+    """Run an example in a folder and return what it printed; no process of it is left behind."""
+    with subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        capture_output=True,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        start_new_session=True,
+    ) as example:
+        try:
+            printed, complaints = example.communicate(timeout=TIMEOUT_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(example.pid, signal.SIGKILL)
+    assert example.returncode == 0, printed + complaints
+    return printed
 
 
 def test_the_offline_example_loads_its_prompts_from_kvtier_in_the_second_round(tmp_path: Path) -> None:

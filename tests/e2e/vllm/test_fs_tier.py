@@ -36,7 +36,7 @@ def test_a_restarted_engine_is_answered_from_disk(
         engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("settle")
 
-    with EngineProcess(options) as engine:
+    with EngineProcess(options, is_new_interpreter=True) as engine:
         answers = engine.call("generate_in_turn", PROMPTS, GREEDY)
         stats = engine.call("stats")
         engine.call("check")
