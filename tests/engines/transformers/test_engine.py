@@ -194,8 +194,12 @@ def test_after_a_reset_nothing_is_found(
     result = engine.run(prompt, 4)
     assert result.sources == {"computed": 75}
     assert result.tokens == tokens
-    engine.drop_device_cache()
+    # A block whose store of before the reset is under way is not stored again until that has ended.
     assert engine.drain(WAIT_S)
+    engine.drop_device_cache()
+    engine.run(prompt, 4)
+    assert engine.drain(WAIT_S)
+    engine.drop_device_cache()
     assert engine.run(prompt, 4).sources == {"host": 72, "computed": 3}
 
 
