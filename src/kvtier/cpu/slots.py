@@ -48,6 +48,7 @@ class SlotTable:
         """
         start = self.num_used_once
         end = self.num_used_once = min(start + len(keys), self._num_slots)
+        # The block of a slot that was never taken is in flight from the beginning.
         slots, taken = list(range(start, end)), self._blocks[start:end]
         self._last_keys[start:end] = islice(keys, end - start)
         num_reused = len(keys) - len(slots)

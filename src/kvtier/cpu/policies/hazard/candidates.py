@@ -52,7 +52,11 @@ class Candidates:
             naming.ticket = 0
 
     def lowest(self, now_s: float) -> tuple[float, Node] | None:
-        """Return the lowest index and its leaf; None when there is none."""
+        """Return the lowest index and its leaf, which stays; None when there is none.
+
+        Effects:
+            Entries at the top that are stale are dropped, and those whose index has risen put right.
+        """
         by_index = self._by_index
         while by_index:
             index, ticket, naming = by_index[0]

@@ -6,8 +6,7 @@ whose own index is lower.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby, takewhile
-from operator import attrgetter
+from itertools import groupby
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
@@ -39,8 +38,6 @@ REFIT_GROWTH = 0.1
 
 NAMED_PER_COHORT = 2.0
 """Blocks to be named between two fits for each cohort that a fit visits, which keeps its cost per block constant."""
-
-IS_HELD = attrgetter("is_held")
 
 
 class HazardShadow:
@@ -83,7 +80,11 @@ class HazardShadow:
         """
         self._tell_time(now_s)
         chain, num_known = self.directory.chain_of(keys)
-        num_hits = len(list(takewhile(IS_HELD, chain)))
+        num_hits = 0
+        for node in chain:
+            if not node.is_held:
+                break
+            num_hits += 1
         if num_hits:
             # The others have held children.
             self._candidates.withdraw(chain[num_hits - 1])
