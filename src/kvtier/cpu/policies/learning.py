@@ -6,14 +6,13 @@ connector and a replay call the same manager methods, so that a policy learns in
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvtier.base import OffloadKey
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedRequest:
+class ArrivedRequest(NamedTuple):
     """A request, as it is known when it arrives.
 
     Attributes:
@@ -26,7 +25,7 @@ class ArrivedRequest:
     req_id: str
     chains: tuple[Sequence[OffloadKey], ...]
     arrival_s: float
-    hints: Mapping[str, Any] = field(default_factory=dict)  # Any: a client's JSON, checked where it is read
+    hints: Mapping[str, Any] = MappingProxyType({})  # Any: a client's JSON, checked where it is read
 
 
 class RequestLearner(ABC):

@@ -247,7 +247,7 @@ def test_ghosts_are_at_most_four_for_each_block_and_nothing_else_grows() -> None
         policy.note_request(arrived(0.1 * number, *range(10 * number, 10 * number + 8)))
         policy.note_finished("r")
         shadow = policy._shadow
-        assert len(shadow.directory.ghosts) <= GHOSTS_PER_BLOCK * 50
+        assert shadow.directory.num_ghosts <= GHOSTS_PER_BLOCK * 50
         assert len(shadow.directory.nodes) <= (1 + GHOSTS_PER_BLOCK) * 50
     assert len(shadow._cohorts) < 2 * 1024 + 500
     assert len(shadow._candidates) < 500

@@ -76,7 +76,7 @@ class Candidates:
         by_fall = self._by_fall
         while by_fall and by_fall[0][0] <= now_s:
             _, ticket, naming, age_bin = heappop(by_fall)
-            if naming.leaf is not None and naming.ticket == ticket:
+            if naming.ticket == ticket and naming.leaf is not None:
                 # Rounded, an age may lie in the bin before still.
                 self._put(naming, naming.leaf, bisect_right(EDGES_S, now_s - naming.time_s, age_bin))
         if len(self._by_index) > self._max_entries or len(by_fall) > self._max_entries:

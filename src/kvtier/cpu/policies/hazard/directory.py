@@ -5,11 +5,14 @@ What is held hangs together from the roots: a block is held only while its paren
 ghost's children are ghosts that are forgotten before it.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import InvariantError
+
+MIN_STALE = 64
+"""Burials below which stale ones are not worth looking for."""
 
 
 class Naming:
@@ -64,10 +67,12 @@ class Node:
         num_children: blocks known to follow it.
         num_held_children: those of them that are held.
         num_seen: requests that named it, the one that made it known included.
+        burial: number of the burial that made it a ghost last, or a younger one; 0 before the first.
         is_held: whether it is held.
     """
 
     __slots__ = (
+        "burial",
         "cohort",
         "is_held",
         "key",
@@ -83,6 +88,7 @@ class Node:
         self.cohort = UNNAMED
         self.num_children = self.num_held_children = 0
         self.num_seen = 1
+        self.burial = 0
         self.is_held = False
         if parent is not None:
             parent.num_children += 1
@@ -96,15 +102,22 @@ class Directory:
 
     Attributes:
         nodes: by key.
-        ghosts: those that are not held, in the order in which they are forgotten.
-        num_held: those that are.
+        num_held: those that are held.
     """
 
     def __init__(self, max_ghosts: int) -> None:
         self.max_ghosts = max_ghosts
         self.nodes: dict[OffloadKey, Node] = {}
-        self.ghosts: OrderedDict[OffloadKey, Node] = OrderedDict()
         self.num_held = 0
+        # Every burial in turn; one is stale when its block was buried again or is held. An ordered dictionary would
+        # reach for neighbours all over memory with each call.
+        self._burials: deque[Node] = deque()
+        self._num_burials = 0
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks that are not held."""
+        return len(self.nodes) - self.num_held
 
     def chain_of(self, keys: Iterable[OffloadKey], parent: Node | None = None) -> tuple[list[Node], int]:
         """Return the nodes of ``keys``, and how many of them were known before.
@@ -139,7 +152,6 @@ class Directory:
         """Hold a block whose parent is held."""
         node.is_held = True
         self.num_held += 1
-        self.ghosts.pop(node.key, None)
         if node.parent is not None:
             node.parent.num_held_children += 1
 
@@ -147,30 +159,38 @@ class Directory:
         """Make a held leaf the youngest ghost."""
         node.is_held = False
         self.num_held -= 1
-        self.ghosts[node.key] = node
+        self._num_burials = node.burial = self._num_burials + 1
+        self._burials.append(node)
         if node.parent is not None:
             node.parent.num_held_children -= 1
 
     def bury(self, nodes: Sequence[Node]) -> None:
         """Make the blocks that a request named and that are not held the youngest ghosts, its tail forgotten first."""
-        ghosts = self.ghosts
+        number = self._num_burials
         for node in reversed(nodes):
-            key = node.key
-            if key in ghosts:
-                ghosts.move_to_end(key)
-            else:
-                ghosts[key] = node
+            number += 1
+            node.burial = number
+        self._num_burials = number
+        self._burials.extend(reversed(nodes))
 
     def forget_oldest(self) -> list[Cohort]:
         """Forget the ghosts beyond the limit; return the cohort of each of them."""
-        ghosts, nodes = self.ghosts, self.nodes
+        burials, nodes = self._burials, self.nodes
+        number = self._num_burials - len(burials)
+        num_left = self.num_ghosts - self.max_ghosts
         cohorts = []
-        for _ in range(len(ghosts) - self.max_ghosts):
-            key, node = ghosts.popitem(last=False)
-            del nodes[key]
+        while num_left > 0:
+            node = burials.popleft()
+            number += 1
+            if node.burial != number or node.is_held:
+                continue
+            del nodes[node.key]
             if node.parent is not None:
                 node.parent.num_children -= 1
             cohorts.append(node.cohort)
+            num_left -= 1
+        if len(burials) > 2 * self.num_ghosts + MIN_STALE:
+            self._drop_stale()
         return cohorts
 
     def check(self) -> None:
@@ -182,17 +202,31 @@ class Directory:
         held = [node for node in self.nodes.values() if node.is_held]
         parents = Counter(node.parent for node in held)
         for node in self.nodes.values():
-            if node.is_held == (node.key in self.ghosts) or node.num_held_children != parents[node]:
-                raise InvariantError(
-                    f"block {node.key.hex()} is held and a ghost, or its children are miscounted"
-                )
+            if node.num_held_children != parents[node]:
+                raise InvariantError(f"the held children of block {node.key.hex()} are miscounted")
             if node.parent is not None and self.nodes.get(node.parent.key) is not node.parent:
                 raise InvariantError(f"block {node.key.hex()} is known and its parent is not")
             if node.is_held and not node.num_held_children and node.cohort.naming.leaf is not node:
                 raise InvariantError(f"block {node.key.hex()} is a held leaf and no candidate to leave")
             if node.is_held and node.parent is not None and not node.parent.is_held:
                 raise InvariantError(f"block {node.key.hex()} is held and its parent is not")
-        if len(held) != self.num_held or len(held) + len(self.ghosts) != len(self.nodes):
+        ghosts = {node.key for node in self._live_burials()}
+        if len(held) != self.num_held or ghosts != self.nodes.keys() - {node.key for node in held}:
             raise InvariantError(
-                f"{len(held)} blocks held, {len(self.ghosts)} ghosts, counted {self.num_held}"
+                f"{len(held)} blocks held, {len(ghosts)} ghosts of {len(self.nodes)} blocks, counted {self.num_held}"
             )
+
+    def _live_burials(self) -> list[Node]:
+        """Return the ghosts in the order in which they are forgotten. Pure."""
+        first = self._num_burials - len(self._burials) + 1
+        return [
+            node
+            for number, node in enumerate(self._burials, first)
+            if node.burial == number and not node.is_held
+        ]
+
+    def _drop_stale(self) -> None:
+        live = self._live_burials()
+        for number, node in enumerate(live, 1):
+            node.burial = number
+        self._burials, self._num_burials = deque(live), len(live)

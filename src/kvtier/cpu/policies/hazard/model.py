@@ -15,6 +15,7 @@ ended just now has no hazard yet, but is about to have some.
 Source: Cox, Regression Models and Life-Tables, 1972; Gittins, Bandit Processes and Dynamic Allocation Indices, 1979.
 """
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from math import expm1
@@ -167,7 +168,8 @@ class HazardModel:
     def __init__(self) -> None:
         self.is_fitted = False
         self._table = WaitTable()
-        self._ended: list[tuple[int, float, int, int]] = []
+        # Code, age, blocks and blocks reused of each: four numbers after another, which numpy reads where they lie.
+        self._ended = array("d")
         self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_SHAPES, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
         self.indices = IndexTable(lambda code: gittins_indices(self.hazards([code]))[0].tolist())
@@ -176,8 +178,8 @@ class HazardModel:
 
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
-        self._ended.append((code, age_s, num, num if is_reuse else 0))
-        if len(self._ended) >= MAX_RECORDS:
+        self._ended.extend((code, age_s, num, num if is_reuse else 0))
+        if len(self._ended) >= 4 * MAX_RECORDS:
             self._add_ended()
 
     def fit(self, waiting: Waits) -> None:
@@ -216,8 +218,9 @@ class HazardModel:
 
     def _add_ended(self) -> None:
         if self._ended:
-            self._table.add(Waits(*zip(*self._ended, strict=True)))
-        self._ended = []
+            codes, ages_s, nums, num_reused = np.array(self._ended).reshape(-1, 4).T
+            self._table.add(Waits(codes.astype(np.int64), ages_s, nums, num_reused))
+        self._ended = array("d")
 
     def _scale(self, levels: list[Ints]) -> Floats:
         scale: Floats = np.ones(len(levels[0]))

@@ -77,7 +77,8 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Make ``keys`` the most recent of LRU's order, the first of them most; the shadow learns from requests."""
-        self._recent.touch(keys)
+        # Requests name blocks that were refused, so that LRU, which expects to hold what is touched, would do it twice.
+        self._recent.touch(list(filter(self._recent.blocks.__contains__, keys)))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
         """Evict ``n`` idle blocks that are not protected, or none at all."""
@@ -137,11 +138,13 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         if self.is_guarded:
             return keys
         get = self._shadow.directory.nodes.get
-        return [
+        admitted = [
             key
             for key in keys
             if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in groups)
         ]
+        # The manager then knows that there is nothing to protect.
+        return admitted if len(admitted) < len(keys) else keys
 
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
         """Return how likely each of ``keys`` comes back; the model tells it in either mode."""

@@ -6,7 +6,8 @@ whose own index is lower.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
+from itertools import chain as chained
+from math import inf
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard.candidates import Candidates
@@ -163,10 +164,14 @@ class HazardShadow:
     def _end_waits(self, cohorts: Iterable[Cohort], *, is_reuse: bool) -> None:
         """Take a block out of each of ``cohorts``, and learn from it."""
         # Neighbours are mostly of one cohort.
-        for cohort, blocks in groupby(cohorts):
-            num = len(list(blocks))
-            cohort.num -= num
-            self.model.record(cohort.code, self._now_s - cohort.naming.time_s, num, is_reuse=is_reuse)
+        last, num = UNNAMED, 0
+        for cohort in chained(cohorts, (UNNAMED,)):
+            if cohort is not last:
+                if num:
+                    last.num -= num
+                    self.model.record(last.code, self._now_s - last.naming.time_s, num, is_reuse=is_reuse)
+                last, num = cohort, 0
+            num += 1
 
     def _put_in_cohorts(self, chain: Sequence[Node], num_known: int, naming: Naming) -> None:
         """Set the class of each block; loops without calls, because every named block passes through them."""
@@ -205,9 +210,13 @@ class HazardShadow:
     def _hold(self, chain: Sequence[Node], num_held: int) -> None:
         """Hold the blocks of ``chain`` behind the first ``num_held``, as far as they are worth their room."""
         directory = self.directory
+        lowest: tuple[float, Node] | None = None
         for node in chain[num_held:] if num_held or _is_root(chain) else ():
-            if directory.num_held >= self._num_blocks and not self._has_made_room(node):
-                break
+            if directory.num_held >= self._num_blocks:
+                lowest = lowest or self._candidates.lowest(self._now_s)
+                if lowest is None or self._index_of_new(node) < lowest[0]:
+                    break
+                lowest = self._release(lowest, node.cohort.naming)
             directory.hold(node)
             self.held.append(node.key)
             num_held += 1
@@ -220,28 +229,34 @@ class HazardShadow:
         self.directory.bury(nodes)
         self._end_waits(self.directory.forget_oldest(), is_reuse=False)
 
-    def _has_made_room(self, node: Node) -> bool:
-        """Release the leaf with the lowest index, unless that of ``node`` is lower."""
-        candidates = self._candidates
-        lowest = candidates.lowest(self._now_s)
-        if lowest is None:
-            return False
+    def _index_of_new(self, node: Node) -> float:
+        """Return the index of a block that was named just now; above all others while nothing is learned. Pure."""
+        return self.model.indices[node.cohort.code][0] if self.model.is_fitted else inf
+
+    def _release(self, lowest: tuple[float, Node], naming: Naming) -> tuple[float, Node] | None:
+        """Release the candidate with the lowest index.
+
+        Args:
+            lowest: its index, and it.
+            naming: the request that is being served; its blocks are no candidates.
+
+        Returns:
+            The next candidate with the lowest index where it is known: a parent that comes from the same cohort.
+        """
         index, leaf = lowest
-        if self.model.is_fitted and self.model.indices[node.cohort.code][0] < index:
-            return False
         self.directory.release(leaf)
         self.released.append(leaf.key)
         parent = leaf.parent
         if parent is None or parent.num_held_children:
-            candidates.withdraw(leaf)
+            self._candidates.withdraw(leaf)
         elif parent.cohort is leaf.cohort:
-            candidates.move(leaf, parent)
+            self._candidates.move(leaf, parent)
+            return index, parent
         else:
-            candidates.withdraw(leaf)
-            # The blocks of the request that is being served are no candidates.
-            if parent.cohort.naming is not node.cohort.naming:
-                candidates.add(parent, self._now_s)
-        return True
+            self._candidates.withdraw(leaf)
+            if parent.cohort.naming is not naming:
+                self._candidates.add(parent, self._now_s)
+        return None
 
 
 def _is_root(chain: Sequence[Node]) -> bool:
