@@ -31,23 +31,18 @@ static void copy_cached(char *target, const char *source, size_t num_bytes)
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* Bytes by which reading is announced ahead of writing: some lines more than memory needs to answer. */
-#define AHEAD_BYTES 1024
+/* Bytes that are copied from this many places in turn: one place at a time leaves a core waiting for memory. A processor
+ * foresees the reads of a place only within a page of 4 KiB, so each place has one to itself. */
+#define NUM_STRANDS 4
+#define STRAND_BYTES 4096
+#define TURN_BYTES (4 * LINE_BYTES)
 
-static void copy_past_cache(char *target, const char *source, size_t num_bytes)
+/* Whole lines; the target begins with one. */
+static void stream_lines(char *target, const char *source, size_t num_bytes)
 {
-    size_t head = (size_t)(-(uintptr_t)target & (LINE_BYTES - 1));
-    if (head > num_bytes)
-        head = num_bytes;
-    memcpy(target, source, head);
-    target += head;
-    source += head;
-    num_bytes -= head;
-    for (; num_bytes >= LINE_BYTES; num_bytes -= LINE_BYTES, target += LINE_BYTES, source += LINE_BYTES) {
-        const __m128i *from = (const __m128i *)source;
-        __m128i *to = (__m128i *)target;
-        if (num_bytes > AHEAD_BYTES)
-            _mm_prefetch(source + AHEAD_BYTES, _MM_HINT_NTA);
+    for (size_t at = 0; at < num_bytes; at += LINE_BYTES) {
+        const __m128i *from = (const __m128i *)(source + at);
+        __m128i *to = (__m128i *)(target + at);
         __m128i first = _mm_loadu_si128(from), second = _mm_loadu_si128(from + 1);
         __m128i third = _mm_loadu_si128(from + 2), fourth = _mm_loadu_si128(from + 3);
         _mm_stream_si128(to, first);
@@ -55,7 +50,28 @@ static void copy_past_cache(char *target, const char *source, size_t num_bytes)
         _mm_stream_si128(to + 2, third);
         _mm_stream_si128(to + 3, fourth);
     }
-    memcpy(target, source, num_bytes);
+}
+
+static void stream_strands(char *target, const char *source)
+{
+    for (size_t turn = 0; turn < STRAND_BYTES; turn += TURN_BYTES)
+        for (size_t at = turn; at < NUM_STRANDS * STRAND_BYTES; at += STRAND_BYTES)
+            stream_lines(target + at, source + at, TURN_BYTES);
+}
+
+static void copy_past_cache(char *target, const char *source, size_t num_bytes)
+{
+    size_t head = (size_t)(-(uintptr_t)target & (LINE_BYTES - 1));
+    if (head > num_bytes)
+        head = num_bytes;
+    memcpy(target, source, head);
+    size_t at = head;
+    for (; num_bytes - at >= NUM_STRANDS * STRAND_BYTES; at += NUM_STRANDS * STRAND_BYTES)
+        stream_strands(target + at, source + at);
+    size_t rest = (num_bytes - at) & ~(size_t)(LINE_BYTES - 1);
+    stream_lines(target + at, source + at, rest);
+    at += rest;
+    memcpy(target + at, source + at, num_bytes - at);
 }
 
 /* Writes past the cache are weakly ordered: whoever is told that the bytes are there must find them. */
