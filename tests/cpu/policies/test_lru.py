@@ -43,6 +43,17 @@ def test_a_repeated_key_in_one_touch_counts_at_its_first_place() -> None:
     assert list(policy.blocks) == [KEYS[2], KEYS[0], KEYS[1]]
 
 
+@pytest.mark.parametrize("busy", range(4))
+def test_an_eviction_that_fails_changes_no_order(busy: int) -> None:
+    policy = LRUCachePolicy(4)
+    blocks = insert_ready(policy, KEYS)
+    blocks[busy].ref_cnt = 1
+
+    assert policy.evict(4, ()) is None
+    assert list(policy.blocks) == KEYS
+    assert evicted_keys(policy, 3) == KEYS[:busy] + KEYS[busy + 1 :]
+
+
 def test_hits_equal_a_list_that_is_searched() -> None:
     trace = make_trace(seed=random.Random(4).randrange(1000), length=3_000)
     order: list[bytes] = []
