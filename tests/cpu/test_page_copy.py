@@ -15,6 +15,9 @@ from kvtier.cpu.row_copy import COMPILED_CALLS, PageCalls
 Bytes = npt.NDArray[np.int8]
 NUM_BLOCKS, NUM_SLOTS = 5, 4
 
+STRANDS_BYTES = 16_384
+"""From which on the compiled copy reads from four places in turn."""
+
 
 @pytest.fixture(scope="module")
 def calls() -> PageCalls:
@@ -59,7 +62,7 @@ def moves_of(*places: tuple[int, int, int]) -> npt.NDArray[np.int64]:
 
 
 @given(
-    page_bytes=st.integers(1, 300),
+    page_bytes=st.integers(1, 300) | st.integers(STRANDS_BYTES - 70, 2 * STRANDS_BYTES + 130),
     num_sub_blocks=st.integers(1, 3),
     gaps=st.tuples(st.integers(0, 70), st.integers(0, 70)),
     offsets=st.tuples(st.integers(0, 70), st.integers(0, 70)),

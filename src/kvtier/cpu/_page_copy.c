@@ -32,7 +32,7 @@ static void copy_cached(char *target, const char *source, size_t num_bytes)
 #include <emmintrin.h>
 
 /* Bytes that are copied from this many places in turn: one place at a time leaves a core waiting for memory. A processor
- * foresees the reads of a place only within a page of 4 KiB, so each place has one to itself. */
+ * foresees reads only within a page of 4 KiB of memory, so the places are as far apart. */
 #define NUM_STRANDS 4
 #define STRAND_BYTES 4096
 #define TURN_BYTES (4 * LINE_BYTES)

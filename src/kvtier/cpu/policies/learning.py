@@ -6,14 +6,17 @@ connector and a replay call the same manager methods, so that a policy learns in
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvtier.base import OffloadKey
 
+NO_HINTS: Mapping[str, Any] = {}  # Any: see ArrivedRequest; nobody writes to hints
+
 
 class ArrivedRequest(NamedTuple):
     """A request, as it is known when it arrives.
+
+    A tuple, since one is made for each request; a frozen dataclass takes three times as long to make.
 
     Attributes:
         req_id: the engine's name of it.
@@ -25,7 +28,7 @@ class ArrivedRequest(NamedTuple):
     req_id: str
     chains: tuple[Sequence[OffloadKey], ...]
     arrival_s: float
-    hints: Mapping[str, Any] = MappingProxyType({})  # Any: a client's JSON, checked where it is read
+    hints: Mapping[str, Any] = NO_HINTS  # Any: a client's JSON, checked where it is read
 
 
 class RequestLearner(ABC):
@@ -46,6 +49,8 @@ class AdmissionControl(ABC):
     @abstractmethod
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
         """Return those of ``keys`` that shall be stored, in order; of each KV group none after the first refused.
+
+        ``keys`` itself says that none is refused, and spares the caller a search.
 
         Args:
             keys: what a request offers, head first within each group. They may go on where its arrival ended.

@@ -54,7 +54,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[Item] | None:
         """Evict the ``n`` oldest idle blocks that are not protected, or none at all."""
-        victims = [] if protected or self.aside else self._pop_idle(n)
+        # What is set aside is older than the old end.
+        victims = [] if protected or len(self.aside) else self._pop_idle(n)
         others = list(islice(self.aside.walk(protected), n - len(victims))) if len(victims) < n else []
         if len(victims) + len(others) < n:
             for victim in reversed(victims):
@@ -84,7 +85,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
         self.aside.check()
 
     def _pop_idle(self, n: int) -> list[Item]:
-        """Take up to ``n`` blocks from the old end, none behind the first busy one: a quarter faster than a walk."""
+        """Take up to ``n`` blocks from the old end, none behind the first busy one."""
+        # For 64 blocks a fifth to a quarter faster than a walk.
         victims: list[Item] = []
         pop = self.blocks.popitem
         for _ in range(min(n, len(self.blocks))):

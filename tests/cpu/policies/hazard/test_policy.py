@@ -126,7 +126,9 @@ def test_what_the_shadow_refuses_is_not_stored_and_of_a_prefix_nothing_behind_it
         numbers = tuple(9_000_000 + 10 * number + extra for extra in range(6))
         policy.note_request(arrived(1_500.0 + number, *numbers))
         keys = [key_of(each) for each in numbers]
-        admitted = list(policy.admit(keys, "r"))
+        answer = policy.admit(keys, "r")
+        admitted = list(answer)
+        assert (answer is keys) == (admitted == keys)
         assert admitted == keys[: len(admitted)]
         refused += len(keys) - len(admitted)
 

@@ -12,7 +12,8 @@ from kvtier.base import OffloadKey
 from kvtier.errors import InvariantError
 
 MIN_STALE = 64
-"""Burials below which stale ones are not worth looking for."""
+"""Burials below which stale ones are not worth looking for. Above it they are dropped when they outnumber the ghosts,
+which bounds the memory and makes a block's share of the work constant."""
 
 
 class Naming:
@@ -67,7 +68,7 @@ class Node:
         num_children: blocks known to follow it.
         num_held_children: those of them that are held.
         num_seen: requests that named it, the one that made it known included.
-        burial: number of the burial that made it a ghost last, or a younger one; 0 before the first.
+        burial: number of its latest burial; 0 before the first.
         is_held: whether it is held.
     """
 
@@ -110,7 +111,8 @@ class Directory:
         self.nodes: dict[OffloadKey, Node] = {}
         self.num_held = 0
         # Every burial in turn; one is stale when its block was buried again or is held. An ordered dictionary would
-        # reach for neighbours all over memory with each call.
+        # reach for neighbours all over memory with each call. INVARIANT: numbers follow one another, and the last one's
+        # is _num_burials.
         self._burials: deque[Node] = deque()
         self._num_burials = 0
 
@@ -197,7 +199,8 @@ class Directory:
         """Recount; for tests, it visits every block.
 
         Raises:
-            InvariantError: a held block's parent is not held, a count is wrong, or a held leaf cannot leave.
+            InvariantError: a held block's parent is not held, a count is wrong, a held leaf cannot leave, or a ghost
+                cannot be forgotten.
         """
         held = [node for node in self.nodes.values() if node.is_held]
         parents = Counter(node.parent for node in held)

@@ -81,8 +81,11 @@ class Waits(NamedTuple):
 
     codes: Sequence[int] | Ints
     ages_s: Sequence[float] | Floats
-    nums: Sequence[int] | Ints
+    nums: Sequence[int] | Ints | Floats
     num_reused: Sequence[int] | Ints | Floats
+
+
+NUM_FIELDS = len(Waits._fields)
 
 
 class WaitTable:
@@ -168,7 +171,7 @@ class HazardModel:
     def __init__(self) -> None:
         self.is_fitted = False
         self._table = WaitTable()
-        # Code, age, blocks and blocks reused of each: four numbers after another, which numpy reads where they lie.
+        # The fields of Waits, one wait after the other, which numpy copies at once.
         self._ended = array("d")
         self._bases: Floats = np.tile(PRIOR_HAZARD, (NUM_SHAPES, 1))
         self._multipliers = [np.ones(num_levels) for num_levels in FACTOR_LEVELS]
@@ -179,7 +182,7 @@ class HazardModel:
     def record(self, code: int, age_s: float, num: int, *, is_reuse: bool) -> None:
         """Learn that ``num`` blocks of a class were named again at that age, or are not watched any more."""
         self._ended.extend((code, age_s, num, num if is_reuse else 0))
-        if len(self._ended) >= 4 * MAX_RECORDS:
+        if len(self._ended) >= NUM_FIELDS * MAX_RECORDS:
             self._add_ended()
 
     def fit(self, waiting: Waits) -> None:
@@ -218,7 +221,7 @@ class HazardModel:
 
     def _add_ended(self) -> None:
         if self._ended:
-            codes, ages_s, nums, num_reused = np.array(self._ended).reshape(-1, 4).T
+            codes, ages_s, nums, num_reused = np.array(self._ended).reshape(-1, NUM_FIELDS).T
             self._table.add(Waits(codes.astype(np.int64), ages_s, nums, num_reused))
         self._ended = array("d")
 

@@ -143,7 +143,6 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
             for key in keys
             if (node.is_held if (node := get(key)) else get_offload_group_idx(key) not in groups)
         ]
-        # The manager then knows that there is nothing to protect.
         return admitted if len(admitted) < len(keys) else keys
 
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:

@@ -163,7 +163,7 @@ class HazardShadow:
 
     def _end_waits(self, cohorts: Iterable[Cohort], *, is_reuse: bool) -> None:
         """Take a block out of each of ``cohorts``, and learn from it."""
-        # Neighbours are mostly of one cohort.
+        # Neighbours are mostly of one cohort. Nobody waits in UNNAMED, so that it can stand at both ends.
         last, num = UNNAMED, 0
         for cohort in chained(cohorts, (UNNAMED,)):
             if cohort is not last:
@@ -230,7 +230,7 @@ class HazardShadow:
         self._end_waits(self.directory.forget_oldest(), is_reuse=False)
 
     def _index_of_new(self, node: Node) -> float:
-        """Return the index of a block that was named just now; above all others while nothing is learned. Pure."""
+        """Return the index of a block that was named just now; above all others while nothing is learned."""
         return self.model.indices[node.cohort.code][0] if self.model.is_fitted else inf
 
     def _release(self, lowest: tuple[float, Node], naming: Naming) -> tuple[float, Node] | None:
@@ -241,7 +241,8 @@ class HazardShadow:
             naming: the request that is being served; its blocks are no candidates.
 
         Returns:
-            The next candidate with the lowest index where it is known: a parent that comes from the same cohort.
+            The candidate that now has the lowest index, where that is known without a search: a parent of the same
+            cohort has the same index, and takes the same place. None otherwise.
         """
         index, leaf = lowest
         self.directory.release(leaf)
