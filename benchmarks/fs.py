@@ -27,7 +27,7 @@ from benchmarks.harness.disk_case import (
     ONE_JOB,
     QUICK_SIZES_BYTES,
     DiskCase,
-    plan_disk_cases,
+    plan_cases,
 )
 from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
@@ -45,9 +45,9 @@ from benchmarks.harness.tier_jobs import (
     write_back,
 )
 from kvtier.namespace import make_namespace
+from kvtier.tiering.disk_settings import plan_num_threads
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.layout import block_path, namespace_path
-from kvtier.tiering.fs.settings import DEFAULT_FILE_MODE, parse_settings, plan_num_threads
 
 CAPACITY = "64GiB"
 """Room for every round: the tier is not told that its files are emptied."""
@@ -95,30 +95,13 @@ def measure(options: Options) -> Iterator[Measurement]:
             yield from measure_envelope(case, folder, num_rounds)
 
 
-def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:
-    """Yield what to measure of the tier. Pure."""
-    return plan_disk_cases(sizes_bytes, usual_threads)
-
-
 def plan_envelopes() -> Sequence[tuple[bool, int]]:
     """Return whether I/O is direct and the number of threads of what is measured of the envelope. Pure."""
-    usual = [(is_direct, usual_threads(BAR_BLOCK_BYTES, is_direct)) for is_direct in (True, False)]
+    usual = [
+        (is_direct, plan_num_threads(None, BAR_BLOCK_BYTES, has_direct_io=is_direct))
+        for is_direct in (True, False)
+    ]
     return [(True, 1), *usual]
-
-
-def usual_threads(block_bytes: int, is_direct: bool) -> int:
-    """Return how many threads the tier takes by itself. Pure."""
-    settings = parse_settings(
-        root_dir="/",
-        capacity_bytes=CAPACITY,
-        shared=True,
-        negative_ttl_s=1.0,
-        file_mode=DEFAULT_FILE_MODE,
-        direct_io=is_direct,
-        num_threads=None,
-        row_bytes=block_bytes,
-    )
-    return plan_num_threads(settings, block_bytes, has_direct_io=is_direct)
 
 
 def bar_of(case: DiskCase, operation: str) -> Bar | None:

@@ -24,7 +24,7 @@ from benchmarks.harness.disk_case import (
     BLOCK_SIZES_BYTES,
     QUICK_SIZES_BYTES,
     DiskCase,
-    plan_disk_cases,
+    plan_cases,
 )
 from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
@@ -45,7 +45,6 @@ from benchmarks.harness.tier_jobs import (
 from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.settings import DEFAULT_NUM_THREADS
 from kvtier.tiering.slab.superblock import Geometry
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 4
@@ -102,11 +101,6 @@ def measure(options: Options) -> Iterator[Measurement]:
             yield from measure_case(
                 case, folder, case.rounds_of(num_rounds), peers if has_peers else DiskPeers()
             )
-
-
-def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:
-    """Yield what to measure. Pure."""
-    return plan_disk_cases(sizes_bytes, lambda *_: DEFAULT_NUM_THREADS)
 
 
 def bar_of(case: DiskCase) -> Bar | None:
@@ -180,7 +174,7 @@ def start_tier(case: DiskCase, rows: memoryview, path: Path) -> SlabTier:
         path=path.absolute(),
         capacity_bytes=Geometry(case.block_bytes, case.num_blocks).file_bytes,
         direct_io="auto" if case.is_direct else False,
-        num_threads=case.num_threads,
+        num_threads=None if case.has_usual_threads else case.num_threads,
     )
     assert tier.wait_indexed(HANG_GUARD_S)
     return tier

@@ -41,7 +41,8 @@ PUBLIC_FACE = BOTTOM | {"factory"}
 SHARED_BY_TIERS = frozenset(
     {
         "base", "envelope", "io_pool", "lookup", "breaker", "codecs",
-        "aligned", "block_store", "counters", "evicted", "evicting", "failures", "outage", "pause", "pooled",
+        "aligned", "block_store", "counters", "disk_settings", "evicted", "evicting", "failures", "outage",
+        "pause", "pooled", "sealing",
     }
 )  # fmt: skip
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""

@@ -1,7 +1,9 @@
 """What is measured of a tier on a local disk: sizes, jobs, threads, kinds of I/O. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from kvtier.tiering.disk_settings import plan_num_threads
 
 MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""
@@ -64,24 +66,22 @@ class DiskCase:
         }
 
 
-def plan_disk_cases(
-    sizes_bytes: Sequence[int], usual_threads: Callable[[int, bool], int]
-) -> Iterator[DiskCase]:
-    """Yield what to measure: the usual cases, then cold reads, then other numbers of threads. Pure.
+def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:
+    """Yield what to measure of a tier: the usual cases, then cold reads, then other numbers of threads. Pure.
 
     Args:
         sizes_bytes: of blocks.
-        usual_threads: how many threads the tier takes by itself, from a block's size and whether I/O is direct.
     """
     for block_bytes in sizes_bytes:
         for is_direct in (True, False):
             for num_jobs in (MANY_JOBS, ONE_JOB):
-                yield DiskCase(block_bytes, num_jobs, is_direct, usual_threads(block_bytes, is_direct))
+                num_threads = plan_num_threads(None, block_bytes, has_direct_io=is_direct)
+                yield DiskCase(block_bytes, num_jobs, is_direct, num_threads)
     for block_bytes in sizes_bytes:
-        num_threads = usual_threads(block_bytes, False)  # noqa: FBT003  # not direct
+        num_threads = plan_num_threads(None, block_bytes, has_direct_io=False)
         yield DiskCase(block_bytes, MANY_JOBS, is_direct=False, num_threads=num_threads, is_cold=True)
     for num_threads in THREAD_COUNTS:
-        if num_threads != usual_threads(BAR_BLOCK_BYTES, True):  # noqa: FBT003  # direct
+        if num_threads != plan_num_threads(None, BAR_BLOCK_BYTES, has_direct_io=True):
             yield DiskCase(
                 BAR_BLOCK_BYTES, MANY_JOBS, is_direct=True, num_threads=num_threads, has_usual_threads=False
             )

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_copy import MAX_COPY_THREADS
-from kvtier.tiering.fs.settings import DEFAULT_NUM_THREADS
+from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS
 
 
 class Floor:

@@ -13,7 +13,7 @@ from tests.benchmarks.harness.test_tier_jobs import is_cached
 
 from benchmarks import fs, slab
 from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
-from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase
+from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase, plan_cases
 from benchmarks.harness.disk_peers import DiskPeers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better
 from benchmarks.harness.tier_jobs import make_keys, make_rows, move_blocks
@@ -46,9 +46,8 @@ def skip_without_page_cache(folder: Path) -> None:
     probe.unlink()
 
 
-@pytest.mark.parametrize("suite", [fs, slab])
-def test_every_size_has_each_kind_of_io_and_threads_are_counted_up(suite: ModuleType) -> None:
-    cases = list(suite.plan_cases(BLOCK_SIZES_BYTES))
+def test_every_size_has_each_kind_of_io_and_threads_are_counted_up() -> None:
+    cases = list(plan_cases(BLOCK_SIZES_BYTES))
 
     labels = Counter(tuple(case.labels("get").items()) for case in cases)
     assert set(labels.values()) == {1}
@@ -190,16 +189,17 @@ def test_with_direct_io_the_envelope_has_a_bar(tmp_path: Path, monkeypatch: pyte
     ("block_bytes", "is_direct", "num_threads"),
     [(64 * 2**10, True, 4), (2**20, True, 8), (2**20, False, 4)],
 )
-def test_a_usual_case_of_fs_has_the_threads_that_the_tier_takes_by_itself(
-    block_bytes: int, is_direct: bool, num_threads: int, tmp_path: Path
+@pytest.mark.parametrize("suite", [fs, slab])
+def test_a_usual_case_has_the_threads_that_the_tier_takes_by_itself(
+    suite: ModuleType, block_bytes: int, is_direct: bool, num_threads: int, tmp_path: Path
 ) -> None:
     if is_direct:
         skip_without_direct_io(tmp_path)
-    usual = [case for case in fs.plan_cases([block_bytes]) if case.is_usual and case.is_direct == is_direct]
+    usual = [case for case in plan_cases([block_bytes]) if case.is_usual and case.is_direct == is_direct]
     rows = make_rows(2 * num_threads, block_bytes)
     bystanders = set(threading.enumerate())
 
-    tier = fs.start_tier(usual[0], rows, tmp_path / "tier")
+    tier = suite.start_tier(usual[0], rows, tmp_path / "tier")
     try:
         keys = make_keys(2 * num_threads, 0)
         move_blocks(tier, keys, len(keys), is_promotion=False)

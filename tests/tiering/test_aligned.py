@@ -3,13 +3,21 @@
 import numpy as np
 
 from kvtier.testing.tier_suite import make_rows
-from kvtier.tiering.aligned import allocate_page, is_aligned
+from kvtier.tiering.aligned import allocate_page, allocate_pages, is_aligned
 
 
 def test_a_page_is_aligned_and_zeroed() -> None:
     page = allocate_page()
     assert is_aligned(memoryview(page).cast("b", (1, 4096)))
     assert bytes(page) == bytes(4096)
+
+
+def test_pages_are_aligned_and_apart() -> None:
+    pages = allocate_pages(3)
+    for number, page in enumerate(pages):
+        assert is_aligned(memoryview(page).cast("b", (1, 4096)))
+        page[:] = bytes([number]) * 4096
+    assert b"".join(pages) == b"".join(bytes([number]) * 4096 for number in range(3))
 
 
 def test_rows_are_aligned_in_address_and_length() -> None:

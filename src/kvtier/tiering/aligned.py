@@ -15,6 +15,12 @@ def allocate_page() -> memoryview:
     return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
 
 
+def allocate_pages(num_pages: int) -> list[memoryview]:
+    """Return zeroed, aligned pages, format 'B', in one piece of memory."""
+    memory = memoryview(mmap.mmap(-1, num_pages * HEADER_PAGE_BYTES))
+    return [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
+
+
 def is_aligned(rows: memoryview) -> bool:
     """Return whether direct I/O accepts each of ``rows``, shape (num_rows, row_bytes). Pure."""
     address = int(np.asarray(rows).ctypes.data)

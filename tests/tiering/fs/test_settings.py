@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.settings import (
-    DEFAULT_NUM_THREADS,
-    DIRECT_NUM_THREADS,
-    LARGE_ROW_BYTES,
-    FSSettings,
-    parse_settings,
-    plan_num_store_threads,
-    plan_num_threads,
-)
+from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS
+from kvtier.tiering.fs.settings import FSSettings, parse_settings, plan_num_store_threads
 
 ROW_BYTES = 8192
 
@@ -85,22 +78,6 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
 
 def test_capacity_for_exactly_one_block_is_enough() -> None:
     assert parse(capacity_bytes=ROW_BYTES + 4096).capacity_bytes == ROW_BYTES + 4096
-
-
-@pytest.mark.parametrize(
-    ("num_threads", "row_bytes", "has_direct_io", "planned"),
-    [
-        (None, LARGE_ROW_BYTES, True, DIRECT_NUM_THREADS),
-        (None, LARGE_ROW_BYTES - 4096, True, DEFAULT_NUM_THREADS),
-        (None, LARGE_ROW_BYTES, False, DEFAULT_NUM_THREADS),
-        (3, LARGE_ROW_BYTES, True, 3),
-    ],
-)
-def test_large_rows_and_direct_io_take_more_threads_unless_a_number_is_given(
-    num_threads: int | None, row_bytes: int, *, has_direct_io: bool, planned: int
-) -> None:
-    settings = parse(num_threads=num_threads)
-    assert plan_num_threads(settings, row_bytes, has_direct_io=has_direct_io) == planned
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,16 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
     assert not driver.lookup(2)
 
 
+@pytest.mark.parametrize("row_bytes", [2**18, 2**20, 2**21])
+def test_large_blocks_that_one_thread_stores_at_a_stretch_keep_their_own_headers(
+    start_tier: StartTier, row_bytes: int
+) -> None:
+    driver = start_tier(row_bytes=row_bytes, capacity_bytes="64MiB", num_threads=1)
+    numbers = list(range(NUM_ROWS))
+    assert driver.store(numbers).success
+    assert driver.load_right(numbers[::-1]) == set(numbers)
+
+
 def test_a_block_that_somebody_removed_is_written_again_by_the_next_store(
     start_tier: StartTier, root: Path
 ) -> None:

@@ -35,11 +35,13 @@ def start_tier(path: Path) -> Iterator[StartTier]:
     """Build tiers that know what is in the file, with something that drives them; one at a time owns it."""
     drivers: list[TierDriver] = []
 
-    def start(model: str = "model-a", *, is_indexed: bool = True, **options: object) -> TierDriver:
+    def start(
+        model: str = "model-a", *, row_bytes: int = ROW_BYTES, is_indexed: bool = True, **options: object
+    ) -> TierDriver:
         # One thread gives slots in the order of the keys; what many do at once, other tests of the tier show.
         arguments = {"path": path, "capacity_bytes": capacity_of(64), "num_threads": 1} | options
-        rows = make_rows()
-        tier = SlabTier(make_config(model), rows, **arguments)  # type: ignore[arg-type]  # a test's own options
+        rows = make_rows(row_bytes=row_bytes)
+        tier = SlabTier(make_config(model, row_bytes), rows, **arguments)  # type: ignore[arg-type]  # a test's own options
         drivers.append(TierDriver(tier, rows))
         if is_indexed:
             assert tier.wait_indexed(HANG_GUARD_S)

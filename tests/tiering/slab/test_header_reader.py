@@ -70,7 +70,7 @@ def open_file(path: Path, num_slots: int, calls: SystemCalls) -> SlabFile:
     geometry = Geometry(ROW_BYTES, num_slots)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.truncate(fd, geometry.file_bytes)
-    return SlabFile(path, fd, geometry, is_new=False, calls=calls)
+    return SlabFile(path, fd, geometry, is_new=False, has_direct_io=False, calls=calls)
 
 
 def test_a_reading_that_is_stopped_leaves_no_thread_and_goes_on_with_no_slot(path: Path) -> None:

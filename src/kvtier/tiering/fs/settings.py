@@ -9,20 +9,11 @@ from pathlib import Path
 
 from kvtier.config import SettingsReader, parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS, parse_direct_io, parse_num_threads
 from kvtier.tiering.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S
 
-DEFAULT_NUM_THREADS = 4
-"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
-for the same cores and, with small blocks, for the interpreter."""
-
-DIRECT_NUM_THREADS = 8
-LARGE_ROW_BYTES = 512 * 2**10
-"""The same for direct I/O on rows of at least this size: such threads wait for the device and little else, so more
-of them keep it busy. With smaller rows they would wait for the interpreter."""
-
 DEFAULT_FILE_MODE = 0o600
-MAX_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +67,7 @@ def parse_settings(
     Raises:
         ConfigError: a value that cannot work.
     """
-    values = {"shared": shared, "negative_ttl_s": negative_ttl_s, "num_threads": num_threads}
-    read = SettingsReader(values)
-    threads = None if num_threads is None else read.whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
-    if threads is not None and threads > MAX_THREADS:
-        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
+    read = SettingsReader({"shared": shared, "negative_ttl_s": negative_ttl_s})
     block_bytes = HEADER_PAGE_BYTES + row_bytes
     return FSSettings(
         root_dir=_parse_root(root_dir),
@@ -88,17 +75,10 @@ def parse_settings(
         shared=read.flag("shared", default=True),
         negative_ttl_s=read.seconds("negative_ttl_s", DEFAULT_NEGATIVE_TTL_S),
         file_mode=_parse_file_mode(file_mode),
-        direct_io=_parse_direct_io(direct_io),
-        num_threads=threads,
+        direct_io=parse_direct_io(direct_io),
+        num_threads=parse_num_threads(num_threads),
         block_bytes=block_bytes,
     )
-
-
-def plan_num_threads(settings: FSSettings, row_bytes: int, *, has_direct_io: bool) -> int:
-    """Return how many threads move rows of ``row_bytes`` bytes. Pure."""
-    if settings.num_threads is not None:
-        return settings.num_threads
-    return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
 
 
 def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_io: bool) -> int | None:
@@ -139,11 +119,3 @@ def _parse_file_mode(value: object) -> int:
         remedy = 'must let the owner read and write and nobody execute, for example "0600" or "0660"'
         raise ConfigError("file_mode", value, remedy)
     return mode
-
-
-def _parse_direct_io(value: object) -> bool | None:
-    if value == "auto":
-        return None
-    if not isinstance(value, bool):
-        raise ConfigError("direct_io", value, 'must be true, false or "auto"')
-    return value

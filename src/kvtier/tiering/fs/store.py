@@ -7,13 +7,16 @@ stored or loaded costs itself only, and is counted with its reason.
 import errno
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
+from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.aligned import allocate_page
+from kvtier.tiering.aligned import allocate_pages
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.block_store import BlockStore, Rows
 from kvtier.tiering.codecs.raw import RAW_NUMBER
@@ -27,6 +30,7 @@ from kvtier.tiering.fs.layout import namespace_path
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,14 @@ class StoreOutcome(Enum):
     FAILED = "failed"
 
 
+class _Sealed(NamedTuple):
+    """A block that is ready to be written."""
+
+    key: OffloadKey
+    page: memoryview
+    row: memoryview
+
+
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
 
@@ -49,7 +61,7 @@ ARRIVED = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
 
 
 class FSBlockStore(BlockStore[Space]):
-    """Stores and loads some blocks at a time in files; keeps no state but a header page per thread.
+    """Stores and loads some blocks at a time in files; keeps no state but header pages per thread.
 
     Args:
         directory: where to.
@@ -75,6 +87,7 @@ class FSBlockStore(BlockStore[Space]):
         self._evictor = evictor
         self._max_keys = max_keys
         self._tells_evicted = tells_evicted
+        self._num_ahead = plan_num_ahead(rows.row_bytes, has_direct_io=directory.has_direct_io)
         self._of_thread = threading.local()
 
     def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
@@ -134,12 +147,14 @@ class FSBlockStore(BlockStore[Space]):
             (key for key, _ in todo), StoreOutcome.NO_ROOM
         )
         try:
-            for key, slot in todo[:num_granted]:
-                outcomes[key] = self._write_block(space, key, self._rows.row(slot))
-                if outcomes[key] is StoreOutcome.NO_ROOM:
+            seal_next = partial(self._seal, space, cycle(self._header_pages()))
+            for sealed in seal_ahead(todo[:num_granted], seal_next, self._num_ahead):
+                outcome = self._write_block(space, sealed)
+                if outcome is StoreOutcome.NO_ROOM:
                     self._evictor.make_room(block_bytes, is_disk_full=True)
-                    outcomes[key] = self._write_block(space, key, self._rows.row(slot))
-                if outcomes[key] is StoreOutcome.NO_ROOM:
+                    outcome = self._write_block(space, sealed)
+                outcomes[sealed.key] = outcome
+                if outcome is StoreOutcome.NO_ROOM:
                     break
         finally:
             reached = list(outcomes.values())
@@ -166,12 +181,17 @@ class FSBlockStore(BlockStore[Space]):
         self._evictor.make_room(num_missing * block_bytes)
         return grant.num_blocks + self._ledger.reserve(num_missing, block_bytes).num_blocks
 
-    def _write_block(self, space: Space, key: OffloadKey, row: memoryview) -> StoreOutcome:
-        path = space.block_path(key)
-        page = self._header_page()
+    def _seal(self, space: Space, pages: Iterator[memoryview], block: tuple[OffloadKey, int]) -> _Sealed:
+        """Fill the next of ``pages`` with the header of a block, given its key and slot."""
+        key, slot = block
+        page, row = next(pages), self._rows.row(slot)
         page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
+        return _Sealed(key, page, row)
+
+    def _write_block(self, space: Space, sealed: _Sealed) -> StoreOutcome:
+        path = space.block_path(sealed.key)
         try:
-            if self._publish(space, path, [page, row]):
+            if self._publish(space, path, [sealed.page, sealed.row]):
                 return StoreOutcome.WRITTEN
             # Not renewed: should it be a file that we cannot read, it has to age until it is evicted.
             return StoreOutcome.EXISTED
@@ -191,7 +211,7 @@ class FSBlockStore(BlockStore[Space]):
 
     def _read(self, space: Space, key: OffloadKey, row: memoryview) -> TierFailure | None:
         path = space.block_path(key)
-        page = self._header_page()
+        page = self._header_pages()[0]
         try:
             status = self._files.read(path, [page, row])
         except FileNotFoundError:
@@ -219,11 +239,12 @@ class FSBlockStore(BlockStore[Space]):
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 
-    def _header_page(self) -> memoryview:
-        page: memoryview | None = getattr(self._of_thread, "page", None)
-        if page is None:
-            page = self._of_thread.page = allocate_page()
-        return page
+    def _header_pages(self) -> list[memoryview]:
+        """Return pages of the calling thread, one for each block that is sealed and not yet written."""
+        pages: list[memoryview] | None = getattr(self._of_thread, "pages", None)
+        if pages is None:
+            pages = self._of_thread.pages = allocate_pages(self._num_ahead + 1)
+        return pages
 
 
 def _exists(path: str) -> bool:

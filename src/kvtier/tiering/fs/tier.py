@@ -13,6 +13,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cores import count_usable_cores
 from kvtier.tiering.block_store import rows_of
+from kvtier.tiering.disk_settings import plan_num_threads
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.evicting import EvictingTier
 from kvtier.tiering.fs.directory import open_directory
@@ -21,7 +22,6 @@ from kvtier.tiering.fs.settings import (
     DEFAULT_FILE_MODE,
     parse_settings,
     plan_num_store_threads,
-    plan_num_threads,
 )
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.store import FSBlockStore
@@ -92,7 +92,7 @@ class FSTier(EvictingTier[Space]):
         directory = open_directory(own, primary_kv_view, calls, clock, wall_clock)
         self._evictor = Evictor(directory, lambda: self._space)
         options = PoolOptions(
-            plan_num_threads(own, rows.row_bytes, has_direct_io=directory.has_direct_io),
+            plan_num_threads(own.num_threads, rows.row_bytes, has_direct_io=directory.has_direct_io),
             max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             # What is found on the disk goes into the index, which knows when it is gone: no verdict is kept.
             positive_ttl_s=0.0,

@@ -62,14 +62,16 @@ def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> S
             _lock(fd, settings)
             is_owner = True
             is_new = _prepare(fd, settings, calls)
-            _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
+            has_direct_io = _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
     except BaseException:
         if is_created and is_owner:
             with suppress(OSError):
                 settings.path.unlink()
         os.close(fd)
         raise
-    return SlabFile(settings.path, fd, settings.geometry, is_new=is_new, calls=calls)
+    return SlabFile(
+        settings.path, fd, settings.geometry, is_new=is_new, has_direct_io=has_direct_io, calls=calls
+    )
 
 
 def plan_opening(found: Geometry | Origin, wanted: Geometry) -> Opening:
@@ -175,25 +177,26 @@ def _no_room(settings: SlabSettings, reason: str) -> ConfigError:
     return ConfigError("capacity_bytes", file_bytes, remedy)
 
 
-def _choose_io(fd: int, settings: SlabSettings, calls: SystemCalls, *, are_rows_aligned: bool) -> None:
-    """Bypass the page cache where it was not ruled out and works; says once why not.
+def _choose_io(fd: int, settings: SlabSettings, calls: SystemCalls, *, are_rows_aligned: bool) -> bool:
+    """Bypass the page cache where it was not ruled out and works, and return whether; says once why not.
 
     Raises:
         ConfigError: it is insisted on and impossible.
     """
     if settings.direct_io is False:
-        return
+        return False
     if not are_rows_aligned:
         reason = (
             f"rows of the primary tier are not multiples of {ALIGNMENT_BYTES} bytes in address and length"
         )
     elif _take_direct(fd, calls):
-        return
+        return True
     else:
         reason = f"the file system of {settings.path} refuses it"
     if settings.direct_io:
         raise ConfigError("direct_io", value=True, remedy=f'{reason}: say "auto" to go without')
     logger.info("tier slab: no direct I/O, %s; blocks go through the page cache", reason)
+    return False
 
 
 def _take_direct(fd: int, calls: SystemCalls) -> bool:

@@ -18,11 +18,16 @@ class Move(NamedTuple):
     row: memoryview
 
 
-def join_runs(moves: Iterable[Move]) -> list[Sequence[Move]]:
-    """Return the moves ordered by slot, cut wherever a slot does not follow the one before. Pure."""
+def join_runs(moves: Iterable[Move], max_blocks: int) -> list[Sequence[Move]]:
+    """Return the moves ordered by slot, cut wherever a slot does not follow the one before. Pure.
+
+    Args:
+        moves: of slots that differ.
+        max_blocks: moves in a run.
+    """
     runs: list[list[Move]] = []
     for move in sorted(moves, key=lambda move: move.hold.slot):
-        if runs and runs[-1][-1].hold.slot + 1 == move.hold.slot:
+        if runs and len(runs[-1]) < max_blocks and runs[-1][-1].hold.slot + 1 == move.hold.slot:
             runs[-1].append(move)
         else:
             runs.append([move])

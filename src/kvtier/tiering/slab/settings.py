@@ -6,15 +6,10 @@ It opens no file; whether the file can be made is seen when the tier is built.
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.config import SettingsReader, parse_bytes
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.tiering.disk_settings import parse_direct_io, parse_num_threads
 from kvtier.tiering.slab.superblock import Geometry, fit_geometry
-
-DEFAULT_NUM_THREADS = 4
-"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
-for the same cores and, with small blocks, for the interpreter."""
-
-MAX_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +19,13 @@ class SlabSettings:
     Attributes:
         path: the file, absolute.
         direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
-        num_threads: threads that move blocks.
+        num_threads: threads that move blocks, None for as many as suit the file and the rows.
         geometry: what the capacity and the primary's rows make of the file.
     """
 
     path: Path
     direct_io: bool | None
-    num_threads: int
+    num_threads: int | None
     geometry: Geometry
 
 
@@ -43,21 +38,16 @@ def parse_settings(
         path: text or a path; ``~`` is the home directory.
         capacity_bytes: a number or text such as ``"8GiB"``; the length that the file has at most.
         direct_io: a flag, or ``"auto"``.
-        num_threads: from 1 to 128.
+        num_threads: from 1 to 128, or None.
         row_bytes: length of a block in the primary tier.
 
     Raises:
         ConfigError: a value that cannot work.
     """
-    threads = SettingsReader({"num_threads": num_threads}).whole(
-        "num_threads", DEFAULT_NUM_THREADS, minimum=1
-    )
-    if threads > MAX_THREADS:
-        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
     return SlabSettings(
         path=_parse_path(path),
-        direct_io=_parse_direct_io(direct_io),
-        num_threads=threads,
+        direct_io=parse_direct_io(direct_io),
+        num_threads=parse_num_threads(num_threads),
         geometry=_parse_capacity(capacity_bytes, row_bytes),
     )
 
@@ -83,11 +73,3 @@ def _parse_capacity(value: object, row_bytes: int) -> Geometry:
         remedy = f"a file with one block takes {least_bytes} bytes with its headers; give many times that"
         raise ConfigError("capacity_bytes", value, remedy)
     return geometry
-
-
-def _parse_direct_io(value: object) -> bool | None:
-    if value == "auto":
-        return None
-    if not isinstance(value, bool):
-        raise ConfigError("direct_io", value, 'must be true, false or "auto"')
-    return value

@@ -25,13 +25,24 @@ class SlabFile:
         fd: the open file; closing it gives the lock back.
         geometry: how it is divided.
         is_new: whether it has just been formatted, so that no slot holds anything.
+        has_direct_io: whether slots bypass the page cache.
         calls: the system.
     """
 
-    def __init__(self, path: Path, fd: int, geometry: Geometry, *, is_new: bool, calls: SystemCalls) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        geometry: Geometry,
+        *,
+        is_new: bool,
+        has_direct_io: bool,
+        calls: SystemCalls,
+    ) -> None:
         self.path = path
         self.geometry = geometry
         self.is_new = is_new
+        self.has_direct_io = has_direct_io
         self._fd = fd
         self._calls = calls
         self._zero_page = allocate_page()

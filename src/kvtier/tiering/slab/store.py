@@ -5,13 +5,15 @@ cannot be stored or loaded costs itself only, and is counted with its reason.
 """
 
 import logging
-import mmap
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError, UnknownNameError
 from kvtier.namespace import Namespace
+from kvtier.tiering.aligned import allocate_pages
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.block_store import BlockStore, Rows
 from kvtier.tiering.codecs.raw import RAW_NUMBER
@@ -19,6 +21,7 @@ from kvtier.tiering.counters import Counters
 from kvtier.tiering.envelope import HEADER_PAGE_BYTES, Verdict, check
 from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
 from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
 from kvtier.tiering.slab.book import SlotBook
 from kvtier.tiering.slab.era import Hold
 from kvtier.tiering.slab.indexer import Indexer
@@ -43,6 +46,10 @@ PEER_WAIT_S = 1.0
 """Seconds for which a store waits for another job that writes the same block. Shorter reports a block as not stored
 that soon is; longer keeps a thread behind a disk that hangs."""
 
+MAX_WRITE_BYTES = 2**20
+"""Bytes of neighbouring slots that are written with one call. Fewer make more calls; of more, the device finds those
+that were sealed last in a core's cache."""
+
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the thread that reads headers is waited for; it stops at its next slot."""
 
@@ -63,6 +70,10 @@ class SlabBlockStore(BlockStore[Space]):
         self._file = file
         self._rows = rows
         self._max_part_blocks = max_part_blocks
+        self._max_write_blocks = max(1, MAX_WRITE_BYTES // rows.row_bytes)
+        self._num_ahead = plan_num_ahead(
+            self._max_write_blocks * rows.row_bytes, has_direct_io=file.has_direct_io
+        )
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
 
@@ -101,8 +112,12 @@ class SlabBlockStore(BlockStore[Space]):
         plan = self.book.begin_store(space, tuple(slot_of))
         written: set[OffloadKey] = set()
         try:
-            for run in join_runs(Move(hold, self._rows.row(slot_of[hold.key])) for hold in plan.holds):
-                written.update(self._write(space, run, plan.oldest_generation))
+            moves = (Move(hold, self._rows.row(slot_of[hold.key])) for hold in plan.holds)
+            runs = join_runs(moves, self._max_write_blocks)
+            pages = iter(self._header_pages(len(plan.holds), is_write=True))
+            seal = partial(_seal, pages, space.namespace.digest, plan.oldest_generation)
+            for run_pages, run in seal_ahead(runs, seal, self._num_ahead):
+                written.update(self._write(run_pages, run))
         finally:
             self.book.end_store(plan.holds, written)
         others = self.book.wait_written(space, plan.awaited, PEER_WAIT_S) if plan.awaited else []
@@ -129,7 +144,7 @@ class SlabBlockStore(BlockStore[Space]):
         ]
         failures: dict[OffloadKey, TierFailure] = {}
         try:
-            for run in join_runs(moves):
+            for run in join_runs(moves, self._max_part_blocks):
                 failures |= self._read(space, run)
             self._erase([move.hold for move in moves if failures.get(move.hold.key) is TierFailure.DAMAGED])
         finally:
@@ -152,17 +167,15 @@ class SlabBlockStore(BlockStore[Space]):
             # Its number must not become another file's while that thread may still read from it.
             logger.warning("tier slab: %s hangs; it stays locked until this process ends", self._file.path)
 
-    def _write(self, space: Space, run: Sequence[Move], oldest_generation: int) -> list[OffloadKey]:
-        """Write neighbouring slots; when that fails, each by itself."""
-        pages = self._header_pages(len(run), is_write=True)
-        digest = space.namespace.digest
-        for page, (hold, row) in zip(pages, run, strict=True):
-            write_header(page, hold.key, digest, row, hold.generation, oldest_generation)
+    def _write(self, pages: Sequence[memoryview], run: Sequence[Move]) -> list[OffloadKey]:
+        """Write neighbouring slots behind their headers; when that fails, each by itself."""
         try:
             self._file.write(run[0].hold.slot, _interleave(pages, run))
         except OSError as error:
             if len(run) > 1:
-                return [key for move in run for key in self._write(space, [move], oldest_generation)]
+                return [
+                    key for page, move in zip(pages, run, strict=True) for key in self._write([page], [move])
+                ]
             logger.warning("tier slab: slot %d was not written: %s", run[0].hold.slot, error)
             self._erase([run[0].hold])
             return []
@@ -212,11 +225,19 @@ class SlabBlockStore(BlockStore[Space]):
         name = "write_pages" if is_write else "read_pages"
         pages: list[memoryview] | None = getattr(self._of_thread, name, None)
         if pages is None:
-            memory = memoryview(mmap.mmap(-1, self._max_part_blocks * HEADER_PAGE_BYTES))
-            starts = range(0, len(memory), HEADER_PAGE_BYTES)
-            pages = [memory[start : start + HEADER_PAGE_BYTES] for start in starts]
+            pages = allocate_pages(self._max_part_blocks)
             setattr(self._of_thread, name, pages)
         return pages[:num]
+
+
+def _seal(
+    pages: Iterator[memoryview], namespace_digest: bytes, oldest_generation: int, run: Sequence[Move]
+) -> tuple[list[memoryview], Sequence[Move]]:
+    """Fill the next of ``pages`` with the headers of a run."""
+    taken = list(islice(pages, len(run)))
+    for page, (hold, row) in zip(taken, run, strict=True):
+        write_header(page, hold.key, namespace_digest, row, hold.generation, oldest_generation)
+    return taken, run
 
 
 def _interleave(pages: Sequence[memoryview], run: Sequence[Move]) -> list[memoryview]:

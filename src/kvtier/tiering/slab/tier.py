@@ -16,13 +16,14 @@ from kvtier.cpu.policies import CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.tiering.base import RequestAware
 from kvtier.tiering.block_store import rows_of
+from kvtier.tiering.disk_settings import plan_num_threads
 from kvtier.tiering.envelope import MAX_KEY_BYTES
 from kvtier.tiering.evicting import EvictingTier
 from kvtier.tiering.pooled import PoolOptions, require_lasting_keys
 from kvtier.tiering.slab.book import SlotBook
 from kvtier.tiering.slab.document import write_document
 from kvtier.tiering.slab.opening import open_slab
-from kvtier.tiering.slab.settings import DEFAULT_NUM_THREADS, parse_settings
+from kvtier.tiering.slab.settings import parse_settings
 from kvtier.tiering.slab.space import Space
 from kvtier.tiering.slab.store import SlabBlockStore
 from kvtier.tiering.slab.system import REAL_CALLS, SystemCalls
@@ -31,9 +32,9 @@ TIER_TYPE = "slab"
 
 DEFAULT_POLICY = "lru"
 
-MAX_PART_BYTES = 2**20
-"""Bytes that a thread moves at a stretch, in one call when the slots are neighbours. Less makes more calls; more
-keeps a load waiting behind a store, and the last thread of a job busy alone."""
+MAX_PART_BYTES = 4 * 2**20
+"""Bytes of rows that a thread moves at a stretch. Less seals fewer blocks ahead of their writes; more keeps a load
+waiting behind a store, two milliseconds as it is, and the last thread of a job busy alone."""
 
 MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
@@ -48,7 +49,7 @@ class SlabTier(EvictingTier[Space], RequestAware):
         path: the file, absolute; made when it is missing, in a folder that exists.
         capacity_bytes: the length that the file has at most.
         direct_io: True insists, False avoids it, "auto" takes it where file system and rows allow it.
-        num_threads: threads that move blocks.
+        num_threads: threads that move blocks; None takes eight for direct I/O on large rows, otherwise four.
         clock: seconds, monotonic.
         calls: the system, as far as the file is used.
 
@@ -67,7 +68,7 @@ class SlabTier(EvictingTier[Space], RequestAware):
         path: str | Path,
         capacity_bytes: int | str,
         direct_io: bool | str = "auto",
-        num_threads: int = DEFAULT_NUM_THREADS,
+        num_threads: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         calls: SystemCalls = REAL_CALLS,
     ) -> None:
@@ -80,7 +81,7 @@ class SlabTier(EvictingTier[Space], RequestAware):
             num_threads=num_threads,
             row_bytes=rows.row_bytes,
         )
-        max_part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // own.geometry.slot_bytes))
+        max_part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // rows.row_bytes))
         file = open_slab(own, primary_kv_view, calls)
         self._book = SlotBook(
             own.geometry.num_slots,
@@ -91,7 +92,8 @@ class SlabTier(EvictingTier[Space], RequestAware):
         self._slab = SlabBlockStore(file, rows, self._book, max_part_blocks)
         self._num_slots = self.capacity_blocks = own.geometry.num_slots
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
-        options = PoolOptions(own.num_threads, max_part_blocks, positive_ttl_s=0.0)
+        threads = plan_num_threads(own.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io)
+        options = PoolOptions(threads, max_part_blocks, positive_ttl_s=0.0)
         super().__init__(config, primary_kv_view, self._slab, options, clock)
         write_document(own.path, self._space.namespace)
         self._slab.indexer.start(self._space)
