@@ -46,9 +46,9 @@ PEER_WAIT_S = 1.0
 """Seconds for which a store waits for another job that writes the same block. Shorter reports a block as not stored
 that soon is; longer keeps a thread behind a disk that hangs."""
 
-MAX_WRITE_BYTES = 2**20
-"""Bytes of neighbouring slots that are written with one call. Fewer make more calls; of more, the device finds those
-that were sealed last in a core's cache."""
+MAX_CALL_BYTES = 2**20
+"""Bytes of neighbouring slots that are moved with one call. Fewer make more calls; of more, the device finds those
+that were sealed last in a core's cache, and waits while those that were read are checked."""
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the thread that reads headers is waited for; it stops at its next slot."""
@@ -70,9 +70,9 @@ class SlabBlockStore(BlockStore[Space]):
         self._file = file
         self._rows = rows
         self._max_part_blocks = max_part_blocks
-        self._max_write_blocks = max(1, MAX_WRITE_BYTES // rows.row_bytes)
+        self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
         self._num_ahead = plan_num_ahead(
-            self._max_write_blocks * rows.row_bytes, has_direct_io=file.has_direct_io
+            self._max_call_blocks * rows.row_bytes, has_direct_io=file.has_direct_io
         )
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
@@ -113,7 +113,7 @@ class SlabBlockStore(BlockStore[Space]):
         written: set[OffloadKey] = set()
         try:
             moves = (Move(hold, self._rows.row(slot_of[hold.key])) for hold in plan.holds)
-            runs = join_runs(moves, self._max_write_blocks)
+            runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.holds), is_write=True))
             seal = partial(_seal, pages, space.namespace.digest, plan.oldest_generation)
             for run_pages, run in seal_ahead(runs, seal, self._num_ahead):
@@ -144,7 +144,7 @@ class SlabBlockStore(BlockStore[Space]):
         ]
         failures: dict[OffloadKey, TierFailure] = {}
         try:
-            for run in join_runs(moves, self._max_part_blocks):
+            for run in join_runs(moves, self._max_call_blocks):
                 failures |= self._read(space, run)
             self._erase([move.hold for move in moves if failures.get(move.hold.key) is TierFailure.DAMAGED])
         finally:
