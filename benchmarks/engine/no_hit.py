@@ -1,10 +1,10 @@
 """What kvtier costs when it never helps: prompts that nobody repeats, with it and without, in turns.
 
 Engines of the same model answer prompts in turns: one without kvtier, one with a host tier, one that writes through to
-an fs tier as well, and a second one without, which shows what the method itself sees. An answer of each and the one
-without kvtier in the same round are a pair; the ratio of a pair is what counts, and the upper end of the interval of
-its median has the bar. All that a request makes kvtier store happens while its answer is generated; a note tells how
-much of it was waited for afterwards, untimed, before the next turn.
+an fs tier as well, one that does so to a slab, and a second one without, which shows what the method itself sees. An
+answer of each and the one without kvtier in the same round are a pair; the ratio of a pair is what counts, and the
+upper end of the interval of its median has the bar. All that a request makes kvtier store happens while its answer is
+generated; a note tells how much of it was waited for afterwards, untimed, before the next turn.
 """
 
 import statistics
@@ -36,17 +36,19 @@ NUM_WARMUPS = 3
 HOST_ROOM = "64MiB"
 """Holds eight prompts: it evicts during most of the run."""
 
-FS_ROOM = "256MiB"
+DISK_ROOM = "256MiB"
+"""Holds 32 prompts: what is on the disk leaves it, too, during most of the run."""
+
 DRAIN_S = 120.0
-PLAIN, CONTROL, HOST, FS = "plain", "none: the control", "host", "host and fs"
-BARS = {CONTROL: None, HOST: 1.02, FS: 1.04}
+PLAIN, CONTROL, HOST, FS, SLAB = "plain", "none: the control", "host", "host and fs", "host and slab"
+BARS = {CONTROL: None, HOST: 1.02, FS: 1.04, SLAB: None}
 ANSWER, REST = "answer", "rest"
 
 Settings = dict[str, Any]  # Any: settings of tiers
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield the median ratio of times and the ends of its 95 % interval: control, host, and fs write-through."""
+    """Yield the median ratio of times and the ends of its 95 % interval: control, host, written-through disks."""
     model = make_model()
     num_pairs = NUM_QUICK_PAIRS if options.is_quick else NUM_PAIRS
     numbers = count()
@@ -60,16 +62,23 @@ def measure(options: Options) -> Iterator[Measurement]:
     for name, bar in BARS.items():
         pairs = zip(seconds[ANSWER][name], seconds[ANSWER][PLAIN], strict=True)
         yield from lines_of(name, [with_s / without_s for with_s, without_s in pairs], bar)
-    for name in (HOST, FS):
+    for name in (HOST, FS, SLAB):
         rest_ms = 1e3 * statistics.median(seconds[REST][name])
         options.note(f"{name}: {rest_ms:.1f} ms were waited for between an answer and the next turn (median)")
 
 
 def settings_of(folder: Path) -> Mapping[str, Settings | None]:
     """Return what each engine is given, None for no kvtier. Pure."""
-    tier = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": FS_ROOM}
     host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
-    return {PLAIN: None, CONTROL: None, HOST: host, FS: host | {"secondary_tiers": [tier]}}
+    fs = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": DISK_ROOM}
+    slab = {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": DISK_ROOM}
+    return {
+        PLAIN: None,
+        CONTROL: None,
+        HOST: host,
+        FS: host | {"secondary_tiers": [fs]},
+        SLAB: host | {"secondary_tiers": [slab]},
+    }
 
 
 def answer_next(engine: KVTierEngine, numbers: Iterator[int]) -> Mapping[str, float]:
