@@ -1,5 +1,8 @@
 /* Moving many pages between device tensors in host memory and rows with one call, past the cache where that is wanted.
  *
+ * Threads that make the same call with the same counter share the work without meeting at the interpreter's lock: each
+ * time they met there, one was woken on the other's core and waited for it, while its own stood idle.
+ *
  * It plans nothing: row_copy.py says which pages, and copies with numpy where this could not be compiled. Writing a line
  * of memory the usual way reads it first. A copy of pages that nobody reads soon needs only two thirds of the traffic
  * when its writes bypass the cache, and leaves the cache to the engine.
@@ -115,68 +118,183 @@ static int check_places(const Place *places, Py_ssize_t num_places, const Py_buf
     return 0;
 }
 
-static void move_all(const Place *places, Py_ssize_t num_places, const Py_buffer *pages, const Py_buffer *rows,
-                     int to_rows, CopyPage copy)
+/* The pages of one tensor that move, with views that keep everything alive, cut into parts of some pages. */
+typedef struct {
+    Py_buffer pages, rows, moves;
+    int is_past_cache;
+    Py_ssize_t part_pages;
+    int64_t end_part; /* number of the first part behind this tensor's */
+} Share;
+
+typedef struct {
+    Share *shares;
+    Py_ssize_t num_shares;
+} Transfer;
+
+static Py_ssize_t count_places(const Share *share)
 {
-    Py_ssize_t page_bytes = pages->shape[1];
-    for (Py_ssize_t i = 0; i < num_places; i++) {
-        char *page = (char *)pages->buf + places[i].block * pages->strides[0];
-        char *part = (char *)rows->buf + places[i].slot * rows->strides[0] + places[i].sub_block * page_bytes;
+    return share->moves.len / (Py_ssize_t)sizeof(Place);
+}
+
+static void move_part(const Share *share, Py_ssize_t first, Py_ssize_t end, int to_rows)
+{
+    const Place *places = share->moves.buf;
+    CopyPage copy = share->is_past_cache ? copy_past_cache : copy_cached;
+    Py_ssize_t page_bytes = share->pages.shape[1];
+    for (const Place *place = places + first; place < places + end; place++) {
+        char *page = (char *)share->pages.buf + place->block * share->pages.strides[0];
+        char *part = (char *)share->rows.buf + place->slot * share->rows.strides[0] + place->sub_block * page_bytes;
         copy(to_rows ? part : page, to_rows ? page : part, (size_t)page_bytes);
     }
 }
 
-static int move_viewed(const Py_buffer *pages, const Py_buffer *rows, const Py_buffer *moves, int to_rows,
-                       int is_past_cache)
+/* Takes part after part until none is left; whoever shares the counter takes the others. */
+static void work_off(const Transfer *transfer, int64_t *turn, int to_rows)
 {
-    Py_ssize_t page_bytes = pages->shape[1];
-    if (page_bytes == 0 || rows->shape[1] % page_bytes != 0) {
-        PyErr_Format(PyExc_ValueError, "rows of %zd bytes are not made of pages of %zd", rows->shape[1], page_bytes);
+    const Share *share = transfer->shares, *end = share + transfer->num_shares;
+    int64_t first_part = 0;
+    for (;;) {
+        int64_t part = __atomic_fetch_add(turn, 1, __ATOMIC_RELAXED);
+        for (; share < end && part >= share->end_part; share++)
+            first_part = share->end_part;
+        if (share == end || part < first_part)
+            break;
+        Py_ssize_t first = (Py_ssize_t)(part - first_part) * share->part_pages, num_places = count_places(share);
+        Py_ssize_t rest = num_places - first;
+        move_part(share, first, first + (rest < share->part_pages ? rest : share->part_pages), to_rows);
+    }
+    finish_past_cache();
+}
+
+static int check_share(const Share *share)
+{
+    Py_ssize_t page_bytes = share->pages.shape[1];
+    if (page_bytes == 0 || share->rows.shape[1] % page_bytes != 0) {
+        PyErr_Format(PyExc_ValueError, "rows of %zd bytes are not made of pages of %zd", share->rows.shape[1],
+                     page_bytes);
         return -1;
     }
+    const Py_buffer *moves = &share->moves;
     int is_int64 = moves->itemsize == (Py_ssize_t)sizeof(int64_t) && moves->format != NULL &&
                    (strcmp(moves->format, "l") == 0 || strcmp(moves->format, "q") == 0);
     if (!is_int64 || moves->len % (Py_ssize_t)sizeof(Place) != 0 || (uintptr_t)moves->buf % _Alignof(Place) != 0) {
         PyErr_SetString(PyExc_ValueError, "moves must be block, slot and sub-block of each page, int64");
         return -1;
     }
-    const Place *places = moves->buf;
-    Py_ssize_t num_places = moves->len / (Py_ssize_t)sizeof(Place);
-    if (check_places(places, num_places, pages, rows, rows->shape[1] / page_bytes) < 0)
+    return check_places(moves->buf, count_places(share), &share->pages, &share->rows,
+                        share->rows.shape[1] / page_bytes);
+}
+
+static void release_share(Share *share)
+{
+    PyBuffer_Release(&share->moves);
+    PyBuffer_Release(&share->rows);
+    PyBuffer_Release(&share->pages);
+}
+
+/* Takes views of a tensor's pages, rows and moves; on failure an exception is set and nothing is held. */
+static int take_share(Share *share, PyObject *item, int to_rows)
+{
+    PyObject *pages, *rows, *moves;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "a share must be a tuple of pages, rows, moves and a flag");
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    move_all(places, num_places, pages, rows, to_rows, is_past_cache ? copy_past_cache : copy_cached);
-    if (is_past_cache)
-        finish_past_cache();
-    Py_END_ALLOW_THREADS
+    }
+    if (!PyArg_ParseTuple(item, "OOOp", &pages, &rows, &moves, &share->is_past_cache))
+        return -1;
+    if (take_matrix(pages, &share->pages, !to_rows, "pages") < 0)
+        return -1;
+    if (take_matrix(rows, &share->rows, to_rows, "rows") < 0) {
+        PyBuffer_Release(&share->pages);
+        return -1;
+    }
+    if (PyObject_GetBuffer(moves, &share->moves, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) {
+        PyBuffer_Release(&share->rows);
+        PyBuffer_Release(&share->pages);
+        return -1;
+    }
+    if (check_share(share) == 0)
+        return 0;
+    release_share(share);
+    return -1;
+}
+
+static void release_transfer(Transfer *transfer)
+{
+    while (transfer->num_shares > 0)
+        release_share(&transfer->shares[--transfer->num_shares]);
+    PyMem_Free(transfer->shares);
+}
+
+/* Takes every share and numbers their parts; on failure an exception is set and nothing is held. */
+static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t part_bytes, int to_rows)
+{
+    Py_ssize_t num_items = PySequence_Size(items);
+    if (num_items < 0)
+        return -1;
+    transfer->num_shares = 0;
+    transfer->shares = PyMem_Calloc((size_t)num_items + 1, sizeof(Share));
+    if (transfer->shares == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int64_t end_part = 0;
+    for (Py_ssize_t i = 0; i < num_items; i++) {
+        Share *share = &transfer->shares[i];
+        PyObject *item = PySequence_GetItem(items, i);
+        int failed = item == NULL || take_share(share, item, to_rows) < 0;
+        Py_XDECREF(item);
+        if (failed) {
+            release_transfer(transfer);
+            return -1;
+        }
+        Py_ssize_t part_pages = part_bytes / share->pages.shape[1];
+        share->part_pages = part_pages > 0 ? part_pages : 1;
+        end_part += (count_places(share) + share->part_pages - 1) / share->part_pages;
+        share->end_part = end_part;
+        transfer->num_shares++;
+    }
     return 0;
+}
+
+static int take_turn(PyObject *object, Py_buffer *turn)
+{
+    if (PyObject_GetBuffer(object, turn, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
+        return -1;
+    if (turn->len == (Py_ssize_t)sizeof(int64_t) && (uintptr_t)turn->buf % _Alignof(int64_t) == 0)
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "the turn must be one int64");
+    PyBuffer_Release(turn);
+    return -1;
 }
 
 static PyObject *move_pages(PyObject *module, PyObject *args)
 {
-    PyObject *pages_object, *rows_object, *moves_object;
-    int to_rows, is_past_cache, result = -1;
-    Py_buffer pages, rows, moves;
+    PyObject *items, *turn_object;
+    Py_ssize_t part_bytes;
+    int to_rows;
+    Py_buffer turn;
+    Transfer transfer;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOpp", &pages_object, &rows_object, &moves_object, &to_rows, &is_past_cache))
+    if (!PyArg_ParseTuple(args, "OOnp", &items, &turn_object, &part_bytes, &to_rows))
         return NULL;
-    if (take_matrix(pages_object, &pages, !to_rows, "pages") < 0)
+    if (take_turn(turn_object, &turn) < 0)
         return NULL;
-    if (take_matrix(rows_object, &rows, to_rows, "rows") == 0) {
-        if (PyObject_GetBuffer(moves_object, &moves, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0) {
-            result = move_viewed(&pages, &rows, &moves, to_rows, is_past_cache);
-            PyBuffer_Release(&moves);
-        }
-        PyBuffer_Release(&rows);
+    int failed = take_transfer(&transfer, items, part_bytes, to_rows) < 0;
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        work_off(&transfer, turn.buf, to_rows);
+        Py_END_ALLOW_THREADS
+        release_transfer(&transfer);
     }
-    PyBuffer_Release(&pages);
-    if (result < 0)
+    PyBuffer_Release(&turn);
+    if (failed)
         return NULL;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"move_pages", move_pages, METH_VARARGS, "Copy pages to their places in rows, or back."},
+    {"move_pages", move_pages, METH_VARARGS, "Copy pages to their places in rows, or back, sharing the work."},
     {NULL, NULL, 0, NULL},
 };
 

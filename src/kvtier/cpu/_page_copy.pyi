@@ -1,11 +1,12 @@
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 def move_pages(
-    pages: npt.NDArray[np.int8],
-    rows: npt.NDArray[np.int8],
-    moves: npt.NDArray[np.int64],
+    shares: Sequence[tuple[npt.NDArray[np.int8], npt.NDArray[np.int8], npt.NDArray[np.int64], bool]],
+    turn: npt.NDArray[np.int64],
+    part_bytes: int,
     to_rows: bool,
-    is_past_cache: bool,
     /,
 ) -> None: ...

@@ -1,10 +1,10 @@
 """Copies pages between device tensors in host memory and the rows of the primary tier, several cores at a time.
 
-It plans nothing itself and knows no job. A transfer becomes a list of pieces, each of one ref; the calling
-thread and the helpers take pieces from it until it is empty, so that a core that the engine keeps busy slows
-its own piece and not the transfer. A compiled call moves the pages of a piece; where it could not be compiled numpy
-does, run by run or by index. Both drop the interpreter lock while they copy. torch's own kernels bring a second
-OpenMP team whose idle threads spin and take cores from the engine's.
+It plans nothing itself and knows no job. A transfer becomes a list of pieces; the calling thread and the helpers take
+pieces from it until it is empty, so that a core that the engine keeps busy slows its own piece and not the transfer.
+Where it could be compiled, a piece is a call that shares the whole transfer with the other threads' calls, part by
+part; else each is of one ref, and numpy copies it run by run or by index. Both drop the interpreter lock while they
+copy. torch's own kernels bring a second OpenMP team whose idle threads spin and take cores from the engine's.
 """
 
 import logging
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtier.base import BlockIds
 from kvtier.compiled import report_import_error
 from kvtier.cores import count_usable_cores
+from kvtier.cpu.core_spread import CoreSpread
 from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
 
 try:
@@ -34,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.int8]
 Piece = Callable[[], None]
+Share = tuple[Bytes, Bytes, npt.NDArray[np.int64], bool]
+"""What moves of one ref: its pages, shape (num_blocks, page_bytes); its part of the rows, shape (num_slots,
+num_sub_blocks * page_bytes); block, slot and sub-block of each page, shape (num_pages, 3), contiguous; and whether
+writes bypass the cache."""
 
 MAX_COPY_THREADS = 8
 """Threads that copy one transfer. One core moves about 12 GB/s, a socket's memory is busy with about eight; more would
@@ -41,7 +46,11 @@ only take cores from the engine. 1 leaves half of a two-core machine's bandwidth
 
 PIECE_BYTES = 1 << 20
 """Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the
-end of a transfer."""
+end of a transfer. Compiled, a transfer has as many threads as pieces of this size: waking one takes 50 us."""
+
+PART_BYTES = 256 << 10
+"""Bytes that a thread takes at a time of what compiled calls share. Smaller ones let threads meet at the counter more
+often, larger ones leave a core idle at the end of a transfer."""
 
 GATHER_BELOW_BYTES = 8 << 10
 """Mean bytes of a run below which pages are gathered by index instead of copied run by run. Gathering costs a second
@@ -63,20 +72,19 @@ class PageCalls(Protocol):
     """Many pages moved with one call."""
 
     def move_pages(
-        self, pages: Bytes, rows: Bytes, moves: npt.NDArray[np.int64], to_rows: bool, is_past_cache: bool, /
+        self, shares: Sequence[Share], turn: npt.NDArray[np.int64], part_bytes: int, to_rows: bool, /
     ) -> None:
-        """Copy pages to their places in rows, or back.
+        """Copy pages to their places in rows, or back; returns when no part is left that nobody has taken.
 
         Args:
-            pages: shape (num_blocks, page_bytes).
-            rows: shape (num_slots, num_sub_blocks * page_bytes).
-            moves: block, slot and sub-block of each page, shape (num_pages, 3), contiguous; must not change meanwhile.
+            shares: what to copy; must not change meanwhile.
+            turn: the number of the next part, shape (1,), zero at first; threads with the same one share the work.
+            part_bytes: how much a thread takes at a time.
             to_rows: the direction.
-            is_past_cache: whether writes bypass the cache.
 
         Raises:
-            IndexError: a place that there is not; nothing was copied.
-            ValueError: shapes that do not fit, or a target that is read-only; nothing was copied.
+            IndexError: a place that there is not; this call has copied nothing.
+            ValueError: shapes that do not fit, or a target that is read-only; this call has copied nothing.
         """
 
 
@@ -151,12 +159,14 @@ class RowCopier:
             len(pages) * ref.page_size_bytes for pages, group in by_page for ref in self._refs[group][places]
         )
         is_past_cache = is_store or num_bytes >= LOADED_PAST_CACHE_FROM_BYTES
-        return [
-            partial(ref.move, self._calls, part, is_store=is_store, is_past_cache=is_past_cache)
+        shares = [
+            ref.share(pages, is_past_cache=is_past_cache)
             for pages, group in by_page
             for ref in self._refs[group][places]
-            for part in _split_pages(pages, max(1, PIECE_BYTES // ref.page_size_bytes))
         ]
+        turn = np.zeros(1, np.int64)
+        num_threads = min(1 + self._num_helpers, -(-num_bytes // PIECE_BYTES))
+        return [partial(self._calls.move_pages, shares, turn, PART_BYTES, is_store)] * num_threads
 
     def _plan_with_numpy(self, move: GroupMoves, places: slice, *, is_store: bool) -> Iterator[Piece]:
         factor = self._layout.block_size_factor
@@ -204,7 +214,10 @@ class RowCopier:
             if not self._has_started:
                 self._start_helpers()
         num_helpers = min(self._num_helpers, len(todo) - 1)
-        helpers = [self._helpers.submit(_work_off, todo) for _ in range(num_helpers)]
+        spread = CoreSpread()
+        if num_helpers > 0:
+            spread.join()
+        helpers = [self._helpers.submit(_help, todo, spread) for _ in range(num_helpers)]
         try:
             _work_off(todo)
         finally:
@@ -228,12 +241,10 @@ class _PageCopier:
         self._device_by_page = self._device.view(page)[:, 0]
         self._rows_by_page = self._rows.view(page)[:, :, 0]
 
-    def move(
-        self, calls: PageCalls, places: npt.NDArray[np.int64], *, is_store: bool, is_past_cache: bool
-    ) -> None:
-        """Copy pages, given block, slot and sub-block of each."""
+    def share(self, places: npt.NDArray[np.int64], *, is_past_cache: bool) -> Share:
+        """Return pages that move, given block, slot and sub-block of each."""
         is_past_cache &= self.page_size_bytes >= PAST_CACHE_FROM_BYTES
-        calls.move_pages(self._device, self._parts, places, is_store, is_past_cache)
+        return self._device, self._parts, places, is_past_cache
 
     def copy(self, batch: Sequence["_Rectangle"], *, is_store: bool) -> None:
         """Copy rectangles."""
@@ -271,6 +282,11 @@ class _Scattered(NamedTuple):
     sub_block: int
 
 
+def _help(todo: deque[Piece], spread: CoreSpread) -> None:
+    spread.join()
+    _work_off(todo)
+
+
 def _work_off(todo: deque[Piece]) -> None:
     """Carry out pieces until none is left; an error takes the rest away from everybody."""
     try:
@@ -288,11 +304,6 @@ def _work_off(todo: deque[Piece]) -> None:
 def _places_of_pages(move: GroupMoves, factor: int) -> npt.NDArray[np.int64]:
     """Return block, slot and sub-block of each page, shape (num_pages, 3). Pure."""
     return np.stack([move.device_blocks, *locate(move, factor)], axis=1).astype(np.int64, copy=False)
-
-
-def _split_pages(pages: npt.NDArray[np.int64], max_pages: int) -> Iterator[npt.NDArray[np.int64]]:
-    for at in range(0, len(pages), max_pages):
-        yield pages[at : at + max_pages]
 
 
 def _batch_rectangles(runs: Sequence[Run], factor: int, max_device_blocks: int) -> Iterator[list[_Rectangle]]:
