@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_and_held_no_longer(calls: PageCalls) -> No
 @given(
     page_bytes=st.lists(st.sampled_from([1, 8, 24, 64]), max_size=4),
     nums_pages=st.lists(st.integers(0, NUM_BLOCKS), min_size=4, max_size=4),
-    part_bytes=st.integers(1, 200),
+    part_bytes=st.integers(-3, 200) | st.sampled_from([2**62, 2**63 - 1]),
     first_part=st.integers(-3, 24),
 )
 @settings(deadline=None)

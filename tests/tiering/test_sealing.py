@@ -35,7 +35,9 @@ def test_whoever_stops_writing_seals_no_more() -> None:
         (4096, SEAL_AHEAD_BYTES // 4096),
         (SEAL_AHEAD_BYTES // 4, 4),
         (SEAL_AHEAD_BYTES, 1),
-        (SEAL_AHEAD_BYTES + 4096, 0),
+        (SEAL_AHEAD_BYTES + 4096, 1),
+        (2 * SEAL_AHEAD_BYTES, 1),
+        (2 * SEAL_AHEAD_BYTES + 4096, 0),
         (16 * SEAL_AHEAD_BYTES, 0),
     ],
 )

@@ -248,9 +248,9 @@ static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t part_by
             release_transfer(transfer);
             return -1;
         }
-        Py_ssize_t part_pages = part_bytes / share->pages.shape[1];
+        Py_ssize_t part_pages = part_bytes / share->pages.shape[1], num_places = count_places(share);
         share->part_pages = part_pages > 0 ? part_pages : 1;
-        end_part += (count_places(share) + share->part_pages - 1) / share->part_pages;
+        end_part += num_places / share->part_pages + (num_places % share->part_pages != 0);
         share->end_part = end_part;
         transfer->num_shares++;
     }

@@ -1,8 +1,11 @@
 """Threads that work on one transfer move apart when they find themselves on the same core.
 
-It knows no transfer and keeps nobody anywhere: the system may move a thread again at once. The kernel of a virtual
+It knows no transfer and ties nobody to a core: the system may move a thread again at once. The kernel of a virtual
 machine takes a core that its host has put to sleep for a busy one, and wakes a second thread beside the first; there
 it waits for time slices of 4 ms, as a rule, while the other core sleeps on.
+
+A thread that was moved may afterwards run on the cores that it could run on just then: of cores that its control group
+is given later it learns only if it has never been moved.
 """
 
 import ctypes

@@ -12,18 +12,18 @@ B = TypeVar("B")
 S = TypeVar("S")
 
 SEAL_AHEAD_BYTES = 2**20
-"""Bytes that are sealed between the checksum of a block and its write: about half of a core's cache, and two threads
-share a core. Fewer leave blocks in it; more let the device wait when a thread begins."""
+"""Bytes that are sealed between the checksum of a block and its write, as nearly as whole blocks allow: about half of a
+core's cache, and threads share cores. Fewer leave blocks in it; more let the device wait when a thread begins."""
 
 
 def plan_num_ahead(block_bytes: int, *, has_direct_io: bool) -> int:
     """Return how many blocks are sealed ahead, 0 where a write is a copy by the core that has just read them. Pure.
 
     Args:
-        block_bytes: what is written at a stretch; a larger one than ``SEAL_AHEAD_BYTES`` pushes itself out.
+        block_bytes: what is written at a stretch; one of more than 2 MiB pushes its own beginning out.
         has_direct_io: whether writes bypass the page cache.
     """
-    return SEAL_AHEAD_BYTES // max(1, block_bytes) if has_direct_io else 0
+    return (SEAL_AHEAD_BYTES + block_bytes // 2) // block_bytes if has_direct_io else 0
 
 
 def seal_ahead(blocks: Iterable[B], seal: Callable[[B], S], num_ahead: int) -> Iterator[S]:

@@ -71,9 +71,6 @@ class SlabBlockStore(BlockStore[Space]):
         self._rows = rows
         self._max_part_blocks = max_part_blocks
         self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
-        self._num_ahead = plan_num_ahead(
-            self._max_call_blocks * rows.row_bytes, has_direct_io=file.has_direct_io
-        )
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
 
@@ -116,7 +113,7 @@ class SlabBlockStore(BlockStore[Space]):
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.holds), is_write=True))
             seal = partial(_seal, pages, space.namespace.digest, plan.oldest_generation)
-            for run_pages, run in seal_ahead(runs, seal, self._num_ahead):
+            for run_pages, run in seal_ahead(runs, seal, self._plan_num_ahead(runs)):
                 written.update(self._write(run_pages, run))
         finally:
             self.book.end_store(plan.holds, written)
@@ -180,6 +177,14 @@ class SlabBlockStore(BlockStore[Space]):
             self._erase([run[0].hold])
             return []
         return [move.hold.key for move in run]
+
+    def _plan_num_ahead(self, runs: Sequence[Sequence[Move]]) -> int:
+        """Return how many calls are sealed ahead, more of them where slots are no neighbours."""
+        num_blocks = sum(map(len, runs))
+        if not num_blocks:
+            return 0
+        bytes_a_call = num_blocks * self._rows.row_bytes // len(runs)
+        return plan_num_ahead(bytes_a_call, has_direct_io=self._file.has_direct_io)
 
     def _read(self, space: Space, run: Sequence[Move]) -> dict[OffloadKey, TierFailure]:
         """Read neighbouring slots, and say what is wrong with which; when that fails, each by itself."""
