@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 import pytest
@@ -20,11 +21,6 @@ class FakeThread:
         self.num_moves = 0
         self._is_forbidden = is_forbidden
 
-    def join(self, spread: CoreSpread) -> None:
-        """Join as this thread."""
-        spread._calls = CoreCalls(lambda: self.core, lambda: self.allowed, self.set_allowed)
-        spread.join()
-
     def set_allowed(self, cores: AbstractSet[int]) -> None:
         """Move to the lowest core that is left, if it must."""
         if self._is_forbidden:
@@ -35,38 +31,58 @@ class FakeThread:
             self.num_moves += 1
 
 
-def test_threads_on_one_core_end_on_cores_of_their_own_and_may_run_anywhere() -> None:
-    spread = CoreSpread()
-    threads = [FakeThread(2, {0, 1, 2, 3}) for _ in range(4)]
+class FakeSystem:
+    """Asked of the thread that is running just then."""
+
+    def __init__(self, running: FakeThread) -> None:
+        self.running = running
+
+    def get_core(self) -> int:
+        """Return its core."""
+        return self.running.core
+
+    def get_allowed(self) -> AbstractSet[int]:
+        """Return where it may run."""
+        return self.running.allowed
+
+    def set_allowed(self, cores: AbstractSet[int]) -> None:
+        """Say where it may run."""
+        self.running.set_allowed(cores)
+
+
+def join_all(threads: Sequence[FakeThread]) -> None:
+    """Let each thread join, one after the other."""
+    system = FakeSystem(threads[0])
+    spread = CoreSpread(CoreCalls(system.get_core, system.get_allowed, system.set_allowed))
     for thread in threads:
-        thread.join(spread)
+        system.running = thread
+        spread.join()
+
+
+def test_threads_on_one_core_end_on_cores_of_their_own_and_may_run_anywhere() -> None:
+    threads = [FakeThread(2, {0, 1, 2, 3}) for _ in range(4)]
+    join_all(threads)
     assert {thread.core for thread in threads} == {0, 1, 2, 3}
     assert all(thread.allowed == {0, 1, 2, 3} for thread in threads)
 
 
 def test_threads_on_cores_of_their_own_are_not_moved() -> None:
-    spread = CoreSpread()
     threads = [FakeThread(core, {0, 1, 2}) for core in (1, 0, 2)]
-    for thread in threads:
-        thread.join(spread)
+    join_all(threads)
     assert [thread.core for thread in threads] == [1, 0, 2]
     assert not any(thread.num_moves for thread in threads)
 
 
 def test_with_more_threads_than_cores_the_last_ones_stay() -> None:
-    spread = CoreSpread()
     threads = [FakeThread(0, {0, 1}) for _ in range(3)]
-    for thread in threads:
-        thread.join(spread)
+    join_all(threads)
     assert [thread.core for thread in threads] == [0, 1, 0]
     assert threads[2].allowed == {0, 1}
 
 
 def test_where_it_is_forbidden_a_thread_stays_and_works() -> None:
-    spread = CoreSpread()
     threads = [FakeThread(0, {0, 1}, is_forbidden=True) for _ in range(2)]
-    for thread in threads:
-        thread.join(spread)
+    join_all(threads)
     assert [thread.core for thread in threads] == [0, 0]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, make_config, make_rows
+from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
 from kvtier.tiering.fs import FSTier
 
 HANG_GUARD_S = 60.0
@@ -24,10 +24,10 @@ def start_tier(root: Path) -> Iterator[StartTier]:
     """Build tiers that know what is in the directory, with something that drives them."""
     drivers: list[TierDriver] = []
 
-    def start(model: str = "model-a", *, row_bytes: int = ROW_BYTES, **options: object) -> TierDriver:
+    def start(model: str = "model-a", **options: object) -> TierDriver:
         arguments = {"root_dir": root, "capacity_bytes": "4MiB"} | options
-        rows = make_rows(row_bytes=row_bytes)
-        tier = FSTier(make_config(model, row_bytes), rows, **arguments)  # type: ignore[arg-type]  # a test's own options
+        rows = make_rows()
+        tier = FSTier(make_config(model), rows, **arguments)  # type: ignore[arg-type]  # a test's own options
         assert tier.wait_indexed(HANG_GUARD_S)
         drivers.append(TierDriver(tier, rows))
         return drivers[-1]
