@@ -31,7 +31,7 @@ from benchmarks.harness.disk_case import (
 )
 from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, RoundCount, fixed, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
@@ -41,7 +41,6 @@ from benchmarks.harness.tier_jobs import (
     make_rows,
     move_blocks,
     rates_of,
-    whole_turns,
     write_back,
 )
 from kvtier.namespace import make_namespace
@@ -82,14 +81,12 @@ MakeSet = Callable[[int], FileSet]
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, block size, jobs, threads and kind of I/O, then what the envelope costs."""
     peers = find_disk_peers(options.note)
-    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
     with options.new_folder() as folder:
         spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
-            yield from measure_case(
-                case, folder, case.rounds_of(num_rounds), peers if case.is_usual else DiskPeers()
-            )
-        num_rounds = NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS
+            yield from measure_case(case, folder, num_rounds, peers if case.is_usual else DiskPeers())
+        num_rounds = fixed(NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS)
         for is_direct, num_threads in plan_envelopes():
             case = DiskCase(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads)
             yield from measure_envelope(case, folder, num_rounds)
@@ -114,14 +111,16 @@ def bar_of(case: DiskCase, operation: str) -> Bar | None:
     return Bar(vllm_fs.NAME, ONE_JOB_PUT_BAR) if is_one_put else None
 
 
-def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Iterator[Measurement]:
+def measure_case(
+    case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers
+) -> Iterator[Measurement]:
     """Run tier, floors and peers in turns; empty files stay in ``folder``."""
     rounds = run_cold(case, folder, num_rounds) if case.is_cold else run_warm(case, folder, num_rounds, peers)
     for operation, values in rounds.items():
         yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
 
 
-def run_warm(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Rounds:
+def run_warm(case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers) -> Rounds:
     """Let tier, floors and peers take turns at writing and reading."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -136,12 +135,12 @@ def run_warm(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) ->
             make_own = files_of_floor(place / name, case.num_blocks)
             contestants[name] = floor_of(floor, make_own, make_set)
         contestants |= peers.open(case, rows, place, ends, is_direct=case.is_direct)
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     empty_files(place.rglob("*.kv"))
     return rounds
 
 
-def run_cold(case: DiskCase, folder: Path, num_rounds: int) -> Rounds:
+def run_cold(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Rounds:
     """Let tier and floor take turns at reading what the page cache has forgotten."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -168,7 +167,7 @@ def run_cold(case: DiskCase, folder: Path, num_rounds: int) -> Rounds:
             move_blocks(tier, files.keys, case.num_jobs, is_promotion=True)
 
         contestants = {OURS: reading(load), FLOOR: reading(floor.get)}
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     empty_files(place.rglob("*.kv"))
     return rounds
 
@@ -258,7 +257,7 @@ def start_tier(case: DiskCase, rows: memoryview, root: Path) -> FSTier:
     return tier
 
 
-def measure_envelope(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[Measurement]:
+def measure_envelope(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Iterator[Measurement]:
     """Let the floors take turns; yield which share of the sealed one's time is seal, checksum and check."""
     rows = make_rows(ENVELOPE_BLOCKS, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -276,7 +275,7 @@ def measure_envelope(case: DiskCase, folder: Path, num_rounds: int) -> Iterator[
             contestants[name] = floor_of(floor, make_own, make_read)
         for number in range(NUM_ENVELOPE_SETS):
             floor.put(make_read(number))
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     for number in range(NUM_ENVELOPE_SETS):
         make_read(number).empty()
     for operation, values in rounds.items():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.harness.chats import make_chats
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, fixed, run_rounds
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.hazard import HazardCachePolicy
@@ -57,7 +57,7 @@ def measure(*, is_quick: bool) -> Iterator[Measurement]:
         OURS: partial(cost_once, arrivals, num_blocks, "hazard"),
         LRU: partial(cost_once, arrivals, num_blocks, "lru"),
     }
-    rounds = run_rounds(contestants, QUICK_ROUNDS if is_quick else NUM_ROUNDS)[COST]
+    rounds = run_rounds(contestants, fixed(QUICK_ROUNDS if is_quick else NUM_ROUNDS))[COST]
     labels: dict[str, str | int] = {"operation": "whole requests", "policy": "hazard", "blocks": num_blocks}
     yield Measurement(labels, COST, Better.LOWER, rounds, Bar(None, COST_BAR_US))
     times = tuple(ours / lru for ours, lru in zip(rounds[OURS], rounds[LRU], strict=True))

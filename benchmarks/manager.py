@@ -18,9 +18,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds
 from benchmarks.harness.suite import Options
-from benchmarks.harness.tier_jobs import whole_turns
 from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
@@ -115,7 +114,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
     for num_blocks, num_rounds in rounds_of_capacity.items():
         for policy in POLICIES:
-            yield from measure_speed(num_blocks, policy, num_rounds, vllm)
+            yield from measure_speed(num_blocks, policy, options.count_rounds(num_rounds, num_rounds), vllm)
     for num_blocks in QUICK_ROUNDS_OF_CAPACITY if options.is_quick else MEMORY_CAPACITIES:
         yield from measure_memory(num_blocks)
 
@@ -143,7 +142,9 @@ def find_vllm() -> Maker | None:
     return Maker(manager, lambda: base.ReqContext("benchmark"))
 
 
-def measure_speed(num_blocks: int, policy: str, num_rounds: int, vllm: Maker | None) -> Iterator[Measurement]:
+def measure_speed(
+    num_blocks: int, policy: str, num_rounds: RoundCount, vllm: Maker | None
+) -> Iterator[Measurement]:
     """Time the three operations for each contestant in turn, on new books each time."""
     batches = make_batches(2 * num_blocks)
     makers = {OURS: Maker(CPUOffloadingManager, make_request), FLOOR: Maker(Floor, make_request)}
@@ -153,7 +154,6 @@ def measure_speed(num_blocks: int, policy: str, num_rounds: int, vllm: Maker | N
         name: partial(rates_once, maker, num_blocks, policy, batches) for name, maker in makers.items()
     }
     # Nothing is warm in new books: no round is for warming.
-    num_rounds = whole_turns(num_rounds, len(contestants))
     for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
         has_bar = policy == "lru" and num_blocks == BAR_CAPACITY
         labels: dict[str, str | int] = {"operation": operation, "policy": policy, "blocks": num_blocks}

@@ -20,9 +20,9 @@ import torch
 from benchmarks.harness import lmcache_local
 from benchmarks.harness.lmcache_local import LMCacheCPU
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds
 from benchmarks.harness.suite import Options
-from benchmarks.harness.tier_jobs import make_keys, rates_of, whole_turns
+from benchmarks.harness.tier_jobs import make_keys, rates_of
 from kvtier.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -43,7 +43,7 @@ TOTAL_BYTES = 128 << 20
 
 BLOCK_SIZES_BYTES = (64 << 10, 1 << 20, 4 << 20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 30, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 3
 
 
 class Primary:
@@ -98,12 +98,12 @@ def measure(options: Options) -> Iterator[Measurement]:
     obstacle = lmcache_local.find_obstacle()
     if obstacle is not None:
         options.note(obstacle)
-    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
         yield from measure_size(block_bytes, num_rounds, has_lmcache=obstacle is None)
 
 
-def measure_size(block_bytes: int, num_rounds: int, *, has_lmcache: bool) -> Iterator[Measurement]:
+def measure_size(block_bytes: int, num_rounds: RoundCount, *, has_lmcache: bool) -> Iterator[Measurement]:
     """Let primary tier, plain copies and LMCache take turns."""
     num_blocks = TOTAL_BYTES // block_bytes
     device = torch.randint(-128, 128, (2 * num_blocks, block_bytes), dtype=torch.int8)
@@ -121,7 +121,7 @@ def measure_size(block_bytes: int, num_rounds: int, *, has_lmcache: bool) -> Ite
             peer = LMCacheCPU([device[number] for number in sources], [device[number] for number in targets])
             ends.callback(peer.close)
             contestants[lmcache_local.CPU_NAME] = lambda: peer.run(make_keys(num_blocks, next(generations)))
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     for operation, values in rounds.items():
         labels: dict[str, str | int] = {
             "operation": operation,

@@ -81,7 +81,9 @@ def measure(options: Options) -> Iterator[Measurement]:
             contestants: dict[str, Contestant] = {
                 name: partial(rates_once, make, batches) for name, make in makers.items()
             }
-            for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
+            for operation, values in run_rounds(
+                contestants, options.count_rounds(num_rounds, num_rounds), num_warmups=0
+            ).items():
                 labels: dict[str, str | int] = {
                     "operation": operation,
                     "policy": policy,

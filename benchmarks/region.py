@@ -20,9 +20,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
-from benchmarks.harness.rounds import run_rounds, timed
+from benchmarks.harness.rounds import RoundCount, run_rounds, timed
 from benchmarks.harness.suite import Options
-from benchmarks.harness.tier_jobs import whole_turns
 from kvtier.cores import count_usable_cores
 from kvtier.cpu.prefault import CHUNK_BYTES, MAX_PREFAULT_THREADS, prefault
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
@@ -44,15 +43,13 @@ def measure(options: Options) -> Iterator[Measurement]:
     num_bytes = QUICK_REGION_BYTES if options.is_quick else REGION_BYTES
     for num_cores in sorted({1, count_usable_cores()}):
         try:
-            yield from measure_cores(
-                num_cores, num_bytes, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
-            )
+            yield from measure_cores(num_cores, num_bytes, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
         except RegionMemoryError as error:
             options.note(f"no region of {num_bytes >> 20} MiB could be measured: {error}")
             return
 
 
-def measure_cores(num_cores: int, num_bytes: int, num_rounds: int) -> Iterator[Measurement]:
+def measure_cores(num_cores: int, num_bytes: int, num_rounds: RoundCount) -> Iterator[Measurement]:
     """Let regions and touched memory take turns on so many cores.
 
     Raises:
@@ -66,7 +63,7 @@ def measure_cores(num_cores: int, num_bytes: int, num_rounds: int) -> Iterator[M
             FLOOR: lambda: dict.fromkeys(OPERATIONS, timed(lambda: fill(touched, num_bytes))),
             LAZILY: lambda: time_region(num_bytes, is_prefaulted=False),
         }
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     for operation in OPERATIONS:
         values = {
             name: tuple(1e3 * seconds * 2**30 / num_bytes for seconds in times)

@@ -28,7 +28,7 @@ from benchmarks.harness.disk_case import (
 )
 from benchmarks.harness.disk_peers import DiskPeers, find_disk_peers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
@@ -39,7 +39,6 @@ from benchmarks.harness.tier_jobs import (
     make_rows,
     move_blocks,
     rates_of,
-    whole_turns,
     write_back,
 )
 from kvtier.base import OffloadKey
@@ -93,14 +92,12 @@ class Floor:
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, block size, jobs, threads and kind of I/O."""
     peers = find_disk_peers(options.note)
-    num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+    num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
     with options.new_folder() as folder:
         spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
             has_peers = case.is_usual and case.is_direct
-            yield from measure_case(
-                case, folder, case.rounds_of(num_rounds), peers if has_peers else DiskPeers()
-            )
+            yield from measure_case(case, folder, num_rounds, peers if has_peers else DiskPeers())
 
 
 def bar_of(case: DiskCase) -> Bar | None:
@@ -109,7 +106,9 @@ def bar_of(case: DiskCase) -> Bar | None:
     return Bar(FLOOR, BAR_RATIO) if has_one else None
 
 
-def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers) -> Iterator[Measurement]:
+def measure_case(
+    case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers
+) -> Iterator[Measurement]:
     """Run tier, floor and peers in turns; empty files of peers stay in ``folder``."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
@@ -135,7 +134,7 @@ def measure_case(case: DiskCase, folder: Path, num_rounds: int, peers: DiskPeers
                 FLOOR: lambda: rates_of(rows.nbytes, floor.put, floor.get),
             }
         contestants |= peers.open(case, rows, place, ends, is_direct=True)
-        rounds = run_rounds(contestants, whole_turns(num_rounds, len(contestants)))
+        rounds = run_rounds(contestants, num_rounds)
     for operation, values in rounds.items():
         yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case))
 

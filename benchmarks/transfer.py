@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.rounds import RoundCount, run_rounds
 from benchmarks.harness.suite import Options
 from kvtier.base import (
     CanonicalKVCacheRef,
@@ -81,15 +81,14 @@ def measure(options: Options) -> Iterator[Measurement]:
         for row_kib, num_layers in QUICK_SHAPES if options.is_quick else SHAPES:
             for is_scattered in (False, True):
                 shape = Shape(device, row_kib << 10, num_layers, is_scattered)
-                num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+                num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
                 yield from measure_shape(shape, num_rounds, note)
 
 
-def measure_shape(shape: Shape, num_rounds: int, note: Callable[[str], None]) -> Iterator[Measurement]:
+def measure_shape(shape: Shape, num_rounds: RoundCount, note: Callable[[str], None]) -> Iterator[Measurement]:
     """Let handlers and plain copies take turns, each first equally often."""
     with _contestants(shape, note) as contestants:
-        num_turns = max(1, num_rounds // len(contestants)) * len(contestants)
-        rounds = run_rounds({name: _rates_of(copies) for name, copies in contestants.items()}, num_turns)
+        rounds = run_rounds({name: _rates_of(copies) for name, copies in contestants.items()}, num_rounds)
     for operation, values in rounds.items():
         labels: dict[str, str | int] = {
             "operation": operation,

@@ -24,7 +24,7 @@ from benchmarks.harness.suite import Options
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 
-ROUNDS_OF_LENGTH = {256: 7, 512: 7, 1024: 7, 2048: 5, 4096: 3, 8192: 2}
+ROUNDS_OF_LENGTH = {256: 9, 512: 9, 1024: 9, 2048: 6, 4096: 5, 8192: 4}
 """Prefix in tokens -> rounds that count. Few of the long ones: computing them is what takes the time."""
 
 QUICK_ROUNDS_OF_LENGTH = {512: 3, 1024: 3}
@@ -39,7 +39,7 @@ LIGHT_KV_HEADS = 2
 """Of a model with 4 KiB of KV a token, whose hits in host memory have a bar of their own."""
 
 LIGHT_TOKENS, QUICK_LIGHT_TOKENS = 2048, 512
-NUM_LIGHT_ROUNDS, NUM_QUICK_LIGHT_ROUNDS = 7, 3
+NUM_LIGHT_ROUNDS, NUM_QUICK_LIGHT_ROUNDS = 11, 3
 MAX_LIGHT_RATIO = 1.15
 
 COPY_FACTOR = 1.5

@@ -20,9 +20,8 @@ from transformers import LlamaForCausalLM
 from benchmarks.engine.models import BLOCK_SIZE_TOKENS, make_model, make_prompt
 from benchmarks.harness.interval import lines_of
 from benchmarks.harness.measurement import Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds, timed
+from benchmarks.harness.rounds import Contestant, fixed, run_rounds, timed
 from benchmarks.harness.suite import Options
-from benchmarks.harness.tier_jobs import whole_turns
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
 
 PROMPT_TOKENS = 512
@@ -57,8 +56,7 @@ def measure(options: Options) -> Iterator[Measurement]:
             name: partial(answer_next, ends.enter_context(open_engine(model, settings)), numbers)
             for name, settings in settings_of(folder).items()
         }
-        num_rounds = whole_turns(num_pairs, len(contestants))
-        seconds = run_rounds(contestants, num_rounds, num_warmups=NUM_WARMUPS)
+        seconds = run_rounds(contestants, fixed(num_pairs), num_warmups=NUM_WARMUPS)
     for name, bar in BARS.items():
         pairs = zip(seconds[ANSWER][name], seconds[ANSWER][PLAIN], strict=True)
         yield from lines_of(name, [with_s / without_s for with_s, without_s in pairs], bar)

@@ -6,7 +6,7 @@ from functools import partial
 
 from benchmarks.growth.factor import growth_of
 from benchmarks.harness.measurement import OURS, Better, Measurement
-from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.rounds import fixed, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.manager import Maker, make_batches, make_request, rates_once
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -29,7 +29,7 @@ def measure(options: Options) -> Iterator[Measurement]:
         for policy in (name for name, largest in LARGEST_OF_POLICY.items() if num_blocks <= largest):
             maker = Maker(CPUOffloadingManager, make_request)
             run = partial(rates_once, maker, num_blocks, policy, batches)
-            for operation, values in run_rounds({OURS: run}, num_rounds, num_warmups=0).items():
+            for operation, values in run_rounds({OURS: run}, fixed(num_rounds), num_warmups=0).items():
                 times_ns = tuple(1e6 / rate for rate in values[OURS])
                 costs_ns.setdefault((operation, policy), {})[num_blocks] = statistics.median(times_ns)
                 labels: dict[str, str | int] = {

@@ -48,7 +48,7 @@ def measure(options: Options) -> Iterator[Measurement]:
         generations = count()
         run = partial(times_once, num_tiers, generations)
         for operation, values in run_rounds(
-            {OURS: run}, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+            {OURS: run}, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
         ).items():
             share_us = statistics.median(values[OURS]) / num_tiers
             costs_us.setdefault(operation, {})[num_tiers] = share_us

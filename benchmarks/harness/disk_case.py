@@ -9,10 +9,6 @@ MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""
 
 MANY_JOBS, ONE_JOB = 8, 1
-SMALL_FACTOR, BUFFERED_FACTOR = 3, 2
-"""How many times as many rounds small blocks have, and others through a warm page cache. Their rounds take milliseconds
-or tens of them, which vary more than what takes longer."""
-
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 BAR_BLOCK_BYTES = 2**20
@@ -48,12 +44,6 @@ class DiskCase:
     def is_usual(self) -> bool:
         """Whether a peer that cannot be told about threads and the page cache does the same work."""
         return self.has_usual_threads and not self.is_cold
-
-    def rounds_of(self, num_rounds: int) -> int:
-        """Return how many rounds this case has where large blocks that a device moves have ``num_rounds``."""
-        if self.num_blocks * self.block_bytes < MAX_BYTES:
-            return SMALL_FACTOR * num_rounds
-        return num_rounds if self.is_direct or self.is_cold else BUFFERED_FACTOR * num_rounds
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

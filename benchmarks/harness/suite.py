@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness.measurement import Measurement
+from benchmarks.harness.rounds import MOST_FACTOR, RoundCount, fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class Options:
     is_quick: bool
     folder: Path | None
     note: Callable[[str], None]
+
+    def count_rounds(self, num_rounds: int, num_quick_rounds: int) -> RoundCount:
+        """Return how many rounds count: the quick ones and no more, else at least ``num_rounds``. Pure."""
+        if self.is_quick:
+            return fixed(num_quick_rounds)
+        return RoundCount(num_rounds, MOST_FACTOR * num_rounds)
 
     @contextmanager
     def new_folder(self) -> Iterator[Path]:

@@ -116,8 +116,3 @@ def drop_page_cache(paths: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-def whole_turns(num_rounds: int, num_contestants: int) -> int:
-    """Return the least number of rounds, ``num_rounds`` or more, in which each begins equally often. Pure."""
-    return -(-num_rounds // num_contestants) * num_contestants

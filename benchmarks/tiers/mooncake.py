@@ -21,7 +21,7 @@ from mooncake.store import MooncakeDistributedStore
 
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
 from benchmarks.harness.native_noise import native_noise_hidden
-from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.rounds import RoundCount, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
@@ -179,14 +179,16 @@ def open_master(folder: Path) -> Iterator[str]:
 def measure(options: Options, place: Place) -> Iterator[Measurement]:
     """Yield rates by direction and block size."""
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
-        rounds = run_size(block_bytes, place, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+        rounds = run_size(block_bytes, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
         for operation, values in rounds.items():
             together = f"{batch_blocks(block_bytes)} a batch"
             labels = labels_of("mooncake", operation, block_bytes, DEFAULT_NUM_THREADS, together)
             yield Measurement(labels, "MiB/s", Better.HIGHER, values, Bar(FLOOR, BAR_RATIO))
 
 
-def run_size(block_bytes: int, place: Place, num_rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
+def run_size(
+    block_bytes: int, place: Place, num_rounds: RoundCount
+) -> dict[str, dict[str, tuple[float, ...]]]:
     """Let tier and floors take turns on the same rows, each with its own store."""
     rows = make_rows(min(MAX_BLOCKS, MAX_BYTES // block_bytes), block_bytes)
     with ExitStack() as ends:

@@ -20,7 +20,7 @@ import obstore
 from obstore.store import S3Store
 
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
-from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.rounds import RoundCount, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
@@ -121,14 +121,14 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
         for blocks_per_object, num_threads in ((1, NUM_THREADS), (BLOCKS_PER_GROUP, GROUPED_THREADS)):
             case = Case(block_bytes, blocks_per_object, num_threads)
-            rounds = run_case(case, place, NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+            rounds = run_case(case, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
             for operation, values in rounds.items():
                 together = f"{blocks_per_object} an object"
                 labels = labels_of("obj", operation, block_bytes, num_threads, together)
                 yield Measurement(labels, "MiB/s", Better.HIGHER, values)
 
 
-def run_case(case: Case, place: Place, num_rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
+def run_case(case: Case, place: Place, num_rounds: RoundCount) -> dict[str, dict[str, tuple[float, ...]]]:
     """Run tier and floor in turns, each round with blocks of its own."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     generations = count()

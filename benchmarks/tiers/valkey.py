@@ -18,7 +18,7 @@ from pathlib import Path
 from redis import Redis
 
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better, Measurement
-from benchmarks.harness.rounds import Contestant, run_rounds
+from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import (
     HANG_GUARD_S,
@@ -58,7 +58,7 @@ def open_server(folder: Path) -> AbstractContextManager[Place]:
 def measure(options: Options, place: Place) -> Iterator[Measurement]:
     """Yield rates of the tier and of its bare data path, by direction and block size."""
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
-        rounds = run_size(block_bytes, place["url"], NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+        rounds = run_size(block_bytes, place["url"], options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
         together = f"{len(make_parts(block_bytes)[0])} a batch"
         for operation, values in rounds.items():
             bar = Bar(FLOOR, BARS[operation]) if block_bytes >= BAR_BLOCK_BYTES else None
@@ -69,7 +69,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
             yield Measurement(labels, "MiB/s", Better.HIGHER, of_path, Bar(REDIS_PY, PATH_BAR))
 
 
-def run_size(block_bytes: int, url: str, num_rounds: int) -> dict[str, dict[str, tuple[float, ...]]]:
+def run_size(block_bytes: int, url: str, num_rounds: RoundCount) -> dict[str, dict[str, tuple[float, ...]]]:
     """Let every contestant write and read all blocks in turns; each begins with an empty server."""
     view = make_rows(NUM_BLOCKS, block_bytes)
     rows = flat_rows(view)

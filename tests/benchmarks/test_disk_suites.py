@@ -16,6 +16,7 @@ from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
 from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase, plan_cases
 from benchmarks.harness.disk_peers import DiskPeers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better
+from benchmarks.harness.rounds import fixed
 from benchmarks.harness.tier_jobs import make_keys, make_rows, move_blocks
 from kvtier.base import OffloadKey
 from kvtier.tiering.base import SecondaryTierManager
@@ -71,27 +72,11 @@ def test_blocks_of_a_round_fit_its_room_and_fill_their_jobs(block_bytes: int) ->
     assert case.labels("put")["jobs"] == f"8 of {case.num_blocks // 8}"
 
 
-@pytest.mark.parametrize(
-    ("block_bytes", "is_direct", "is_cold", "num_rounds"),
-    [
-        (64 * 2**10, True, False, 27),
-        (64 * 2**10, False, True, 27),
-        (2**20, True, False, 9),
-        (2**20, False, True, 9),
-        (2**20, False, False, 18),
-    ],
-)
-def test_short_rounds_are_more(block_bytes: int, is_direct: bool, is_cold: bool, num_rounds: int) -> None:
-    case = DiskCase(block_bytes, 8, is_direct, num_threads=4, is_cold=is_cold)
-
-    assert case.rounds_of(9) == num_rounds
-
-
 @pytest.mark.parametrize("suite", [fs, slab])
 def test_a_warm_case_has_puts_and_gets_of_ours_and_the_floor(suite: ModuleType, tmp_path: Path) -> None:
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2, has_usual_threads=False)
 
-    put, get = suite.measure_case(case, tmp_path, 3, DiskPeers())
+    put, get = suite.measure_case(case, tmp_path, fixed(3), DiskPeers())
 
     for operation, measurement in (("put", put), ("get", get)):
         assert measurement.labels == {
@@ -132,7 +117,7 @@ def test_the_tier_has_as_many_threads_as_the_line_says(
 
     monkeypatch.setattr(suite, "move_blocks", watching_move_blocks)
 
-    list(suite.measure_case(case, tmp_path, 1, DiskPeers()))
+    list(suite.measure_case(case, tmp_path, fixed(1), DiskPeers()))
 
     assert len(found) == num_threads
 
@@ -143,7 +128,7 @@ def test_a_cold_case_has_gets_alone_and_everyone_reads_the_device(suite: ModuleT
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=4, is_cold=True)
     before = num_bytes_read_from_devices()
 
-    (get,) = suite.measure_case(case, tmp_path, 3, DiskPeers())
+    (get,) = suite.measure_case(case, tmp_path, fixed(3), DiskPeers())
 
     num_read_bytes = num_bytes_read_from_devices() - before
     assert (get.labels["operation"], get.labels["I/O"]) == ("get", "buffered, cold")
@@ -166,7 +151,7 @@ def test_the_envelopes_share_is_of_the_time_with_it(floor: float, sealed: float,
 def test_the_envelope_is_measured_in_per_cent_of_puts_and_gets(tmp_path: Path) -> None:
     case = DiskCase(BLOCK_BYTES, MANY_JOBS, is_direct=False, num_threads=2)
 
-    put, get = fs.measure_envelope(case, tmp_path, 3)
+    put, get = fs.measure_envelope(case, tmp_path, fixed(3))
 
     for operation, measurement in (("put", put), ("get", get)):
         assert measurement.labels["operation"] == operation
@@ -180,7 +165,7 @@ def test_with_direct_io_the_envelope_has_a_bar(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "O_DIRECT", 0)  # the folder of a test may be one in memory
     case = DiskCase(BLOCK_BYTES, MANY_JOBS, is_direct=True, num_threads=4)
 
-    bars = [line.bar for line in fs.measure_envelope(case, tmp_path, 2)]
+    bars = [line.bar for line in fs.measure_envelope(case, tmp_path, fixed(2))]
 
     assert bars == [Bar(None, 10.0)] * 2
 

@@ -7,6 +7,7 @@ from tests.benchmarks.fake_lmcache import FakeLMCache
 from benchmarks import memory
 from benchmarks.harness import lmcache_local
 from benchmarks.harness.measurement import FLOOR, OURS
+from benchmarks.harness.rounds import fixed
 from benchmarks.harness.tier_jobs import make_keys
 
 BLOCK_BYTES = 4096
@@ -34,7 +35,7 @@ def test_those_take_part_that_are_there(has_lmcache: bool, monkeypatch: pytest.M
     FakeLMCache().install(monkeypatch)
     monkeypatch.setattr(memory, "TOTAL_BYTES", 8 * BLOCK_BYTES)
 
-    measured = list(memory.measure_size(BLOCK_BYTES, 1, has_lmcache=has_lmcache))
+    measured = list(memory.measure_size(BLOCK_BYTES, fixed(1), has_lmcache=has_lmcache))
 
     contestants = {OURS, FLOOR} | ({lmcache_local.CPU_NAME} if has_lmcache else set())
     assert [one.labels["operation"] for one in measured] == ["put", "get"]

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import region
 from benchmarks.harness.measurement import FLOOR, OURS
+from benchmarks.harness.rounds import fixed
 from benchmarks.harness.suite import Options
 from kvtier.cpu.prefault import CHUNK_BYTES
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
@@ -33,7 +34,7 @@ def num_regions_open() -> int:
 def test_each_operation_has_times_of_ours_and_the_floor_and_stores_of_the_lazy_one() -> None:
     cores = os.sched_getaffinity(0)
 
-    lines = list(region.measure_cores(1, SMALL_BYTES, 2))
+    lines = list(region.measure_cores(1, SMALL_BYTES, fixed(2)))
 
     assert [line.labels for line in lines] == [
         {"operation": operation, "cores": 1} for operation in region.OPERATIONS

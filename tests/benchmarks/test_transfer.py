@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import transfer
 from benchmarks.harness.measurement import FLOOR, OURS
+from benchmarks.harness.rounds import fixed
 from kvtier.config import CudaCopier
 
 ROW_BYTES = 8192
@@ -31,7 +32,7 @@ def test_each_way_that_is_there_takes_part_and_the_others_are_named(
     notes: list[str] = []
     shape = transfer.Shape(device, ROW_BYTES, num_layers=2, is_scattered=True)
 
-    measured = list(transfer.measure_shape(shape, 2, notes.append))
+    measured = list(transfer.measure_shape(shape, fixed(2), notes.append))
 
     assert [one.labels["operation"] for one in measured] == ["store", "load"]
     missing = {way for way in WAYS if any(f"cuda_copier={way!r}" in note for note in notes)}

@@ -1,4 +1,4 @@
-"""Rates are of puts and gets alone; the page cache forgets; everybody begins equally often."""
+"""Rates are of puts and gets alone; the page cache forgets."""
 
 import ctypes
 import mmap
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.tier_jobs import cold_rate_of, drop_page_cache, rates_of, whole_turns, write_back
+from benchmarks.harness.tier_jobs import cold_rate_of, drop_page_cache, rates_of, write_back
 
 PAGE_BYTES = 4096
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -102,13 +102,3 @@ def test_files_are_forgotten_by_the_page_cache_and_keep_their_bytes(tmp_path: Pa
 
     assert [is_cached(path) for path in paths] == [False, False, True]
     assert [path.read_bytes() for path in paths] == [path.name.encode() * PAGE_BYTES for path in paths]
-
-
-@pytest.mark.parametrize(
-    ("num_rounds", "num_contestants", "expected"),
-    [(9, 3, 9), (9, 4, 12), (9, 5, 10), (9, 2, 10), (1, 1, 1), (1, 4, 4), (12, 4, 12)],
-)
-def test_rounds_are_enough_and_each_begins_equally_often(
-    num_rounds: int, num_contestants: int, expected: int
-) -> None:
-    assert whole_turns(num_rounds, num_contestants) == expected
