@@ -8,8 +8,9 @@ threads, so they stay away where these are changed.
 
 Each contestant writes files of its own; in a round the tier and the floors read the same ones, which the tier wrote a
 round ago: where on a disk a file lies decides how fast it is read. Peers read what they have just written. Nothing is
-removed while anything is measured: files are cut to no length instead. Cold reads are of a few sets of files, written
-back before the first of them, and the page cache forgets a set before each.
+removed while that is measured: files are cut to no length instead. Cold reads are of a few sets of files, written
+back before the first of them, and the page cache forgets a set before each. Puts into a full directory, where blocks
+have to leave, come last.
 """
 
 import tempfile
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from benchmarks import fs_full
 from benchmarks.harness import vllm_fs
 from benchmarks.harness.block_files import FileSet, RawFiles, empty_files, spread_folders
 from benchmarks.harness.disk_case import (
@@ -90,6 +92,7 @@ def measure(options: Options) -> Iterator[Measurement]:
         for is_direct, num_threads in plan_envelopes():
             case = DiskCase(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads)
             yield from measure_envelope(case, folder, num_rounds)
+        yield from fs_full.measure(options, folder)
 
 
 def plan_envelopes() -> Sequence[tuple[bool, int]]:

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from tests.benchmarks.harness.test_tier_jobs import is_cached
 
-from benchmarks import fs, slab
+from benchmarks import fs, fs_full, slab
 from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
 from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase, plan_cases
 from benchmarks.harness.disk_peers import DiskPeers
@@ -295,3 +295,23 @@ def test_a_folder_that_cannot_be_spread_is_left_alone() -> None:
     spread_folders(folder)
 
     assert folder.is_dir()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_in_a_full_directory_each_put_takes_the_place_of_older_blocks(
+    tmp_path: Path, is_direct: bool
+) -> None:
+    case = DiskCase(BLOCK_BYTES, 8, is_direct, num_threads=2)
+
+    measured = fs_full.measure_case(case, tmp_path / "full", fixed(3))
+
+    assert {name: len(values) for name, values in measured.values.items()} == {
+        OURS: 3,
+        FLOOR: 3,
+        fs_full.REMOVED: 3,
+    }
+    assert all(rate > 0 for values in measured.values.values() for rate in values)
+    most = fs_full.NUM_SETS * case.num_blocks
+    for name in ("tier", FLOOR, fs_full.REMOVED):
+        files = [path for path in (tmp_path / "full" / name).rglob("*") if path.stat().st_size > BLOCK_BYTES]
+        assert 0.9 * most <= len(files) <= most

@@ -36,6 +36,18 @@ class Way(Enum):
     COMPILED = "compiled"
     STEPWISE = "stepwise"
     NAMED = "named"
+    COMPILED_OVER = "compiled, over a spare file"
+    STEPWISE_OVER = "stepwise, over a spare file"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether one compiled call does it."""
+        return self in (Way.COMPILED, Way.COMPILED_OVER)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a spare file is written over."""
+        return self in (Way.COMPILED_OVER, Way.STEPWISE_OVER)
 
 
 class Call(IntEnum):
@@ -169,13 +181,18 @@ def main(folder: Path) -> None:
     """Try every case in every way that this installation has."""
     os.umask(0o077)
     planner = Planner()
-    ways = [way for way in Way if way is not Way.COMPILED or REAL_CALLS.whole_files is not None]
+    ways = [way for way in Way if not way.is_compiled or REAL_CALLS.whole_files is not None]
     for way in ways:
-        for case in PUBLISHING:
+        for case in publishing(way):
             tell(publish(planner, case, way, make_folder(folder / f"{way.value} {case.name}")))
-        if way is not Way.NAMED:
+        if way in (Way.COMPILED, Way.STEPWISE):
             for case in READING:
                 tell(read(planner, case, way, make_folder(folder / f"{way.value} read {case.name}")))
+
+
+def publishing(way: Way) -> list[Case]:
+    """Return the cases of a way; a spare file has its permissions, so none are set."""
+    return [case for case in PUBLISHING if not (way.is_over and Call.CHMOD in case.plans)]
 
 
 def tell(ending: Ending) -> None:
@@ -194,12 +211,13 @@ def publish(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     files, path, buffers = make_files(way, folder, case.mode), folder / "a", make_buffers(PARTS)
     if case.is_taken:
         path.write_bytes(TAKEN)
+    spare = make_spare(folder, case.mode) if way.is_over else None
     views = [memoryview(buffer) for buffer in buffers]
     before = count_open()
     answer, raised = None, None
     planner.plan(case.plans)
     try:
-        answer = files.publish(str(path), views)
+        answer = files.publish(str(path), views, spare)
     except OSError as error:
         raised = error
     num_left = planner.take_num_left()
@@ -248,10 +266,18 @@ def read(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     )
 
 
+def make_spare(folder: Path, mode: int) -> str:
+    """Return a file as long as the parts that may be written over."""
+    spare = folder / "tmp" / "spare"
+    spare.write_bytes(bytes(len(WHOLE)))
+    spare.chmod(mode)
+    return str(spare)
+
+
 def make_files(way: Way, folder: Path, mode: int) -> BlockFiles:
     """Return the files of a folder."""
     support = FileSupport(has_direct_io=False, has_unnamed_files=way is not Way.NAMED)
-    calls = SystemCalls(whole_files=REAL_CALLS.whole_files if way is Way.COMPILED else None)
+    calls = SystemCalls(whole_files=REAL_CALLS.whole_files if way.is_compiled else None)
     return BlockFiles(support, folder / "tmp", current_owner(), mode, calls, time.time)
 
 

@@ -17,7 +17,7 @@ import pytest
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode
 from kvtier.tiering.fs.direct_io import FileSupport
-from kvtier.tiering.fs.owner import current_owner
+from kvtier.tiering.fs.owner import current_owner, parse_owner
 from kvtier.tiering.fs.system import REAL_CALLS, Buffers, SystemCalls, WholeFileCalls, status_of
 
 MakeFiles = Callable[..., BlockFiles]
@@ -30,9 +30,24 @@ class Way(Enum):
     COMPILED = "compiled"
     STEPWISE = "stepwise"
     NAMED = "named"
+    COMPILED_OVER = "compiled, over a spare file"
+    STEPWISE_OVER = "stepwise, over a spare file"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether one compiled call does it."""
+        return self in (Way.COMPILED, Way.COMPILED_OVER)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a spare file is written over."""
+        return self in (Way.COMPILED_OVER, Way.STEPWISE_OVER)
 
 
 EVERY_WAY = pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
+EVERY_WAY_OVER = pytest.mark.parametrize(
+    "way", [way for way in Way if way.is_over], ids=lambda way: way.value
+)
 EVERY_READ = pytest.mark.parametrize("way", [Way.COMPILED, Way.STEPWISE], ids=lambda way: way.value)
 
 
@@ -52,10 +67,25 @@ def make_files(tmp_path: Path) -> MakeFiles:
 
     def make(way: Way = Way.STEPWISE, *, mode: int = 0o600, calls: SystemCalls | None = None) -> BlockFiles:
         support = FileSupport(has_direct_io=False, has_unnamed_files=way is not Way.NAMED)
-        calls = calls or SystemCalls(whole_files=compiled() if way is Way.COMPILED else None)
+        calls = calls or SystemCalls(whole_files=compiled() if way.is_compiled else None)
         return BlockFiles(support, tmp_path / "tmp", current_owner(), mode, calls, ManualClock(NOW_S))
 
     return make
+
+
+def publish(files: BlockFiles, way: Way, path: Path, buffers: list[memoryview], mode: int = 0o600) -> bool:
+    """Publish a file, over one that was another block's where the way is to do so."""
+    if not way.is_over:
+        return files.publish(str(path), buffers)
+    spare = make_spare(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
+    return files.publish(str(path), buffers, spare)
+
+
+def make_spare(files: BlockFiles, evicted: Path, num_bytes: int, mode: int = 0o600) -> str:
+    """Return a file of that length which was set aside."""
+    evicted.write_bytes(b"!" * num_bytes)
+    evicted.chmod(mode)
+    return files.set_aside(str(evicted))
 
 
 def parts(*texts: bytes) -> list[memoryview]:
@@ -76,7 +106,7 @@ def in_small_steps(call: Callable[[int, Buffers, int], int]) -> Callable[[int, B
 @EVERY_WAY
 def test_what_is_published_is_read_back(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    assert files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+    assert publish(files, way, tmp_path / "a", parts(b"head", b"payload"))
     back = parts(b"....", b".......")
     assert files.read(f"{tmp_path}/a", back).num_bytes == 11
     assert [bytes(part) for part in back] == [b"head", b"payload"]
@@ -86,8 +116,8 @@ def test_what_is_published_is_read_back(make_files: MakeFiles, tmp_path: Path, w
 @EVERY_WAY
 def test_a_name_that_is_taken_is_left_as_it_is(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    files.publish(f"{tmp_path}/a", parts(b"first"))
-    assert not files.publish(f"{tmp_path}/a", parts(b"second"))
+    publish(files, way, tmp_path / "a", parts(b"first"))
+    assert not publish(files, way, tmp_path / "a", parts(b"second"))
     assert (tmp_path / "a").read_bytes() == b"first"
     assert left_over(tmp_path) == [tmp_path / "a"]
 
@@ -101,7 +131,58 @@ def test_a_missing_folder_is_said_and_nothing_is_left(
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("way", [Way.STEPWISE, Way.NAMED], ids=lambda way: way.value)
+@EVERY_WAY_OVER
+def test_a_missing_folder_costs_no_spare_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    files = make_files(way)
+    spare = make_spare(files, tmp_path / "evicted", 1)
+    with pytest.raises(FileNotFoundError):
+        files.publish(f"{tmp_path}/no/a", parts(b"x"), spare)
+    assert left_over(tmp_path) == [Path(spare)]
+    (tmp_path / "no").mkdir()
+    assert files.publish(f"{tmp_path}/no/a", parts(b"x"), spare)
+    assert left_over(tmp_path) == [tmp_path / "no" / "a"]
+
+
+@EVERY_WAY_OVER
+def test_a_spare_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        make_files(way).publish(f"{tmp_path}/a", parts(b"x"), str(tmp_path / "tmp" / "gone"))
+    assert caught.value.filename == f"{tmp_path}/a"
+    assert left_over(tmp_path) == []
+
+
+@EVERY_WAY_OVER
+def test_what_is_written_over_is_the_same_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    files = make_files(way)
+    spare = make_spare(files, tmp_path / "evicted", 11)
+    inode = Path(spare).stat().st_ino
+    assert files.publish(f"{tmp_path}/a", parts(b"head", b"payload"), spare)
+    assert (tmp_path / "a").stat().st_ino == inode
+    assert (tmp_path / "a").stat().st_nlink == 1
+
+
+@EVERY_WAY_OVER
+def test_no_symbolic_link_is_written_over(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "tmp" / "spare").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic"):
+        make_files(way).publish(f"{tmp_path}/a", parts(b"ours"), str(tmp_path / "tmp" / "spare"))
+    assert left_over(tmp_path) == [tmp_path / "mine"]
+    assert (tmp_path / "mine").read_bytes() == b"mine"
+
+
+def test_a_file_that_was_set_aside_is_known_as_this_process_s(make_files: MakeFiles, tmp_path: Path) -> None:
+    files = make_files()
+    first, second = (Path(make_spare(files, tmp_path / name, 3)) for name in "ab")
+    assert first != second
+    assert {parse_owner(path.name) for path in (first, second)} == {current_owner()}
+    assert {path.parent for path in (first, second)} == {tmp_path / "tmp"}
+    assert set(left_over(tmp_path)) == {first, second}
+    with pytest.raises(FileNotFoundError):
+        files.set_aside(f"{tmp_path}/a")
+
+
+@pytest.mark.parametrize("way", [Way.STEPWISE, Way.NAMED, Way.STEPWISE_OVER], ids=lambda way: way.value)
 def test_a_write_that_fails_midway_leaves_nothing(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     def full(fd: int, buffers: Buffers, offset: int) -> int:
         if offset:
@@ -110,7 +191,7 @@ def test_a_write_that_fails_midway_leaves_nothing(make_files: MakeFiles, tmp_pat
 
     files = make_files(way, calls=SystemCalls(pwritev=full))
     with pytest.raises(OSError, match="full"):
-        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+        publish(files, way, tmp_path / "a", parts(b"head", b"payload"))
     assert left_over(tmp_path) == []
 
 
@@ -130,8 +211,9 @@ def test_a_file_that_may_not_become_so_long_leaves_nothing(
     make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:
     files = make_files(way)
+    spare = make_spare(files, tmp_path / "evicted", 6) if way.is_over else None
     with files_of_at_most(6), pytest.raises(OSError, match="too large") as caught:
-        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"), spare)
     assert caught.value.errno == errno.EFBIG
     assert left_over(tmp_path) == []
 
@@ -201,7 +283,7 @@ def test_a_missing_file_and_a_symbolic_link_are_not_read(
 def test_permissions_are_those_asked_for_whatever_the_umask(
     make_files: MakeFiles, tmp_path: Path, way: Way, mode: int
 ) -> None:
-    make_files(way, mode=mode).publish(f"{tmp_path}/a", parts(b"x"))
+    publish(make_files(way, mode=mode), way, tmp_path / "a", parts(b"x"), mode)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
 
 

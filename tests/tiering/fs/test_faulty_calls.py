@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiering.fs import faulty_calls
-from tests.tiering.fs.faulty_calls import PUBLISH, PUBLISHING, READ, READING, Case, Ending, Way, read_endings
+from tests.tiering.fs.faulty_calls import PUBLISH, READ, READING, Case, Ending, Way, publishing, read_endings
 
 from kvtier.tiering.fs.system import REAL_CALLS
 
@@ -48,14 +48,16 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
 
 def require(way: Way) -> None:
     """Skip what was not compiled."""
-    if way is Way.COMPILED and REAL_CALLS.whole_files is None:
+    if way.is_compiled and REAL_CALLS.whole_files is None:
         pytest.skip(
             "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
         )
 
 
-@pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
-@pytest.mark.parametrize("case", PUBLISHING, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [pytest.param(way, case, id=f"{way.value}: {case.name}") for way in Way for case in publishing(way)],
+)
 def test_a_published_file_is_whole_or_absent(endings: Endings, case: Case, way: Way) -> None:
     require(way)
     has_failed = case.error is not None

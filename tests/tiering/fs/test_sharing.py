@@ -71,10 +71,13 @@ def test_a_block_that_b_evicts_between_as_lookup_and_load_fails_alone(
     assert driver.tier.stats()["absent"] == 1
 
 
-def test_the_capacity_of_a_holds_while_b_writes(start_tier: StartTier, peers: Peers, root: Path) -> None:
-    limit_bytes = 48 * BLOCK_BYTES
+@pytest.mark.parametrize("limit_blocks", [48, 192])
+def test_the_capacity_of_a_holds_while_b_writes(
+    start_tier: StartTier, peers: Peers, root: Path, limit_blocks: int
+) -> None:
+    limit_bytes = limit_blocks * BLOCK_BYTES
     driver = start_tier(capacity_bytes=limit_bytes)
-    peer = peers.start(capacity_blocks=100)
+    peer = peers.start(capacity_blocks=2 * limit_blocks)
     done, seen = threading.Event(), [0]
 
     def watch() -> None:
@@ -84,8 +87,8 @@ def test_the_capacity_of_a_holds_while_b_writes(start_tier: StartTier, peers: Pe
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        peer.start("churn", 1000, 320)
-        for number in range(0, 160, 8):
+        peer.start("churn", 1000, 6 * limit_blocks)
+        for number in range(0, 3 * limit_blocks, 8):
             driver.store(list(range(number, number + 8)))
         while peer.next_answer() != []:
             pass

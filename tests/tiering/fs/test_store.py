@@ -93,6 +93,37 @@ def test_swapped_files_give_nobody_another_blocks_bytes(start_tier: StartTier, r
     assert driver.tier.stats()["damaged"] == 2
 
 
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_block_that_is_written_over_while_it_is_read_is_absent_and_not_damaged(
+    start_tier: StartTier, root: Path, is_back: bool
+) -> None:
+    """An evictor takes the file, a writer puts another block into it; the block itself may have come back since."""
+    to_evict: list[Path] = []
+
+    def read_late(fd: int, buffers: Buffers, offset: int) -> int:
+        while to_evict:
+            path = to_evict.pop()
+            whole = path.read_bytes()
+            taken = path.rename(root / "taken")
+            with taken.open("r+b") as file:
+                file.seek(4096)
+                file.write(bytes(content_of(9)))
+            if is_back:
+                path.write_bytes(whole)
+        return os.preadv(fd, buffers, offset)
+
+    driver = start_tier(calls=SystemCalls(preadv=read_late), num_threads=1)
+    driver.store([1, 2, 3])
+    path = file_of(root, 2)
+    to_evict.append(path)
+    result = driver.load([2, 1, 3])
+    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
+    assert not result.is_fault
+    assert (driver.tier.stats()["absent"], driver.tier.stats()["damaged"]) == (1, 0)
+    assert path.exists() is is_back
+    assert driver.load([2]).success is is_back
+
+
 def test_a_block_of_another_namespace_in_our_folder_is_a_miss_and_left_alone(
     start_tier: StartTier, root: Path
 ) -> None:

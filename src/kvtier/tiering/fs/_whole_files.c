@@ -156,6 +156,24 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
     return error;
 }
 
+/* The file ``spare`` is gone afterwards, under its own name at least, unless there is no folder for the block yet: then
+ * the folder is made and this is tried again. A link does not take a name that is taken, a rename would. */
+static int publish_over(const char *folder, const char *spare, const char *path, int flags, Parts *parts)
+{
+    if (access(folder, F_OK) < 0)
+        return errno;
+    int fd = open_file(spare, O_RDWR | O_NOFOLLOW | flags, 0);
+    int error = fd < 0 ? errno : move_all(pwritev, fd, parts);
+    if (fd >= 0) {
+        int error_of_close = close_written(fd);
+        error = error == 0 ? error_of_close : error;
+    }
+    if (error == 0 && link(spare, path) < 0)
+        error = errno;
+    (void)unlink(spare);
+    return error;
+}
+
 /* What closing says of a file that was only read is of no use: its bytes are there. */
 static int read_parts(const char *path, int flags, Parts *parts, struct stat *status)
 {
@@ -193,6 +211,14 @@ static PyObject *encode_path(PyObject *path)
     return encoded;
 }
 
+/* True when the file has its name, False when that was taken, else an exception. */
+static PyObject *answer_published(int error, PyObject *path)
+{
+    if (error == 0 || error == EEXIST)
+        return PyBool_FromLong(error == 0);
+    return raise_error(error, ENOSPC, "the file system took only a part of the block", path);
+}
+
 static PyObject *publish(PyObject *module, PyObject *args)
 {
     PyObject *folder, *path, *buffers;
@@ -211,12 +237,37 @@ static PyObject *publish(PyObject *module, PyObject *args)
         error = publish_parts(folder_name, path_name, flags, (mode_t)mode, &parts);
         Py_END_ALLOW_THREADS
         release_parts(&parts);
-        if (error == 0 || error == EEXIST)
-            answer = PyBool_FromLong(error == 0);
-        else
-            answer = raise_error(error, ENOSPC, "the file system took only a part of the block", path);
+        answer = answer_published(error, path);
     }
     Py_XDECREF(folder_bytes);
+    Py_XDECREF(path_bytes);
+    return answer;
+}
+
+static PyObject *overwrite(PyObject *module, PyObject *args)
+{
+    PyObject *folder, *spare, *path, *buffers;
+    int flags;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "UUUiO", &folder, &spare, &path, &flags, &buffers))
+        return NULL;
+    PyObject *folder_bytes = encode_path(folder);
+    PyObject *spare_bytes = folder_bytes == NULL ? NULL : encode_path(spare);
+    PyObject *path_bytes = spare_bytes == NULL ? NULL : encode_path(path);
+    PyObject *answer = NULL;
+    Parts parts;
+    if (path_bytes != NULL && take_parts(&parts, buffers, PyBUF_SIMPLE) == 0) {
+        const char *folder_name = PyBytes_AsString(folder_bytes), *spare_name = PyBytes_AsString(spare_bytes);
+        const char *path_name = PyBytes_AsString(path_bytes);
+        int error;
+        Py_BEGIN_ALLOW_THREADS
+        error = publish_over(folder_name, spare_name, path_name, flags, &parts);
+        Py_END_ALLOW_THREADS
+        release_parts(&parts);
+        answer = answer_published(error, path);
+    }
+    Py_XDECREF(folder_bytes);
+    Py_XDECREF(spare_bytes);
     Py_XDECREF(path_bytes);
     return answer;
 }
@@ -254,6 +305,7 @@ static PyObject *read_whole(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"publish", publish, METH_VARARGS, "Write a file without a name and link it; False when the name is taken."},
+    {"overwrite", overwrite, METH_VARARGS, "Write over a spare file and give it its name; False when it is taken."},
     {"read", read_whole, METH_VARARGS, "Fill buffers from a file unless it is shorter; return its status."},
     {NULL, NULL, 0, NULL},
 };

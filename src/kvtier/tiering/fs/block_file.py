@@ -2,7 +2,8 @@
 
 It knows neither keys nor envelopes: a file is a list of buffers. A file is written without a name and linked when
 it is whole, so whoever finds the name finds all bytes, and a crash leaves nothing. Where the file system cannot do
-that, it is written under a name that tells its writer, in the folder for such names.
+that, it is written under a name that tells its writer, in the folder for such names. A file that is no longer wanted
+may be set aside there and be written over: that spares the file system removing one and making another.
 
 Nothing is synced to the device: after a crash of the process the page cache still has every byte, after a loss of
 power a torn file fails its checksum.
@@ -55,12 +56,14 @@ class BlockFiles:
         self._calls = calls
         self._wall_clock = wall_clock
 
-    def publish(self, path: str, buffers: Buffers) -> bool:
+    def publish(self, path: str, buffers: Buffers, spare: str | None = None) -> bool:
         """Make a file of ``buffers`` appear under ``path``, whole.
 
         Args:
             path: its name; the folder must exist.
             buffers: format 'B', contiguous.
+            spare: a file of the same length that was set aside, to be written over. Whatever comes of it, nothing has
+                that name afterwards, unless the folder does not exist.
 
         Returns:
             False when the name was taken; nothing has changed then.
@@ -72,8 +75,12 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is not None and self._support.has_unnamed_files:
             folder = path.rpartition("/")[0]
+            if spare is not None:
+                return whole_files.overwrite(folder, spare, path, self._support.flags, buffers)
             return whole_files.publish(folder, path, self._support.flags, self._file_mode, buffers)
         try:
+            if spare is not None:
+                return self._publish_over(Path(spare), path, buffers)
             if self._support.has_unnamed_files:
                 return self._publish_unnamed(path, buffers)
             return self._publish_named(path, buffers)
@@ -121,12 +128,30 @@ class BlockFiles:
         """
         try:
             found = status_of(Path(path).lstat())
-            if status is not None and (found.device, found.inode) != (status.device, status.inode):
+            if status is not None and not _is_same(found, status):
                 return 0
             Path(path).unlink()
         except FileNotFoundError:
             return 0
         return found.num_bytes
+
+    def set_aside(self, path: str) -> str:
+        """Give a file a temporary name instead of its own and return that; a reader that has it open keeps it.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            OSError: the system refused.
+        """
+        temporary = str(self._new_temporary())
+        os.rename(path, temporary)  # noqa: PTH104 - a third of what it takes with a Path, once for each block that leaves
+        return temporary
+
+    def is_still(self, path: str, status: FileStatus) -> bool:
+        """Return whether a name is still that of the file that was read."""
+        try:
+            return _is_same(status_of(Path(path).lstat()), status)
+        except OSError:
+            return False
 
     def _read_stepwise(self, path: str, buffers: Buffers) -> FileStatus:
         fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
@@ -160,16 +185,24 @@ class BlockFiles:
     def _publish_named(self, path: str, buffers: Buffers) -> bool:
         if Path(path).exists():
             return False
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "no folder for the block", path)
-        temporary = self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
+        _require_folder(path)
+        return self._write_and_name(self._new_temporary(), os.O_CREAT | os.O_EXCL, path, buffers)
+
+    def _publish_over(self, spare: Path, path: str, buffers: Buffers) -> bool:
+        _require_folder(path)
+        return self._write_and_name(spare, os.O_NOFOLLOW, path, buffers)
+
+    def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
         try:
-            fd = self._open_new(str(temporary), os.O_CREAT | os.O_EXCL)
+            fd = self._open_new(str(temporary), flags)
             with _closing(fd):
                 self._fill(fd, buffers)
             return _name_file(temporary, Path(path))
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _new_temporary(self) -> Path:
+        return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
 
     def _open_new(self, path: str, flags: int) -> int:
         fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
@@ -215,6 +248,15 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
+
+
+def _is_same(found: FileStatus, status: FileStatus) -> bool:
+    return (found.device, found.inode) == (status.device, status.inode)
+
+
+def _require_folder(path: str) -> None:
+    if not Path(path).parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "no folder for the block", path)
 
 
 def _name_file(temporary: Path, path: Path) -> bool:

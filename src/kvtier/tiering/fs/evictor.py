@@ -4,7 +4,7 @@ It writes no block. One thread per tier does it; among the processes that share 
 ``flock`` evicts, and since the kernel releases the lock of a dead process, another takes over. The file that was
 used longest ago goes first, whichever namespace it belongs to. A walk over the directory remembers the oldest
 files, which serves for thousands of evictions: files written later are younger, and one that was used since is
-seen to be when its turn comes.
+seen to be when its turn comes. Some files of evicted blocks are kept aside to be written over; they lie in the slack.
 """
 
 import fcntl
@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.tiering.fs.book import Book
 from kvtier.tiering.fs.directory import Directory
 from kvtier.tiering.fs.folders import FoundBlock, remove_empty_folders, sweep_temporaries, walk_blocks
 from kvtier.tiering.fs.layout import LOCK_NAME, TEMPORARY_NAME, namespace_of
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.fs.spares import Spares
 from kvtier.tiering.fs.system import open_shared_file
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ and people with ``rm`` have made wrong; shorter walks a large directory all the 
 SLACK_SHARE = 32
 """One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
 eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
+
+MAX_SPARES = 256
+"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie idle, and
+take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
 
 BARREN_FACTOR = 10
 """After a walk that led to no eviction, the next has to wait this many times as long as it took: a directory full
@@ -68,6 +73,18 @@ class Wish:
     is_disk_full: bool
 
 
+class Evicted(NamedTuple):
+    """What an eviction gave.
+
+    Attributes:
+        num_bytes: length of the file, 0 when it stays or somebody else removed it.
+        is_kept: whether it waits to be written over, and so still counts.
+    """
+
+    num_bytes: int
+    is_kept: bool = False
+
+
 class Evictor:
     """A daemon thread that walks, counts and evicts; started by ``start``.
 
@@ -77,11 +94,13 @@ class Evictor:
     Args:
         directory: what it works on.
         current_space: the namespace whose index learns what is there and what went.
+        spares: takes files of evicted blocks that can be written over.
     """
 
-    def __init__(self, directory: Directory, current_space: Callable[[], Space]) -> None:
+    def __init__(self, directory: Directory, current_space: Callable[[], Space], spares: Spares) -> None:
         self._directory = directory
         self._current_space = current_space
+        self._spares = spares
         self._changed = threading.Condition()
         self._wishes: list[Wish] = []
         self._has_work = False
@@ -101,8 +120,12 @@ class Evictor:
 
     def note(self, book: Book | None) -> None:
         """Ask for an eviction, without waiting for it, when ``book`` says that the slack is being used up."""
-        if book is None or plan_excess(book, self._directory.block_bytes) <= 0:
-            return
+        block_bytes = self._directory.block_bytes
+        if book is not None and plan_excess(book, block_bytes, self._spares.num_bytes) > 0:
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask for an eviction, without waiting for it, when spare files were taken."""
         with self._changed:
             self._has_work = True
             self._changed.notify_all()
@@ -138,7 +161,7 @@ class Evictor:
         self._guard(self._begin)
         while self._wait_for_work():
             self._guard(self._run_round)
-        self._guard(self._directory.ledger.leave)
+        self._guard(self._leave)
 
     def _guard(self, work: Callable[[], object]) -> None:
         try:
@@ -162,6 +185,10 @@ class Evictor:
                     self._is_running = True
                     return True
             self._guard(self._directory.ledger.refresh)
+
+    def _leave(self) -> None:
+        self._directory.ledger.remove(self._spares.trim(0))
+        self._directory.ledger.leave()
 
     def _begin(self) -> None:
         directory = self._directory
@@ -212,9 +239,13 @@ class Evictor:
             return
         if not (book.is_counted and self._is_walk_fresh()):
             book = self._walk(None, is_recount=True) or book
+        block_bytes = self._directory.block_bytes
+        num_spares = plan_num_spares(book, block_bytes)
+        self._directory.ledger.remove(self._spares.trim(num_spares))
         wanted_bytes = sum(wish.num_bytes for wish in wishes)
         disk_full_bytes = sum(wish.num_bytes for wish in wishes if wish.is_disk_full)
-        excess_bytes = max(disk_full_bytes, plan_excess(book, self._directory.block_bytes) + wanted_bytes)
+        excess_bytes = plan_excess(book, block_bytes, self._spares.num_bytes) + wanted_bytes
+        excess_bytes = max(disk_full_bytes, excess_bytes)
         has_just_walked = False
         while excess_bytes > 0 and not self._is_closed:
             if not self._candidates:
@@ -222,7 +253,7 @@ class Evictor:
                     return
                 self._walk(None, is_recount=True)
                 has_just_walked = True
-            freed_bytes = self._remove_batch(excess_bytes)
+            freed_bytes = self._evict_batch(excess_bytes, num_spares)
             excess_bytes -= freed_bytes
             self._freed_since_walk_bytes += freed_bytes
             has_just_walked = has_just_walked and freed_bytes == 0
@@ -277,37 +308,62 @@ class Evictor:
         remove_empty_folders(directory.root, directory.wall_clock())
         return directory.ledger.end_recount(found_bytes, begun)
 
-    def _remove_batch(self, excess_bytes: int) -> int:
-        """Remove the next candidates, as many as are needed or a batch, and return the bytes they gave."""
+    def _evict_batch(self, excess_bytes: int, num_spares: int) -> int:
+        """Evict the next candidates, as many as are needed or a batch, and return the bytes they gave.
+
+        Args:
+            excess_bytes: how much is needed.
+            num_spares: how many files may be kept to be written over; others are removed.
+        """
         own = self._current_space()
-        freed_bytes, num_blocks, keys = 0, 0, []
+        evicted_bytes, kept_bytes, num_blocks, keys = 0, 0, 0, []
         for _ in range(min(BATCH_BLOCKS, len(self._candidates))):
-            if freed_bytes >= excess_bytes:
+            if evicted_bytes >= excess_bytes:
                 break
             block = self._candidates.pop()
-            num_bytes = self._remove_if_still_old(block)
-            freed_bytes += num_bytes
-            num_blocks += num_bytes > 0
-            if namespace_of(block.path) == own.namespace.name and num_bytes > 0:
+            evicted = self._evict_if_still_old(block, can_keep=len(self._spares) < num_spares)
+            evicted_bytes += evicted.num_bytes
+            kept_bytes += evicted.num_bytes if evicted.is_kept else 0
+            num_blocks += evicted.num_bytes > 0
+            if namespace_of(block.path) == own.namespace.name and evicted.num_bytes > 0:
                 keys.append(block.key)
         own.index.evict(keys)
-        self._directory.ledger.remove(freed_bytes)
-        self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=freed_bytes)
-        return freed_bytes
+        self._directory.ledger.remove(evicted_bytes - kept_bytes)
+        self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
+        return evicted_bytes
 
-    def _remove_if_still_old(self, block: FoundBlock) -> int:
+    def _evict_if_still_old(self, block: FoundBlock, *, can_keep: bool) -> Evicted:
         try:
-            if Path(block.path).lstat().st_mtime_ns != block.mtime_ns:
-                return 0  # used since the walk: the next walk gives it its new place
-            return self._directory.files.remove(block.path)
+            status = os.lstat(block.path)
+            if status.st_mtime_ns != block.mtime_ns:
+                return Evicted(0)  # used since the walk: the next walk gives it its new place
+            if can_keep and self._spares.can_keep(status) and self._spares.keep(block.path):
+                return Evicted(status.st_size, is_kept=True)
+            return Evicted(self._directory.files.remove(block.path))
         except FileNotFoundError:
-            return 0
+            return Evicted(0)
         except OSError as error:
             logger.warning("tier fs: %s cannot be evicted: %s", block.path, error)
-            return 0
+            return Evicted(0)
 
 
-def plan_excess(book: Book, block_bytes: int) -> int:
-    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure."""
-    slack_bytes = book.limit_bytes // SLACK_SHARE // block_bytes * block_bytes
-    return book.used_bytes - (book.limit_bytes - slack_bytes)
+def plan_excess(book: Book, block_bytes: int, spare_bytes: int) -> int:
+    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
+
+    Args:
+        book: the shared count.
+        block_bytes: length of a block's file.
+        spare_bytes: what of the count waits to be written over by the one who asks.
+    """
+    slack_bytes = plan_slack_blocks(book, block_bytes) * block_bytes
+    return book.used_bytes - spare_bytes - (book.limit_bytes - slack_bytes)
+
+
+def plan_num_spares(book: Book, block_bytes: int) -> int:
+    """Return how many spare files one tier may keep: those of all together fit into the slack. Pure."""
+    return min(MAX_SPARES, plan_slack_blocks(book, block_bytes) // max(1, len(book.members)))
+
+
+def plan_slack_blocks(book: Book, block_bytes: int) -> int:
+    """Return for how many blocks a directory is to have room that is not used. Pure."""
+    return book.limit_bytes // SLACK_SHARE // block_bytes

@@ -45,4 +45,4 @@ def namespace_path(root: Path, namespace_name: str) -> str:
 
 def namespace_of(path: str) -> str:
     """Return the namespace's name in the path of a block. Pure."""
-    return Path(path).parts[-4]
+    return path.split("/")[-4]

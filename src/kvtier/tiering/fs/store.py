@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -27,7 +26,9 @@ from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import make_block_folder
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.layout import namespace_path
+from kvtier.tiering.fs.room import Room, StoreOutcome
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.fs.spares import Spares
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.io_pool import Moved
 from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
@@ -35,15 +36,6 @@ from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
 logger = logging.getLogger(__name__)
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-class StoreOutcome(Enum):
-    """What became of one block that was to be stored."""
-
-    WRITTEN = "written"
-    EXISTED = "existed"
-    NO_ROOM = "no_room"
-    FAILED = "failed"
 
 
 class _Sealed(NamedTuple):
@@ -67,6 +59,7 @@ class FSBlockStore(BlockStore[Space]):
         directory: where to.
         rows: the primary's.
         evictor: makes room.
+        spares: files of evicted blocks, to be written over.
         max_keys: blocks of a namespace that are kept in mind.
         tells_evicted: whether anybody will ask what was evicted.
     """
@@ -76,6 +69,7 @@ class FSBlockStore(BlockStore[Space]):
         directory: Directory,
         rows: Rows,
         evictor: Evictor,
+        spares: Spares,
         max_keys: int,
         tells_evicted: Callable[[], bool],
     ) -> None:
@@ -85,6 +79,7 @@ class FSBlockStore(BlockStore[Space]):
         self._ledger = directory.ledger
         self._counters = directory.counters
         self._evictor = evictor
+        self._spares = spares
         self._max_keys = max_keys
         self._tells_evicted = tells_evicted
         self._num_ahead = plan_num_ahead(rows.row_bytes, has_direct_io=directory.has_direct_io)
@@ -142,25 +137,26 @@ class FSBlockStore(BlockStore[Space]):
         self._evictor.shutdown(CLOSE_TIMEOUT_S)
 
     def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> Moved:
-        block_bytes = self._directory.block_bytes
-        num_granted = self._reserve(len(todo))
+        room = self._take_room(len(todo))
         outcomes: dict[OffloadKey, StoreOutcome] = dict.fromkeys(
             (key for key, _ in todo), StoreOutcome.NO_ROOM
         )
         try:
             seal_next = partial(self._seal, space, cycle(self._header_pages()))
-            for sealed in seal_ahead(todo[:num_granted], seal_next, self._num_ahead):
-                outcome = self._write_block(space, sealed)
+            for sealed in seal_ahead(todo[: room.num_blocks], seal_next, self._num_ahead):
+                write = partial(self._write_block, space, sealed)
+                outcome = room.use(write)
                 if outcome is StoreOutcome.NO_ROOM:
-                    self._evictor.make_room(block_bytes, is_disk_full=True)
-                    outcome = self._write_block(space, sealed)
+                    self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
+                    room.add(self._spares.take(1), 0)
+                    outcome = room.use(write)
                 outcomes[sealed.key] = outcome
                 if outcome is StoreOutcome.NO_ROOM:
                     break
         finally:
-            reached = list(outcomes.values())
-            num_written = reached.count(StoreOutcome.WRITTEN)
-            self._ledger.settle(num_granted * block_bytes, num_written * block_bytes)
+            room.settle(self._ledger, self._spares)
+        reached = list(outcomes.values())
+        num_written = reached.count(StoreOutcome.WRITTEN)
         num_failed = reached.count(StoreOutcome.FAILED)
         self._counters.add(
             stored_blocks=num_written,
@@ -172,15 +168,27 @@ class FSBlockStore(BlockStore[Space]):
         space.index.add(arrived)
         return Moved(arrived, is_fault=num_failed > 0)
 
-    def _reserve(self, num_blocks: int) -> int:
-        block_bytes = self._directory.block_bytes
-        grant = self._ledger.reserve(num_blocks, block_bytes)
-        num_missing = num_blocks - grant.num_blocks
-        if num_missing == 0:
+    def _take_room(self, num_blocks: int) -> Room:
+        """Return room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
+        room = Room(self._directory.block_bytes)
+        self._add_room(room, num_blocks)
+        num_missing = num_blocks - room.num_blocks
+        if num_missing > 0:
+            self._evictor.make_room(num_missing * self._directory.block_bytes)
+            self._add_room(room, num_missing)
+        return room
+
+    def _add_room(self, room: Room, num_blocks: int) -> None:
+        spares = self._spares.take(num_blocks)
+        if spares:
+            self._evictor.ask()
+        num_missing = num_blocks - len(spares)
+        num_reserved = 0
+        if num_missing > 0:
+            grant = self._ledger.reserve(num_missing, self._directory.block_bytes)
+            num_reserved = grant.num_blocks
             self._evictor.note(grant.book)
-            return num_blocks
-        self._evictor.make_room(num_missing * block_bytes)
-        return grant.num_blocks + self._ledger.reserve(num_missing, block_bytes).num_blocks
+        room.add(spares, num_reserved)
 
     def _seal(self, space: Space, pages: Iterator[memoryview], block: tuple[OffloadKey, int]) -> _Sealed:
         """Fill the next of ``pages`` with the header of a block, given its key and slot."""
@@ -189,10 +197,10 @@ class FSBlockStore(BlockStore[Space]):
         page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
         return _Sealed(key, page, row)
 
-    def _write_block(self, space: Space, sealed: _Sealed) -> StoreOutcome:
+    def _write_block(self, space: Space, sealed: _Sealed, spare: str | None) -> StoreOutcome:
         path = space.block_path(sealed.key)
         try:
-            if self._publish(space, path, [sealed.page, sealed.row]):
+            if self._publish(space, path, [sealed.page, sealed.row], spare):
                 return StoreOutcome.WRITTEN
             # Not renewed: should it be a file that we cannot read, it has to age until it is evicted.
             return StoreOutcome.EXISTED
@@ -202,13 +210,13 @@ class FSBlockStore(BlockStore[Space]):
             logger.warning("tier fs: block %s was not stored: %s", path, error)
             return StoreOutcome.FAILED
 
-    def _publish(self, space: Space, path: str, buffers: list[memoryview]) -> bool:
+    def _publish(self, space: Space, path: str, buffers: list[memoryview], spare: str | None) -> bool:
         try:
-            return self._files.publish(path, buffers)
+            return self._files.publish(path, buffers, spare)
         except FileNotFoundError:
             directory = self._directory
             make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)
-            return self._files.publish(path, buffers)
+            return self._files.publish(path, buffers, spare)
 
     def _read(self, space: Space, key: OffloadKey, row: memoryview) -> TierFailure | None:
         path = space.block_path(key)
@@ -226,6 +234,8 @@ class FSBlockStore(BlockStore[Space]):
             verdict = check(page, row, key, space.namespace.digest, codec=RAW_NUMBER)
         if verdict is Verdict.OK:
             return None
+        if not self._files.is_still(path, status):
+            return TierFailure.ABSENT  # evicted, and its file written over, while it was read
         failure = FAILURE_OF_VERDICT[verdict]
         logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
         if failure is TierFailure.DAMAGED:

@@ -85,6 +85,9 @@ class WholeFileCalls(Protocol):
     def publish(self, folder: str, path: str, flags: int, mode: int, buffers: Buffers, /) -> bool:
         """Write a file without a name in ``folder`` and link it; False when ``path`` was taken."""
 
+    def overwrite(self, folder: str, spare: str, path: str, flags: int, buffers: Buffers, /) -> bool:
+        """Write over the file ``spare`` and give it the name ``path`` in ``folder``; False when that was taken."""
+
     def read(self, path: str, flags: int, buffers: Buffers, /) -> tuple[int, int, int, float]:
         """Fill ``buffers`` from the beginning of a file unless it is shorter; return the fields of its status."""
 

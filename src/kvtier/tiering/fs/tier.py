@@ -24,6 +24,7 @@ from kvtier.tiering.fs.settings import (
     plan_num_store_threads,
 )
 from kvtier.tiering.fs.space import Space
+from kvtier.tiering.fs.spares import Spares
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S, PoolOptions, require_lasting_keys
@@ -90,7 +91,8 @@ class FSTier(EvictingTier[Space]):
         )
         self._is_shared = own.shared
         directory = open_directory(own, primary_kv_view, calls, clock, wall_clock)
-        self._evictor = Evictor(directory, lambda: self._space)
+        spares = Spares(directory.files, directory.file_mode, directory.block_bytes)
+        self._evictor = Evictor(directory, lambda: self._space, spares)
         options = PoolOptions(
             plan_num_threads(own.num_threads, rows.row_bytes, has_direct_io=directory.has_direct_io),
             max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
@@ -103,7 +105,7 @@ class FSTier(EvictingTier[Space]):
         )
         self.capacity_blocks = max_keys = own.capacity_bytes // own.block_bytes
         block_store = FSBlockStore(
-            directory, rows, self._evictor, max_keys, tells_evicted=lambda: self.settings.emit_events
+            directory, rows, self._evictor, spares, max_keys, tells_evicted=lambda: self.settings.emit_events
         )
         super().__init__(config, primary_kv_view, block_store, options, clock)
         self._evictor.start()

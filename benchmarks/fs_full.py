@@ -1,0 +1,163 @@
+"""Throughput of puts into a directory that is full: for each block that comes, one has to leave.
+
+What a tier does for most of its life. The floor renames its oldest file to the new name and writes over it, in place;
+another contestant removes its oldest file and makes a new one. Neither makes a checksum, keeps a count, finds out what
+is oldest, or minds a reader; both have as many threads as the tier.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from benchmarks.harness.disk_case import BAR_BLOCK_BYTES, MANY_JOBS, DiskCase
+from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
+from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds, timed
+from benchmarks.harness.suite import Options
+from benchmarks.harness.tier_jobs import (
+    HANG_GUARD_S,
+    flat_rows,
+    make_config,
+    make_keys,
+    make_rows,
+    move_blocks,
+)
+from kvtier.tiering.disk_settings import plan_num_threads
+from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.fs import FSTier
+
+OPERATION = "put, full"
+REMOVED = "removed and made"
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
+NUM_SETS = 16
+"""Rounds that the directory holds: what it keeps free, a 32nd part, is then half a round."""
+
+CASES = ((BAR_BLOCK_BYTES, True), (BAR_BLOCK_BYTES, False), (64 * 2**10, True), (64 * 2**10, False))
+"""Bytes of a block, and whether I/O is direct."""
+
+
+class Ring:
+    """A full directory of raw files, the oldest of which go first.
+
+    Args:
+        folder: where, made here.
+        rows: what to write, shape (num_blocks, block_bytes).
+        case: kind of I/O, and how many threads.
+        is_written_over: whether the oldest file is written over, or removed and another made.
+    """
+
+    def __init__(self, folder: Path, rows: memoryview, case: DiskCase, *, is_written_over: bool) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._rows = flat_rows(rows)
+        self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
+        self._pool = ThreadPoolExecutor(case.num_threads)
+        self._flags = os.O_RDWR | (os.O_DIRECT if case.is_direct else 0)
+        self._is_written_over = is_written_over
+        self._numbers = count()
+        self._paths: deque[str] = deque()
+        for _ in range(NUM_SETS):
+            self._each(self._make)
+
+    def put(self) -> None:
+        """Write every block, each into the place of another."""
+        self._each(self._write_over if self._is_written_over else self._remove_and_make)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    def _write_over(self, number: int) -> None:
+        path = self._new_path()
+        Path(self._paths.popleft()).rename(path)
+        self._write(path, 0, number)
+
+    def _remove_and_make(self, number: int) -> None:
+        Path(self._paths.popleft()).unlink()
+        self._make(number)
+
+    def _make(self, number: int) -> None:
+        self._write(self._new_path(), os.O_CREAT | os.O_EXCL, number)
+
+    def _write(self, path: str, flags: int, number: int) -> None:
+        fd = os.open(path, self._flags | flags, 0o600)
+        num_written = os.pwritev(fd, [self._pages[number], self._rows[number]], 0)
+        os.close(fd)
+        assert num_written == HEADER_PAGE_BYTES + len(self._rows[number])
+        self._paths.append(path)
+
+    def _new_path(self) -> str:
+        return f"{self._folder}/{next(self._numbers)}"
+
+    def _each(self, action: Callable[[int], None]) -> None:
+        for _ in self._pool.map(action, range(len(self._rows))):
+            pass
+
+
+class FullTier:
+    """The tier, in a directory with room for as much as a ring has, which is full.
+
+    Args:
+        case: kind of I/O, and how many jobs.
+        rows: the tier's.
+        root: its directory.
+    """
+
+    def __init__(self, case: DiskCase, rows: memoryview, root: Path) -> None:
+        self._case = case
+        self._generations = count()
+        self._tier = FSTier(
+            make_config(case.block_bytes),
+            rows,
+            root_dir=root.absolute(),
+            capacity_bytes=NUM_SETS * case.num_blocks * (HEADER_PAGE_BYTES + case.block_bytes),
+            direct_io="auto" if case.is_direct else False,
+        )
+        assert self._tier.wait_indexed(HANG_GUARD_S)
+        while not self._tier.stats()["evicted_blocks"]:
+            self.put()
+
+    def put(self) -> None:
+        """Store new blocks, as many as there are rows."""
+        keys = make_keys(self._case.num_blocks, next(self._generations))
+        move_blocks(self._tier, keys, self._case.num_jobs, is_promotion=False)
+
+    def close(self) -> None:
+        """End the tier."""
+        self._tier.shutdown(HANG_GUARD_S)
+
+
+def measure(options: Options, folder: Path) -> Iterator[Measurement]:
+    """Yield rates by block size and kind of I/O; the files stay in ``folder``."""
+    num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
+    for block_bytes, is_direct in CASES[:1] if options.is_quick else CASES:
+        num_threads = plan_num_threads(None, block_bytes, has_direct_io=is_direct)
+        case = DiskCase(block_bytes, MANY_JOBS, is_direct, num_threads)
+        name = f"full {block_bytes} {'direct' if is_direct else 'buffered'}"
+        yield measure_case(case, folder / name, num_rounds)
+
+
+def measure_case(case: DiskCase, place: Path, num_rounds: RoundCount) -> Measurement:
+    """Let tier and rings take turns at putting blocks."""
+    place.mkdir()
+    rows = make_rows(case.num_blocks, case.block_bytes)
+    mib = rows.nbytes / 2**20
+
+    def rate_of(put: Callable[[], None]) -> Mapping[str, float]:
+        return {OPERATION: mib / timed(put)}
+
+    with ExitStack() as ends:
+        tier = FullTier(case, rows, place / "tier")
+        ends.callback(tier.close)
+        contestants: dict[str, Contestant] = {OURS: partial(rate_of, tier.put)}
+        for name, is_written_over in ((FLOOR, True), (REMOVED, False)):
+            ring = Ring(place / name, rows, case, is_written_over=is_written_over)
+            ends.callback(ring.close)
+            contestants[name] = partial(rate_of, ring.put)
+        values = run_rounds(contestants, num_rounds)[OPERATION]
+    return Measurement(case.labels(OPERATION), "MiB/s", Better.HIGHER, values)
