@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_o
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.book import Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.evictor import MAX_SPARES, SLACK_SHARE, WALK_TTL_S, plan_excess, plan_num_spares
-from kvtier.tiering.fs.owner import Owner, current_owner
+from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
 from kvtier.tiering.fs.system import SystemCalls
 
 BLOCK_BYTES = ROW_BYTES + 4096
@@ -332,3 +333,32 @@ def test_a_disk_without_room_for_new_files_takes_blocks_over_old_ones(
     is_full = True
     fill(driver, 1000, LARGE_BLOCKS)
     assert sum(number >= 1000 for number in blocks_in(root)) >= LARGE_BLOCKS // 2
+
+
+def test_spare_files_that_others_remove_cost_no_block(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES, num_threads=1)
+    fill(driver, 0, LARGE_BLOCKS + 2 * NUM_ROWS)
+    num_declined = driver.tier.stats()["declined"]
+    for first in range(1000, 1000 + 4 * NUM_ROWS, NUM_ROWS):
+        for path in spare_files(root):
+            path.unlink(missing_ok=True)
+        result = driver.store(list(range(first, first + NUM_ROWS)))
+        assert result.success or not result.is_fault
+    stats = driver.tier.stats()
+    num_held = sum(number >= 1000 for number in blocks_in(root))
+    assert num_held + stats["declined"] - num_declined == 4 * NUM_ROWS
+    assert num_held >= NUM_ROWS
+    assert stats["store_errors"] == 0
+    assert used_bytes(root) >= len(blocks_in(root)) * BLOCK_BYTES
+
+
+def test_a_spare_file_shows_another_host_that_its_owner_lives(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES, num_threads=1)
+    fill(driver, 0, LARGE_BLOCKS // 2)
+    now_s = time.time()
+    for path in blocks_in(root).values():
+        os.utime(path, (now_s, now_s - 10 * FOREIGN_OWNER_IDLE_S))
+    fill(driver, 1000, LARGE_BLOCKS // 2 + 2 * NUM_ROWS)
+    assert not blocks_in(root).keys().isdisjoint(range(LARGE_BLOCKS // 2))
+    assert spare_files(root)
+    assert all(now_s - path.stat().st_mtime < FOREIGN_OWNER_IDLE_S for path in spare_files(root))

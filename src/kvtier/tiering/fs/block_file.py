@@ -136,13 +136,14 @@ class BlockFiles:
         return found.num_bytes
 
     def set_aside(self, path: str) -> str:
-        """Give a file a temporary name instead of its own and return that; a reader that has it open keeps it.
+        """Give a file a temporary name instead of its own and return that, with the time of now; readers keep it open.
 
         Raises:
             FileNotFoundError: there is no such file.
             OSError: the system refused.
         """
         temporary = str(self._new_temporary())
+        os.utime(path)
         os.rename(path, temporary)  # noqa: PTH104 - a third of what it takes with a Path, once for each block that leaves
         return temporary
 

@@ -11,11 +11,12 @@ from kvtier.tiering.fs.spares import Spares
 
 
 class StoreOutcome(Enum):
-    """What became of one block that was to be stored."""
+    """What became of one block that was to be stored; of ``NO_SPARE``, that the file to be written over was gone."""
 
     WRITTEN = "written"
     EXISTED = "existed"
     NO_ROOM = "no_room"
+    NO_SPARE = "no_spare"
     FAILED = "failed"
 
 
@@ -23,7 +24,7 @@ class Room:
     """Where some blocks may be written; used by one thread.
 
     The bytes of spare files are in the shared count already. One that is written over stays there under its new name;
-    one that was used up in vain is counted out.
+    one that was used up in vain is counted out. One that somebody else removed is not: who did may have counted anew.
 
     Args:
         block_bytes: length of a block's file.
@@ -52,7 +53,7 @@ class Room:
         """
         if self._spares:
             outcome = write(self._spares.pop())
-            self._num_lost += outcome is not StoreOutcome.WRITTEN
+            self._num_lost += outcome not in (StoreOutcome.WRITTEN, StoreOutcome.NO_SPARE)
             return outcome
         if self._num_new_left == 0:
             return StoreOutcome.NO_ROOM

@@ -2,7 +2,8 @@
 
 It evicts nothing and writes no block. To remove a file and to make another is most of what a file system does for a
 block; a spare one has its inode and its place on the disk already. Spare files have temporary names, so those of a
-process that died are removed like any other half-written file, and count as bytes on the disk.
+process that died are removed like any other half-written file, and count as bytes on the disk. They are used in the
+order in which they came: another host takes a process without a sign of life for dead, and a file's time is one.
 """
 
 import logging
@@ -65,7 +66,7 @@ class Spares:
         taken: list[str] = []
         try:
             while len(taken) < num_files:
-                taken.append(self._paths.pop())
+                taken.append(self._paths.popleft())
         except IndexError:
             pass
         return taken

@@ -50,6 +50,7 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
 
 ARRIVED = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
+NO_PLACE = (StoreOutcome.NO_ROOM, StoreOutcome.NO_SPARE)
 
 
 class FSBlockStore(BlockStore[Space]):
@@ -146,12 +147,14 @@ class FSBlockStore(BlockStore[Space]):
             for sealed in seal_ahead(todo[: room.num_blocks], seal_next, self._num_ahead):
                 write = partial(self._write_block, space, sealed)
                 outcome = room.use(write)
+                while outcome is StoreOutcome.NO_SPARE:
+                    outcome = room.use(write)
                 if outcome is StoreOutcome.NO_ROOM:
                     self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
                     room.add(self._spares.take(1), 0)
                     outcome = room.use(write)
                 outcomes[sealed.key] = outcome
-                if outcome is StoreOutcome.NO_ROOM:
+                if outcome in NO_PLACE:
                     break
         finally:
             room.settle(self._ledger, self._spares)
@@ -161,7 +164,7 @@ class FSBlockStore(BlockStore[Space]):
         self._counters.add(
             stored_blocks=num_written,
             stored_bytes=num_written * self._rows.row_bytes,
-            declined=reached.count(StoreOutcome.NO_ROOM),
+            declined=sum(outcome in NO_PLACE for outcome in reached),
             store_errors=num_failed,
         )
         arrived = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
@@ -207,6 +210,9 @@ class FSBlockStore(BlockStore[Space]):
         except OSError as error:
             if error.errno in NO_ROOM:
                 return StoreOutcome.NO_ROOM
+            if spare is not None and isinstance(error, FileNotFoundError):
+                # The folder is there by now, so the spare file is gone: another host has taken us for dead.
+                return StoreOutcome.NO_SPARE
             logger.warning("tier fs: block %s was not stored: %s", path, error)
             return StoreOutcome.FAILED
 
