@@ -10,7 +10,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs import FSTier, evictor
 from kvtier.tiering.fs.book import Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.evictor import MAX_SPARES, SLACK_SHARE, WALK_TTL_S, plan_excess, plan_num_spares
 from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
@@ -301,6 +301,32 @@ def test_spare_files_count_and_end_with_the_tier(start_tier: StartTier, root: Pa
     num_counted_twice = used_bytes(root) // BLOCK_BYTES - len(blocks_in(root))
     assert 0 <= num_counted_twice <= NUM_ROWS
     assert len(blocks_in(root)) >= LARGE_BLOCKS // 2
+
+
+def test_a_tier_that_stores_nothing_gives_its_spare_files_back(
+    start_tier: StartTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evictor, "REFRESH_S", 0.02)
+    driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)
+    fill(driver, 0, LARGE_BLOCKS + 2 * NUM_ROWS)
+    given_up_s = time.monotonic() + HANG_GUARD_S
+    while spare_files(root):
+        assert time.monotonic() < given_up_s
+    assert used_bytes(root) >= len(blocks_in(root)) * BLOCK_BYTES
+    assert driver.store([5000]).success
+
+
+def test_the_files_of_another_namespace_are_removed(start_tier: StartTier, root: Path) -> None:
+    other = start_tier("model-b", capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)
+    fill(other, 0, LARGE_BLOCKS // 2)
+    driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)
+    theirs = next(iter(blocks_in(root).values()))
+    with theirs.open("rb") as file:
+        before = file.read()
+        fill(driver, 1000, 2 * LARGE_BLOCKS)
+        file.seek(0)
+        assert file.read() == before
+    assert not theirs.exists()
 
 
 def test_a_block_that_somebody_has_linked_is_not_written_over(start_tier: StartTier, root: Path) -> None:

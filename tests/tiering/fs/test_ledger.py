@@ -98,6 +98,32 @@ def test_a_recount_by_others_misses_nothing_that_has_not_been_told_yet(path: Pat
     assert read(path).in_flight_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("found_bytes", "used_bytes"),
+    [(500, 500), (200, 200)],
+    ids=["walked before the removal", "walked after it"],
+)
+def test_a_recount_by_others_during_a_removal_does_not_have_it_counted_out_twice(
+    path: Path, found_bytes: int, used_bytes: int
+) -> None:
+    ledger, other = open_ledger(path, found_bytes=500), open_ledger(path, found_bytes=None)
+    ledger.begin_removal(300)
+    begun = other.begin_recount()
+    assert begun is not None
+    other.end_recount(found_bytes, begun)
+    ledger.end_removal(300, 300)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes) == (used_bytes, 0)
+
+
+def test_a_removal_counts_out_what_was_there(path: Path) -> None:
+    ledger = open_ledger(path, found_bytes=500)
+    ledger.begin_removal(300)
+    ledger.end_removal(300, 100)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes) == (400, 0)
+
+
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=8), st.data())
 def test_whatever_the_order_of_writers_the_count_ends_exact(
     sizes: list[tuple[int, int]], data: st.DataObject

@@ -10,11 +10,12 @@ from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import current_owner, parse_owner
-from kvtier.tiering.fs.spares import Spares
+from kvtier.tiering.fs.spares import Spare, Spares
 from kvtier.tiering.fs.system import SystemCalls
 
 NUM_BYTES = 5
 FILE_MODE = 0o600
+NAMESPACE, ANOTHER = "namespace-a", "namespace-b"
 
 
 @pytest.fixture
@@ -34,6 +35,11 @@ def make_block(folder: Path, name: str, num_bytes: int = NUM_BYTES, mode: int = 
     return path
 
 
+def test_a_folder_is_no_spare_file(spares: Spares, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert not spares.can_keep((tmp_path / "folder").lstat())
+
+
 def names_in(folder: Path) -> list[str]:
     """Return the names of the files there."""
     return sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -43,7 +49,7 @@ def test_an_evicted_file_has_a_temporary_name_of_this_process_and_counts(
     spares: Spares, tmp_path: Path
 ) -> None:
     for name in ("a", "b"):
-        assert spares.keep(str(make_block(tmp_path, name)))
+        assert spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
     assert names_in(tmp_path) == []
     kept = names_in(tmp_path / "tmp")
     assert {parse_owner(name) for name in kept} == {current_owner()}
@@ -52,14 +58,14 @@ def test_an_evicted_file_has_a_temporary_name_of_this_process_and_counts(
 
 
 def test_what_is_gone_is_not_kept(spares: Spares, tmp_path: Path) -> None:
-    assert not spares.keep(f"{tmp_path}/gone")
+    assert not spares.keep(f"{tmp_path}/gone", NAMESPACE)
     assert len(spares) == 0
 
 
 def test_without_the_folder_for_temporary_names_the_file_stays(spares: Spares, tmp_path: Path) -> None:
     (tmp_path / "tmp").rmdir()
     path = make_block(tmp_path, "a")
-    assert not spares.keep(str(path))
+    assert not spares.keep(str(path), NAMESPACE)
     assert path.read_bytes() == b"aaaaa"
 
 
@@ -92,25 +98,25 @@ def test_a_file_of_another_user_is_not_written_over(
 
 def test_takers_get_what_there_is_and_may_give_it_back(spares: Spares, tmp_path: Path) -> None:
     for name in "abc":
-        spares.keep(str(make_block(tmp_path, name)))
-    assert spares.take(0) == []
-    taken = spares.take(2)
+        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    assert spares.take(0, NAMESPACE) == []
+    taken = spares.take(2, NAMESPACE)
     assert (len(taken), len(spares)) == (2, 1)
-    assert len(spares.take(5)) == 1
-    assert spares.take(1) == []
+    assert len(spares.take(5, NAMESPACE)) == 1
+    assert spares.take(1, NAMESPACE) == []
     spares.give_back(taken)
-    assert sorted(spares.take(9)) == sorted(taken)
+    assert sorted(spares.take(9, NAMESPACE)) == sorted(taken)
 
 
 def test_each_file_has_one_taker(spares: Spares, tmp_path: Path) -> None:
     for number in range(64):
-        spares.keep(str(make_block(tmp_path, f"a{number}")))
+        spares.keep(str(make_block(tmp_path, f"a{number}")), NAMESPACE)
     start = threading.Barrier(8)
-    taken: list[str] = []
+    taken: list[Spare] = []
 
     def take() -> None:
         start.wait()
-        taken.extend(path for _ in range(64) for path in spares.take(1))
+        taken.extend(spare for _ in range(64) for spare in spares.take(1, NAMESPACE))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
@@ -124,7 +130,7 @@ def test_those_beyond_a_number_are_removed_and_what_that_gives_is_said(
     spares: Spares, tmp_path: Path
 ) -> None:
     for name in "abc":
-        spares.keep(str(make_block(tmp_path, name)))
+        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
     assert spares.trim(5) == 0
     assert spares.trim(1) == 2 * NUM_BYTES
     assert (len(names_in(tmp_path / "tmp")), len(spares)) == (1, 1)
@@ -135,10 +141,43 @@ def test_those_beyond_a_number_are_removed_and_what_that_gives_is_said(
 def test_a_file_that_cannot_be_removed_gives_nothing(
     spares: Spares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spares.keep(str(make_block(tmp_path, "a")))
+    spares.keep(str(make_block(tmp_path, "a")), NAMESPACE)
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(Path, "unlink", refuse)
     assert spares.trim(0) == 0
+
+
+def test_those_that_somebody_else_removed_give_nothing(spares: Spares, tmp_path: Path) -> None:
+    for name in "ab":
+        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    next((tmp_path / "tmp").iterdir()).unlink()
+    assert spares.trim(0) == NUM_BYTES
+    assert len(spares) == 0
+
+
+def test_the_oldest_is_used_and_removed_first(spares: Spares, tmp_path: Path) -> None:
+    for name in "abcd":
+        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    spares.trim(3)
+    (taken,) = spares.take(1, NAMESPACE)
+    assert Path(taken.path).read_bytes() == b"bbbbb"
+
+
+def test_blocks_of_another_namespace_get_none_and_it_is_removed(spares: Spares, tmp_path: Path) -> None:
+    for name, namespace_name in (("a", ANOTHER), ("b", NAMESPACE), ("c", ANOTHER)):
+        spares.keep(str(make_block(tmp_path, name)), namespace_name)
+    (taken,) = spares.take(3, NAMESPACE)
+    assert Path(taken.path).read_bytes() == b"bbbbb"
+    assert names_in(tmp_path / "tmp") == [Path(taken.path).name]
+    assert len(spares) == 0
+
+
+def test_what_is_of_no_use_is_removed_if_it_is_there(spares: Spares, tmp_path: Path) -> None:
+    spares.keep(str(make_block(tmp_path, "a")), NAMESPACE)
+    (taken,) = spares.take(1, NAMESPACE)
+    spares.discard(taken)
+    spares.discard(taken)
+    assert names_in(tmp_path / "tmp") == []

@@ -156,8 +156,8 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
     return error;
 }
 
-/* The file ``spare`` is gone afterwards, under its own name at least, unless there is no folder for the block yet: then
- * the folder is made and this is tried again. A link does not take a name that is taken, a rename would. */
+/* Where this fails the file ``spare`` still has its name. Nothing is written into it while there is no folder for the block:
+ * that is made, and this tried again. A link does not take a name that is taken; a rename would. */
 static int publish_over(const char *folder, const char *spare, const char *path, int flags, Parts *parts)
 {
     if (access(folder, F_OK) < 0)
@@ -170,7 +170,8 @@ static int publish_over(const char *folder, const char *spare, const char *path,
     }
     if (error == 0 && link(spare, path) < 0)
         error = errno;
-    (void)unlink(spare);
+    if (error == 0)
+        (void)unlink(spare);
     return error;
 }
 

@@ -62,15 +62,15 @@ class BlockFiles:
         Args:
             path: its name; the folder must exist.
             buffers: format 'B', contiguous.
-            spare: a file of the same length that was set aside, to be written over. Whatever comes of it, nothing has
-                that name afterwards, unless the folder does not exist.
+            spare: a file of the same length that was set aside, to be written over. It still has that name when this
+                fails, and when the name was taken.
 
         Returns:
             False when the name was taken; nothing has changed then.
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            OSError: the system refused, for want of room for example; nothing is left behind. It names ``path``.
+            OSError: the system refused, for want of room for example; nothing new is left behind. It names ``path``.
         """
         whole_files = self._calls.whole_files
         if whole_files is not None and self._support.has_unnamed_files:
@@ -136,15 +136,16 @@ class BlockFiles:
         return found.num_bytes
 
     def set_aside(self, path: str) -> str:
-        """Give a file a temporary name instead of its own and return that, with the time of now; readers keep it open.
+        """Give a file a temporary name instead of its own, and the time of now; return the name. Readers keep it open.
 
         Raises:
             FileNotFoundError: there is no such file.
             OSError: the system refused.
         """
         temporary = str(self._new_temporary())
-        os.utime(path)
         os.rename(path, temporary)  # noqa: PTH104 - a third of what it takes with a Path, once for each block that leaves
+        with suppress(OSError):  # another host may then take it for a dead process's, and remove it
+            os.utime(temporary, follow_symlinks=False)
         return temporary
 
     def is_still(self, path: str, status: FileStatus) -> bool:
@@ -187,20 +188,26 @@ class BlockFiles:
         if Path(path).exists():
             return False
         _require_folder(path)
-        return self._write_and_name(self._new_temporary(), os.O_CREAT | os.O_EXCL, path, buffers)
-
-    def _publish_over(self, spare: Path, path: str, buffers: Buffers) -> bool:
-        _require_folder(path)
-        return self._write_and_name(spare, os.O_NOFOLLOW, path, buffers)
-
-    def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
+        temporary = self._new_temporary()
         try:
-            fd = self._open_new(str(temporary), flags)
-            with _closing(fd):
-                self._fill(fd, buffers)
-            return _name_file(temporary, Path(path))
+            return self._write_and_name(temporary, os.O_CREAT | os.O_EXCL, path, buffers)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _publish_over(self, spare: Path, path: str, buffers: Buffers) -> bool:
+        if Path(path).exists():
+            return False
+        _require_folder(path)
+        is_new = self._write_and_name(spare, os.O_NOFOLLOW, path, buffers)
+        if is_new:
+            spare.unlink(missing_ok=True)
+        return is_new
+
+    def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
+        fd = self._open_new(str(temporary), flags)
+        with _closing(fd):
+            self._fill(fd, buffers)
+        return _name_file(temporary, Path(path))
 
     def _new_temporary(self) -> Path:
         return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"

@@ -54,7 +54,8 @@ LEADER_RETRY_S = 0.01
 """Pause between attempts to become the one who evicts while a writer waits, in seconds."""
 
 REFRESH_S = 300.0
-"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten."""
+"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Spare files of a
+tier that has stored nothing for so long are removed."""
 
 BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
@@ -184,11 +185,21 @@ class Evictor:
                     self._has_work = False
                     self._is_running = True
                     return True
-            self._guard(self._directory.ledger.refresh)
+            self._guard(self._rest)
+
+    def _rest(self) -> None:
+        """Give a sign of life, and spare files back: nobody has stored for minutes, and others may want their room."""
+        self._remove_spares()
+        self._directory.ledger.refresh()
 
     def _leave(self) -> None:
-        self._directory.ledger.remove(self._spares.trim(0))
+        self._remove_spares()
         self._directory.ledger.leave()
+
+    def _remove_spares(self) -> None:
+        ledger, num_bytes = self._directory.ledger, self._spares.num_bytes
+        ledger.begin_removal(num_bytes)
+        ledger.end_removal(num_bytes, self._spares.trim(0))
 
     def _begin(self) -> None:
         directory = self._directory
@@ -321,23 +332,26 @@ class Evictor:
             if evicted_bytes >= excess_bytes:
                 break
             block = self._candidates.pop()
-            evicted = self._evict_if_still_old(block, can_keep=len(self._spares) < num_spares)
+            is_own = namespace_of(block.path) == own.namespace.name
+            heir = own.namespace.name if is_own and len(self._spares) < num_spares else None
+            evicted = self._evict_if_still_old(block, heir)
             evicted_bytes += evicted.num_bytes
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0
             num_blocks += evicted.num_bytes > 0
-            if namespace_of(block.path) == own.namespace.name and evicted.num_bytes > 0:
+            if is_own and evicted.num_bytes > 0:
                 keys.append(block.key)
         own.index.evict(keys)
         self._directory.ledger.remove(evicted_bytes - kept_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
         return evicted_bytes
 
-    def _evict_if_still_old(self, block: FoundBlock, *, can_keep: bool) -> Evicted:
+    def _evict_if_still_old(self, block: FoundBlock, heir: str | None) -> Evicted:
+        """Keep the file for blocks of the namespace ``heir``, or remove it."""
         try:
             status = os.lstat(block.path)
             if status.st_mtime_ns != block.mtime_ns:
                 return Evicted(0)  # used since the walk: the next walk gives it its new place
-            if can_keep and self._spares.can_keep(status) and self._spares.keep(block.path):
+            if heir and self._spares.can_keep(status) and self._spares.keep(block.path, heir):
                 return Evicted(status.st_size, is_kept=True)
             return Evicted(self._directory.files.remove(block.path))
         except FileNotFoundError:

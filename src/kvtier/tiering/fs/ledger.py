@@ -108,6 +108,16 @@ class Ledger:
         if num_bytes:
             self._change(Change(used_bytes=-num_bytes))
 
+    def begin_removal(self, num_bytes: int) -> None:
+        """Say that files are about to be removed while others may count; the directory's evictor need not."""
+        if num_bytes:
+            self._change(Change(in_flight_bytes=num_bytes))
+
+    def end_removal(self, num_bytes: int, removed_bytes: int) -> None:
+        """Count out what was removed of ``num_bytes`` that were announced."""
+        if num_bytes:
+            self._change(Change(used_bytes=-removed_bytes, in_flight_bytes=-num_bytes))
+
     def begin_recount(self) -> Book | None:
         """Forget members that died and return the book, None when it cannot be had."""
         here = self._id.owner

@@ -3,11 +3,12 @@
 It asks nobody for room and writes nothing; it keeps the account of what was used and what was not.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from kvtier.tiering.fs.ledger import Ledger
-from kvtier.tiering.fs.spares import Spares
+from kvtier.tiering.fs.spares import Spare, Spares
 
 
 class StoreOutcome(Enum):
@@ -24,23 +25,25 @@ class Room:
     """Where some blocks may be written; used by one thread.
 
     The bytes of spare files are in the shared count already. One that is written over stays there under its new name;
-    one that was used up in vain is counted out. One that somebody else removed is not: who did may have counted anew.
+    one that was used up in vain stays until somebody counts anew, which is too much and never too little.
 
     Args:
+        spares: where spare files come from, and go when they were not used.
         block_bytes: length of a block's file.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, spares: Spares, block_bytes: int) -> None:
+        self._all_spares = spares
         self._block_bytes = block_bytes
-        self._spares: list[str] = []
-        self._num_reserved = self._num_new = self._num_lost = 0
+        self._spares: deque[Spare] = deque()
+        self._num_reserved = self._num_new = 0
 
     @property
     def num_blocks(self) -> int:
         """For how many blocks there is some left."""
         return self._num_new_left + len(self._spares)
 
-    def add(self, spares: Sequence[str], num_reserved: int) -> None:
+    def add(self, spares: Iterable[Spare], num_reserved: int) -> None:
         """Have more of it."""
         self._spares.extend(spares)
         self._num_reserved += num_reserved
@@ -52,20 +55,28 @@ class Room:
             write: does it, over the spare file that it is given or, given None, into a new one.
         """
         if self._spares:
-            outcome = write(self._spares.pop())
-            self._num_lost += outcome not in (StoreOutcome.WRITTEN, StoreOutcome.NO_SPARE)
-            return outcome
+            return self._write_over(self._spares.popleft(), write)
         if self._num_new_left == 0:
             return StoreOutcome.NO_ROOM
         outcome = write(None)
         self._num_new += outcome is StoreOutcome.WRITTEN
         return outcome
 
-    def settle(self, ledger: Ledger, spares: Spares) -> None:
+    def settle(self, ledger: Ledger) -> None:
         """Give back what was not used, and have the count know the rest."""
-        spares.give_back(self._spares)
+        self._all_spares.give_back(self._spares)
         ledger.settle(self._num_reserved * self._block_bytes, self._num_new * self._block_bytes)
-        ledger.remove(self._num_lost * self._block_bytes)
+
+    def _write_over(self, spare: Spare, write: Callable[[str | None], StoreOutcome]) -> StoreOutcome:
+        outcome = StoreOutcome.FAILED
+        try:
+            outcome = write(spare.path)
+        finally:
+            if outcome is StoreOutcome.EXISTED:
+                self._spares.append(spare)
+            elif outcome is not StoreOutcome.WRITTEN:
+                self._all_spares.discard(spare)
+        return outcome
 
     @property
     def _num_new_left(self) -> int:

@@ -138,7 +138,7 @@ class FSBlockStore(BlockStore[Space]):
         self._evictor.shutdown(CLOSE_TIMEOUT_S)
 
     def _write(self, space: Space, todo: Sequence[tuple[OffloadKey, int]]) -> Moved:
-        room = self._take_room(len(todo))
+        room = self._take_room(space, len(todo))
         outcomes: dict[OffloadKey, StoreOutcome] = dict.fromkeys(
             (key for key, _ in todo), StoreOutcome.NO_ROOM
         )
@@ -151,13 +151,13 @@ class FSBlockStore(BlockStore[Space]):
                     outcome = room.use(write)
                 if outcome is StoreOutcome.NO_ROOM:
                     self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
-                    room.add(self._spares.take(1), 0)
+                    room.add(self._spares.take(1, space.namespace.name), 0)
                     outcome = room.use(write)
                 outcomes[sealed.key] = outcome
                 if outcome in NO_PLACE:
                     break
         finally:
-            room.settle(self._ledger, self._spares)
+            room.settle(self._ledger)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
         num_failed = reached.count(StoreOutcome.FAILED)
@@ -171,18 +171,18 @@ class FSBlockStore(BlockStore[Space]):
         space.index.add(arrived)
         return Moved(arrived, is_fault=num_failed > 0)
 
-    def _take_room(self, num_blocks: int) -> Room:
+    def _take_room(self, space: Space, num_blocks: int) -> Room:
         """Return room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
-        room = Room(self._directory.block_bytes)
-        self._add_room(room, num_blocks)
+        room = Room(self._spares, self._directory.block_bytes)
+        self._add_room(room, space, num_blocks)
         num_missing = num_blocks - room.num_blocks
         if num_missing > 0:
             self._evictor.make_room(num_missing * self._directory.block_bytes)
-            self._add_room(room, num_missing)
+            self._add_room(room, space, num_missing)
         return room
 
-    def _add_room(self, room: Room, num_blocks: int) -> None:
-        spares = self._spares.take(num_blocks)
+    def _add_room(self, room: Room, space: Space, num_blocks: int) -> None:
+        spares = self._spares.take(num_blocks, space.namespace.name)
         if spares:
             self._evictor.ask()
         num_missing = num_blocks - len(spares)
@@ -211,7 +211,7 @@ class FSBlockStore(BlockStore[Space]):
             if error.errno in NO_ROOM:
                 return StoreOutcome.NO_ROOM
             if spare is not None and isinstance(error, FileNotFoundError):
-                # The folder is there by now, so the spare file is gone: another host has taken us for dead.
+                # The folder was there a moment ago, so the spare file is gone: another host has taken us for dead.
                 return StoreOutcome.NO_SPARE
             logger.warning("tier fs: block %s was not stored: %s", path, error)
             return StoreOutcome.FAILED
