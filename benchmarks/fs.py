@@ -53,7 +53,7 @@ from kvtier.tiering.fs.layout import block_path, namespace_path
 CAPACITY = "64GiB"
 """Room for every round: the tier is not told that its files are emptied."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
 """At least; so many more that each contestant begins equally often."""
 
 NUM_COLD_SETS = 3

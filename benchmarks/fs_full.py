@@ -33,7 +33,7 @@ from kvtier.tiering.fs import FSTier
 
 OPERATION = "put, full"
 REMOVED = "removed and made"
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
 NUM_SETS = 16
 """Rounds that the directory holds: what it keeps free, a 32nd part, is then half a round."""
 

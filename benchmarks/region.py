@@ -29,7 +29,7 @@ from kvtier.errors import RegionMemoryError
 
 REGION_BYTES, QUICK_REGION_BYTES = 512 << 20, 128 << 20
 ROW_BYTES = 2 << 20
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
 LAZILY = "lazily"
 STORE, TOUCH_AND_STORE, PREFAULT, RESERVE = "first store", "touch and store", "prefault", "reserve"
 OPERATIONS = (STORE, TOUCH_AND_STORE, PREFAULT, RESERVE)

@@ -46,7 +46,7 @@ from kvtier.tiering.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.slab.superblock import Geometry
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 4
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
 """At least; so many more that each contestant begins equally often."""
 
 BAR_RATIO = 0.9

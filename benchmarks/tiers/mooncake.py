@@ -53,8 +53,7 @@ QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 NUM_WARMUPS = 3
 """As many as touch a whole segment, wherever the store places a round's blocks."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 6
-"""Multiples of the number of contestants, so that each begins equally often."""
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 6
 
 SEALED = "sealed floor"
 BAR_RATIO = 0.8

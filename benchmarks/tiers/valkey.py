@@ -38,8 +38,7 @@ from kvtier.tiering.valkey.tier import MAX_PART_BLOCKS, MAX_PART_BYTES, ValkeyTi
 NUM_BLOCKS = 64
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[:2]
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 4
-"""Multiples of the number of contestants, so that each begins equally often."""
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
 
 PATH, REDIS_PY = "path", "redis-py"
 BAR_BLOCK_BYTES = 2**20
