@@ -63,7 +63,7 @@ ENVELOPE_BLOCKS = 16
 NUM_ENVELOPE_SETS = 8
 """The same, of small sets."""
 
-NUM_ENVELOPE_ROUNDS, NUM_QUICK_ENVELOPE_ROUNDS = 80, 20
+NUM_ENVELOPE_ROUNDS, NUM_QUICK_ENVELOPE_ROUNDS = 60, 20
 """Many short ones: what is looked for is smaller than what a disk's speed changes by from one second to the next."""
 
 SEALED = "sealed floor"
@@ -87,7 +87,9 @@ def measure(options: Options) -> Iterator[Measurement]:
     with options.new_folder() as folder:
         spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
-            yield from measure_case(case, folder, num_rounds, peers if case.is_usual else DiskPeers())
+            yield from measure_case(
+                case, folder, case.rounds_of(num_rounds), peers if case.is_usual else DiskPeers()
+            )
         num_rounds = fixed(NUM_QUICK_ENVELOPE_ROUNDS if options.is_quick else NUM_ENVELOPE_ROUNDS)
         for is_direct, num_threads in plan_envelopes():
             case = DiskCase(BAR_BLOCK_BYTES, MANY_JOBS, is_direct, num_threads)

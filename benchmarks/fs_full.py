@@ -139,7 +139,7 @@ def measure(options: Options, folder: Path) -> Iterator[Measurement]:
         num_threads = plan_num_threads(None, block_bytes, has_direct_io=is_direct)
         case = DiskCase(block_bytes, MANY_JOBS, is_direct, num_threads)
         name = f"full {block_bytes} {'direct' if is_direct else 'buffered'}"
-        yield measure_case(case, folder / name, num_rounds)
+        yield measure_case(case, folder / name, case.rounds_of(num_rounds))
 
 
 def measure_case(case: DiskCase, place: Path, num_rounds: RoundCount) -> Measurement:

@@ -97,7 +97,9 @@ def measure(options: Options) -> Iterator[Measurement]:
         spread_folders(folder)
         for case in plan_cases(QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES):
             has_peers = case.is_usual and case.is_direct
-            yield from measure_case(case, folder, num_rounds, peers if has_peers else DiskPeers())
+            yield from measure_case(
+                case, folder, case.rounds_of(num_rounds), peers if has_peers else DiskPeers()
+            )
 
 
 def bar_of(case: DiskCase) -> Bar | None:

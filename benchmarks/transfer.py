@@ -41,7 +41,7 @@ SHAPES = [(64, 4), (64, 16), (256, 16), (512, 16), (2048, 8), (2048, 16), (2048,
 QUICK_SHAPES = [(256, 16), (2048, 32)]
 """Row in KiB, layers."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
 
 SETTLE_S = 0.02
 """Seconds of rest before each copy. After a copy of torch's its OpenMP threads go on spinning for some milliseconds and

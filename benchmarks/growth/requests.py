@@ -11,7 +11,7 @@ from benchmarks.harness.suite import Options
 
 REQUEST_COUNTS = (125, 250, 500, 1000, 2000, 4000)
 QUICK_REQUEST_COUNTS = (250, 1000)
-NUM_ROUNDS = 30
+NUM_ROUNDS = 100
 
 
 def measure(options: Options) -> Iterator[Measurement]:

@@ -3,12 +3,17 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.harness.rounds import RoundCount
 from kvtier.tiering.disk_settings import plan_num_threads
 
 MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""
 
 MANY_JOBS, ONE_JOB = 8, 1
+SMALL_FACTOR = 8
+"""How many times as many rounds small blocks have at most: a round of them takes milliseconds, which vary more than
+what takes longer."""
+
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 BAR_BLOCK_BYTES = 2**20
@@ -44,6 +49,11 @@ class DiskCase:
     def is_usual(self) -> bool:
         """Whether a peer that cannot be told about threads and the page cache does the same work."""
         return self.has_usual_threads and not self.is_cold
+
+    def rounds_of(self, num_rounds: RoundCount) -> RoundCount:
+        """Return how many rounds this case has where large blocks have ``num_rounds``."""
+        is_small = self.num_blocks * self.block_bytes < MAX_BYTES
+        return num_rounds.with_most(SMALL_FACTOR) if is_small else num_rounds
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

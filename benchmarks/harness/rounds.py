@@ -29,6 +29,10 @@ class RoundCount:
     least: int
     most: int
 
+    def with_most(self, factor: int) -> "RoundCount":
+        """Return a count that goes on up to ``factor`` times as long, for rounds that take milliseconds. Pure."""
+        return RoundCount(self.least, self.most if self.most == self.least else factor * self.most)
+
 
 def fixed(num_rounds: int) -> RoundCount:
     """Return a count for which it does not matter what is measured. Pure."""

@@ -16,7 +16,7 @@ from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
 from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase, plan_cases
 from benchmarks.harness.disk_peers import DiskPeers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better
-from benchmarks.harness.rounds import fixed
+from benchmarks.harness.rounds import RoundCount, fixed
 from benchmarks.harness.tier_jobs import make_keys, make_rows, move_blocks
 from kvtier.base import OffloadKey
 from kvtier.tiering.base import SecondaryTierManager
@@ -70,6 +70,17 @@ def test_blocks_of_a_round_fit_its_room_and_fill_their_jobs(block_bytes: int) ->
     assert case.num_blocks * block_bytes <= MAX_BYTES
     assert case.num_blocks % 8 == 0
     assert case.labels("put")["jobs"] == f"8 of {case.num_blocks // 8}"
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "expected"),
+    [(64 * 2**10, RoundCount(6, 192)), (2**20, RoundCount(6, 24)), (4 * 2**20, RoundCount(6, 24))],
+)
+def test_rounds_of_small_blocks_may_be_more(block_bytes: int, expected: RoundCount) -> None:
+    case = DiskCase(block_bytes, 8, is_direct=True, num_threads=4)
+
+    assert case.rounds_of(RoundCount(6, 24)) == expected
+    assert case.rounds_of(fixed(3)) == fixed(3)
 
 
 @pytest.mark.parametrize("suite", [fs, slab])
