@@ -10,7 +10,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.fs import FSTier, evictor
+from kvtier.tiering.fs import evictor
 from kvtier.tiering.fs.book import Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.evictor import MAX_SPARES, SLACK_SHARE, WALK_TTL_S, plan_excess, plan_num_spares
 from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
@@ -236,26 +236,6 @@ def test_a_directory_beyond_the_capacity_is_cut_back_at_the_start(start_tier: St
     second = start_tier(capacity_bytes=3 * BLOCK_BYTES)
     second.poll_until(lambda: len(blocks_in(root)) <= 3)
     assert len(blocks_in(root)) == 3
-
-
-def test_a_child_forked_during_a_round_does_not_keep_the_lock(start_tier: StartTier, root: Path) -> None:
-    tier = start_tier(capacity_bytes=4 * BLOCK_BYTES).tier
-    assert isinstance(tier, FSTier)
-    read_fd, write_fd = os.pipe()
-    with tier._evictor._leadership() as is_leader:
-        assert is_leader
-        child = os.fork()
-        if child == 0:
-            os.read(read_fd, 1)
-            os._exit(0)
-    try:
-        with tier._evictor._leadership() as is_leader:
-            assert is_leader
-    finally:
-        os.write(write_fd, b"x")
-        os.waitpid(child, 0)
-        os.close(read_fd)
-        os.close(write_fd)
 
 
 LARGE_BLOCKS = 32 * NUM_ROWS

@@ -7,23 +7,21 @@ files, which serves for thousands of evictions: files written later are younger,
 seen to be when its turn comes. Some files of evicted blocks are kept aside to be written over; they lie in the slack.
 """
 
-import fcntl
 import heapq
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.tiering.fs.book import Book
 from kvtier.tiering.fs.directory import Directory
 from kvtier.tiering.fs.folders import FoundBlock, remove_empty_folders, sweep_temporaries, walk_blocks
-from kvtier.tiering.fs.layout import LOCK_NAME, TEMPORARY_NAME, namespace_of
+from kvtier.tiering.fs.layout import TEMPORARY_NAME, namespace_of
+from kvtier.tiering.fs.leadership import leading
 from kvtier.tiering.fs.space import Space
 from kvtier.tiering.fs.spares import Spares
-from kvtier.tiering.fs.system import open_shared_file
 
 logger = logging.getLogger(__name__)
 
@@ -189,24 +187,19 @@ class Evictor:
 
     def _rest(self) -> None:
         """Give a sign of life, and spare files back: nobody has stored for minutes, and others may want their room."""
-        self._remove_spares()
+        self._spares.give_up(self._directory.ledger)
         self._directory.ledger.refresh()
 
     def _leave(self) -> None:
-        self._remove_spares()
+        self._spares.give_up(self._directory.ledger)
         self._directory.ledger.leave()
-
-    def _remove_spares(self) -> None:
-        ledger, num_bytes = self._directory.ledger, self._spares.num_bytes
-        ledger.begin_removal(num_bytes)
-        ledger.end_removal(num_bytes, self._spares.trim(0))
 
     def _begin(self) -> None:
         directory = self._directory
         space = self._current_space()
         try:
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
-            with self._leadership() as is_leader:
+            with leading(directory.root, directory.file_mode) as is_leader:
                 book = self._walk(space, is_recount=is_leader)
             if book is not None and book.used_bytes > book.limit_bytes:
                 self.note(book)
@@ -215,8 +208,9 @@ class Evictor:
             space.index.set_complete()
 
     def _run_round(self) -> None:
+        directory = self._directory
         while True:
-            with self._leadership() as is_leader:
+            with leading(directory.root, directory.file_mode) as is_leader:
                 if is_leader:
                     self._evict()
                     return
@@ -224,24 +218,6 @@ class Evictor:
                 if self._is_closed or not self._wishes:
                     return
                 self._changed.wait(LEADER_RETRY_S)
-
-    @contextmanager
-    def _leadership(self) -> Iterator[bool]:
-        """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours."""
-        fd = open_shared_file(self._directory.root / LOCK_NAME, self._directory.file_mode)
-        is_leader = False
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_leader = True
-            except BlockingIOError:
-                pass
-            yield is_leader
-        finally:
-            # Closing alone would not do: a child that was forked meanwhile has the same lock.
-            if is_leader:
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
     def _evict(self) -> None:
         wishes = self._take_wishes()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,12 @@ class Spares:
         """
         with suppress(OSError):
             Path(spare.path).unlink()
+
+    def give_up(self, ledger: Ledger) -> None:
+        """Remove every one and count them out, while others may be counting. Thread: the evictor's; blocks."""
+        num_bytes = self.num_bytes
+        ledger.begin_removal(num_bytes)
+        ledger.end_removal(num_bytes, self.trim(0))
 
     def trim(self, num_files: int) -> int:
         """Remove the oldest beyond ``num_files`` and return the bytes that this gave. Thread: the evictor's; blocks."""
