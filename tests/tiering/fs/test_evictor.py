@@ -317,8 +317,9 @@ def test_a_block_that_somebody_has_linked_is_not_written_over(start_tier: StartT
     for number, path in blocks_in(root).items():
         os.link(path, backups / str(number))
     fill(driver, 1000, 2 * LARGE_BLOCKS)
-    assert blocks_in(root).keys().isdisjoint(range(LARGE_BLOCKS // 2))
-    for number in range(LARGE_BLOCKS // 2):
+    evicted = set(range(LARGE_BLOCKS // 2)) - blocks_in(root).keys()
+    assert len(evicted) > NUM_ROWS
+    for number in evicted:
         assert (backups / str(number)).read_bytes()[4096:] == bytes(content_of(number))
 
 
@@ -338,7 +339,7 @@ def test_a_disk_without_room_for_new_files_takes_blocks_over_old_ones(
     fill(driver, 0, LARGE_BLOCKS)
     is_full = True
     fill(driver, 1000, LARGE_BLOCKS)
-    assert sum(number >= 1000 for number in blocks_in(root)) >= LARGE_BLOCKS // 2
+    assert sum(number >= 1000 for number in blocks_in(root)) > NUM_ROWS
 
 
 def test_spare_files_that_others_remove_cost_no_block(start_tier: StartTier, root: Path) -> None:
@@ -366,5 +367,5 @@ def test_a_spare_file_shows_another_host_that_its_owner_lives(start_tier: StartT
         os.utime(path, (now_s, now_s - 10 * FOREIGN_OWNER_IDLE_S))
     fill(driver, 1000, LARGE_BLOCKS // 2 + 2 * NUM_ROWS)
     assert not blocks_in(root).keys().isdisjoint(range(LARGE_BLOCKS // 2))
-    assert spare_files(root)
+    driver.poll_until(lambda: len(spare_files(root)) > 0)
     assert all(now_s - path.stat().st_mtime < FOREIGN_OWNER_IDLE_S for path in spare_files(root))
