@@ -9,10 +9,10 @@ import resource
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 
 import pytest
+from tests.tiering.fs.faulty_calls import Way
 
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode
@@ -22,26 +22,6 @@ from kvtier.tiering.fs.system import REAL_CALLS, Buffers, SystemCalls, WholeFile
 
 MakeFiles = Callable[..., BlockFiles]
 NOW_S = 1_700_000_000.0
-
-
-class Way(Enum):
-    """How files are written and read."""
-
-    COMPILED = "compiled"
-    STEPWISE = "stepwise"
-    NAMED = "named"
-    COMPILED_OVER = "compiled, over a spare file"
-    STEPWISE_OVER = "stepwise, over a spare file"
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether one compiled call does it."""
-        return self in (Way.COMPILED, Way.COMPILED_OVER)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a spare file is written over."""
-        return self in (Way.COMPILED_OVER, Way.STEPWISE_OVER)
 
 
 EVERY_WAY = pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
