@@ -11,8 +11,8 @@ from benchmarks.harness.interval import median_interval
 from benchmarks.harness.measurement import OURS
 
 MAX_WIDTH = 0.12
-"""What the 95 % interval of a median may span, as a share of its lower end: then two runs on the same machine differ
-by more than 15 % once in a thousand ratios or so. Half of it would take four times the rounds."""
+"""What the 95 % interval of a median may span, as a share of its lower end: chance alone then seldom puts two runs more
+than 15 % apart. What changes from one run to the next comes on top. Half of it would take four times the rounds."""
 
 
 def is_known(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> bool:
