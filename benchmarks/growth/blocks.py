@@ -1,7 +1,6 @@
 """Time per block of the books as they grow, and how much slower many blocks are than sixteen thousand."""
 
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.growth.factor import growth_of
@@ -11,34 +10,50 @@ from benchmarks.harness.suite import Options
 from benchmarks.manager import Maker, make_batches, make_request, rates_once
 from kvtier.cpu.manager import CPUOffloadingManager
 
-ROUNDS_OF_CAPACITY = {2**12: 9, 2**14: 9, 2**16: 5, 2**18: 3, 2**20: 3}
-QUICK_ROUNDS_OF_CAPACITY = {2**12: 3, 2**14: 3}
+CAPACITIES = (2**12, 2**14, 2**16, 2**18, 2**20)
+QUICK_CAPACITIES = (2**12, 2**14)
 BASE_CAPACITY = 2**14
 """From which growth is told: fewer blocks are in the caches altogether."""
 
 LARGEST_OF_POLICY = {"lru": 2**20, "arc": 2**18}
 """ARC takes twice as long, and its curve is as flat: a million blocks would be most of the run."""
 
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 3
+
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield nanoseconds per block by operation, policy and number of blocks, then the growths."""
-    costs_ns: dict[tuple[str, str], dict[int, float]] = {}
-    rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
-    for num_blocks, num_rounds in rounds_of_capacity.items():
-        batches = make_batches(2 * num_blocks)
-        for policy in (name for name, largest in LARGEST_OF_POLICY.items() if num_blocks <= largest):
-            maker = Maker(CPUOffloadingManager, make_request)
-            run = partial(rates_once, maker, num_blocks, policy, batches)
-            for operation, values in run_rounds({OURS: run}, fixed(num_rounds), num_warmups=0).items():
-                times_ns = tuple(1e6 / rate for rate in values[OURS])
-                costs_ns.setdefault((operation, policy), {})[num_blocks] = statistics.median(times_ns)
+    capacities = QUICK_CAPACITIES if options.is_quick else CAPACITIES
+    growths: list[Measurement] = []
+    for policy, largest in LARGEST_OF_POLICY.items():
+        chosen = [num_blocks for num_blocks in capacities if num_blocks <= largest]
+        num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
+        for operation, costs_ns in measure_costs(policy, chosen, num_rounds).items():
+            for num_blocks, times_ns in costs_ns.items():
                 labels: dict[str, str | int] = {
                     "operation": operation,
                     "policy": policy,
                     "blocks": num_blocks,
                 }
                 yield Measurement(labels, "ns a block", Better.LOWER, {OURS: times_ns})
-    for (operation, policy), of_capacity in costs_ns.items():
-        grown = {size: cost for size, cost in of_capacity.items() if size >= BASE_CAPACITY}
-        if len(grown) > 1:
-            yield growth_of(f"{operation}, {policy}, a block", "blocks", grown)
+            grown = {size: times_ns for size, times_ns in costs_ns.items() if size >= BASE_CAPACITY}
+            if len(grown) > 1:
+                growths.append(growth_of(f"{operation}, {policy}, a block", "blocks", grown))
+    yield from growths
+
+
+def measure_costs(
+    policy: str, capacities: Sequence[int], num_rounds: int
+) -> dict[str, dict[int, tuple[float, ...]]]:
+    """Return nanoseconds per block, by operation and capacity, of books that take turns."""
+    maker = Maker(CPUOffloadingManager, make_request)
+    books = {
+        str(num_blocks): partial(rates_once, maker, num_blocks, policy, make_batches(2 * num_blocks))
+        for num_blocks in capacities
+    }
+    return {
+        operation: {
+            num_blocks: tuple(1e6 / rate for rate in values[str(num_blocks)]) for num_blocks in capacities
+        }
+        for operation, values in run_rounds(books, fixed(num_rounds), num_warmups=0).items()
+    }

@@ -1,6 +1,6 @@
 """By how many times a cost per block or request grows with their number, and what it may."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
 
@@ -10,16 +10,16 @@ then up to 1.7 times as slow, and memory that no cache holds adds to that; with 
 more."""
 
 
-def growth_of(what: str, of: str, costs: Mapping[int, float]) -> Measurement:
+def growth_of(what: str, of: str, costs: Mapping[int, Sequence[float]]) -> Measurement:
     """Return the growth of a cost from the smallest to the largest number that it was measured at. Pure.
 
     Args:
         what: whose cost.
         of: what is counted.
-        costs: by that number, two or more; the same share of the work in each.
+        costs: by that number, two or more, one a round; the same share of the work in each. Rounds are compared one by
+            one, so that what changes from minute to minute changes both.
     """
     first, last = min(costs), max(costs)
     labels: dict[str, str | int] = {"growth of": what, "with": of, "from": first, "to": last}
-    return Measurement(
-        labels, "times", Better.LOWER, {OURS: (costs[last] / costs[first],)}, Bar(None, GROWTH_BAR)
-    )
+    growths = tuple(many / few for few, many in zip(costs[first], costs[last], strict=True))
+    return Measurement(labels, "times", Better.LOWER, {OURS: growths}, Bar(None, GROWTH_BAR))

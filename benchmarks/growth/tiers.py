@@ -4,7 +4,7 @@ The tiers keep rows in a dictionary and answer at once, so what grows is the sha
 a store is handed to each. That is a share for each tier, so the growth is told of the time per block and tier.
 """
 
-import statistics
+import gc
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.growth.factor import growth_of
 from benchmarks.harness.measurement import OURS, Better, Measurement
-from benchmarks.harness.rounds import run_rounds
+from benchmarks.harness.rounds import fixed, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import make_config, make_keys
 from kvtier.base import ReqContext
@@ -27,7 +27,7 @@ QUICK_TIER_COUNTS = (1, 4)
 NUM_BLOCKS = 4096
 REQUEST_BLOCKS = 64
 ROW_BYTES = 64
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 7, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 10, 3
 
 
 class Rows:
@@ -43,19 +43,18 @@ class Rows:
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield microseconds per block by operation and number of tiers, then the growths."""
-    costs_us: dict[str, dict[int, float]] = {}
-    for num_tiers in QUICK_TIER_COUNTS if options.is_quick else TIER_COUNTS:
-        generations = count()
-        run = partial(times_once, num_tiers, generations)
-        for operation, values in run_rounds(
-            {OURS: run}, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
-        ).items():
-            share_us = statistics.median(values[OURS]) / num_tiers
-            costs_us.setdefault(operation, {})[num_tiers] = share_us
+    counts = QUICK_TIER_COUNTS if options.is_quick else TIER_COUNTS
+    generations = count()
+    managers = {str(num_tiers): partial(times_once, num_tiers, generations) for num_tiers in counts}
+    num_rounds = fixed(NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
+    rounds = run_rounds(managers, num_rounds)
+    for operation, values in rounds.items():
+        for num_tiers in counts:
             labels: dict[str, str | int] = {"operation": operation, "tiers": num_tiers}
-            yield Measurement(labels, "us a block", Better.LOWER, values)
-    for operation, of_count in costs_us.items():
-        yield growth_of(f"{operation}, a block and tier", "tiers", of_count)
+            yield Measurement(labels, "us a block", Better.LOWER, {OURS: values[str(num_tiers)]})
+    for operation, values in rounds.items():
+        shares_us = {num_tiers: [time_us / num_tiers for time_us in values[str(num_tiers)]] for num_tiers in counts}
+        yield growth_of(f"{operation}, a block and tier", "tiers", shares_us)
 
 
 def times_once(num_tiers: int, generations: Iterator[int]) -> Mapping[str, float]:
@@ -63,6 +62,7 @@ def times_once(num_tiers: int, generations: Iterator[int]) -> Mapping[str, float
     manager = make_manager(num_tiers)
     keys = make_keys(NUM_BLOCKS, next(generations))
     requests = [keys[start : start + REQUEST_BLOCKS] for start in range(0, NUM_BLOCKS, REQUEST_BLOCKS)]
+    gc.collect()
     begun_s = time.perf_counter()
     for number, asked in enumerate(requests):
         context = ReqContext(f"search-{number}")

@@ -28,6 +28,32 @@ def lift(steps: list[str]) -> None:
             steps.append("never")
 
 
+def interrupt_while_lifted(steps: list[str]) -> None:
+    with DeferredInterrupt() as deferred:
+        with deferred.lifted():
+            steps.append("lifted")
+            interrupt()
+            steps.append("never")
+        steps.append("never")
+
+
+def nest_while_lifted(steps: list[str]) -> None:
+    with DeferredInterrupt() as deferred, deferred.lifted():
+        with DeferredInterrupt():
+            interrupt()
+            steps.append("inner went on")
+        steps.append("never")
+
+
+def interrupt_after_lifted(steps: list[str]) -> None:
+    with DeferredInterrupt() as deferred:
+        with deferred.lifted():
+            pass
+        interrupt()
+        steps.append("went on")
+    steps.append("never")
+
+
 def nest(steps: list[str]) -> None:
     with DeferredInterrupt():
         with DeferredInterrupt():
@@ -36,7 +62,15 @@ def nest(steps: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "expected"), [(go_on, "went on"), (lift, "before"), (nest, "outer went on")]
+    ("block", "expected"),
+    [
+        (go_on, "went on"),
+        (lift, "before"),
+        (interrupt_while_lifted, "lifted"),
+        (nest_while_lifted, "inner went on"),
+        (interrupt_after_lifted, "went on"),
+        (nest, "outer went on"),
+    ],
 )
 def test_an_interrupt_is_delivered_where_it_may_be_and_not_before(
     block: Callable[[list[str]], None], expected: str

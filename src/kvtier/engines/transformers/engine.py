@@ -21,6 +21,7 @@ from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_link import ConnectorLink
 from kvtier.engines.transformers.identity import make_offloading_config
+from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.result import GenerationResult
@@ -135,7 +136,8 @@ class KVTierEngine:
             eos_token_id=eos_token_id,
             return_logits=return_logits,
         )
-        with stream:
+        # One handler for the whole of it: each step keeps interrupts out of its books, and lets them through to compute.
+        with DeferredInterrupt() as deferred, deferred.lifted(), stream:
             for _ in stream:
                 pass
         return stream.result

@@ -7,51 +7,92 @@ any two instructions. Python delivers signals to the main thread alone, so elsew
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 
 class DeferredInterrupt:
-    """A block of code that SIGINT does not interrupt; it is delivered when the block ends."""
+    """A block of code that SIGINT does not interrupt; it is delivered when the block ends.
+
+    The outermost block puts a handler in the place of the one that was there, those within it only count themselves:
+    with the processor's caches full of a model's weights, changing a handler takes a twentieth of a millisecond.
+    """
 
     def __init__(self) -> None:
-        self._previous = signal.getsignal(signal.SIGINT)
-        self._is_active = threading.current_thread() is threading.main_thread() and callable(self._previous)
-        self._is_caught = False
-        self._frame: FrameType | None = None
+        self._gate: _Gate | None = None
+        self._is_outermost = False
 
     def __enter__(self) -> Self:
-        self._install()
+        if threading.current_thread() is threading.main_thread():
+            self._gate = _Gate.current
+            if self._gate is not None:
+                self._gate.num_holding += 1
+            else:
+                self._install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        if self._gate is None:
+            return
+        if self._is_outermost:
+            _Gate.current = None
+            signal.signal(signal.SIGINT, self._gate.previous)
+        self._gate.num_holding -= 1
+        self._gate.deliver()
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Let interrupts through for a while, one that is waiting first."""
-        self._restore()
+        """Let interrupts through for a while, one that is waiting first; not those that an outer block keeps out."""
+        if self._gate is None:
+            yield
+            return
         try:
+            self._gate.num_holding -= 1
+            self._gate.deliver()
             yield
         finally:
-            self._install()
+            self._gate.num_holding += 1
 
     def _install(self) -> None:
-        if self._is_active:
-            signal.signal(signal.SIGINT, self._note)
+        previous = signal.getsignal(signal.SIGINT)
+        if callable(previous):
+            self._is_outermost = True
+            self._gate = _Gate(previous)
+            signal.signal(signal.SIGINT, self._gate.note)
+            _Gate.current = self._gate
 
-    def _restore(self) -> None:
-        if not self._is_active:
-            return
-        signal.signal(signal.SIGINT, self._previous)
-        if self._is_caught and callable(self._previous):
-            self._is_caught = False
-            self._previous(signal.SIGINT, self._frame)
 
-    def _note(self, _signum: int, frame: FrameType | None) -> None:
+class _Gate:
+    """The handler while blocks are open, of the main thread alone.
+
+    Args:
+        previous: the handler before, which gets what is delivered.
+
+    Attributes:
+        current: the one that is installed.
+        num_holding: how many blocks keep interrupts out now.
+    """
+
+    current: ClassVar["_Gate | None"] = None
+
+    def __init__(self, previous: Callable[[int, FrameType | None], object]) -> None:
+        self.previous = previous
+        self.num_holding = 1
+        self._is_caught = False
+        self._frame: FrameType | None = None
+
+    def note(self, _signum: int, frame: FrameType | None) -> None:
+        """Take an interrupt."""
         self._is_caught = True
         self._frame = frame
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Hand on what was taken, unless a block keeps it out."""
+        if self._is_caught and self.num_holding == 0:
+            self._is_caught = False
+            self.previous(signal.SIGINT, self._frame)
