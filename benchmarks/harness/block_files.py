@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.harness.tier_jobs import flat_rows
 from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, Verdict, check, pack, seal
+from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
 
 GET_FLAGS, SET_FLAGS, TOP_OF_HIERARCHY = 0x8008_6601, 0x4008_6602, 0x0002_0000
 """FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL of Linux, where a long has 64 bits."""
@@ -60,32 +61,41 @@ class RawFiles:
     def __init__(self, rows: memoryview, num_threads: int, *, is_direct: bool, is_sealed: bool) -> None:
         self.num_bytes = rows.nbytes
         self._rows = flat_rows(rows)
+        self._num_threads = num_threads
         self._pool = ThreadPoolExecutor(num_threads)
         self._flags = os.O_DIRECT if is_direct else 0
         self._is_sealed = is_sealed
+        self._num_ahead = plan_num_ahead(len(self._rows[0]), has_direct_io=is_direct) if is_sealed else 0
         self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
 
     def put(self, files: FileSet) -> None:
-        """Write every block."""
+        """Write every block; each thread seals as far ahead of its writes as the tier's do."""
+        todo = iter(range(len(self._rows)))
 
-        def put(number: int) -> None:
+        def seal_block(number: int) -> int:
             if self._is_sealed:
                 envelope = pack(seal(files.keys[number], files.digest, self._rows[number]))
                 self._pages[number][:ENVELOPE_BYTES] = envelope
-            self._move(files.paths[number], os.O_CREAT | os.O_RDWR, os.pwritev, number)
+            return number
 
-        self._each(put)
+        def put_blocks() -> None:
+            for number in seal_ahead(todo, seal_block, self._num_ahead):
+                self._move(files.paths[number], os.O_CREAT | os.O_RDWR, os.pwritev, number)
+
+        self._share(put_blocks)
 
     def get(self, files: FileSet) -> None:
         """Read every block."""
+        todo = iter(range(len(self._rows)))
 
-        def get(number: int) -> None:
-            self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
-            if self._is_sealed:
-                verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
-                assert verdict is Verdict.OK
+        def get_blocks() -> None:
+            for number in todo:
+                self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
+                if self._is_sealed:
+                    verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
+                    assert verdict is Verdict.OK
 
-        self._each(get)
+        self._share(get_blocks)
 
     def close(self) -> None:
         """End the threads."""
@@ -99,9 +109,10 @@ class RawFiles:
         os.close(fd)
         assert num_moved == HEADER_PAGE_BYTES + len(self._rows[number])
 
-    def _each(self, action: Callable[[int], None]) -> None:
-        for _ in self._pool.map(action, range(len(self._rows))):
-            pass
+    def _share(self, work: Callable[[], None]) -> None:
+        """Let each thread do ``work``, which takes blocks as long as there are any."""
+        for thread in [self._pool.submit(work) for _ in range(self._num_threads)]:
+            thread.result()
 
 
 def empty_files(paths: Iterable[str | Path]) -> None:
