@@ -136,7 +136,7 @@ class KVTierEngine:
             eos_token_id=eos_token_id,
             return_logits=return_logits,
         )
-        # One handler for the whole of it: each step keeps interrupts out of its books, and lets them through to compute.
+        # One handler for the whole of it: each step keeps interrupts out of its books and lets them through to compute.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:
             for _ in stream:
                 pass
