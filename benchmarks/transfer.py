@@ -42,6 +42,8 @@ QUICK_SHAPES = [(256, 16), (2048, 32)]
 """Row in KiB, layers."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
+MORE_ROUNDS_FACTOR = 4
+"""How many times as many rounds there are at most: a round takes a tenth of a second."""
 
 SETTLE_S = 0.02
 """Seconds of rest before each copy. After a copy of torch's its OpenMP threads go on spinning for some milliseconds and
@@ -81,7 +83,7 @@ def measure(options: Options) -> Iterator[Measurement]:
         for row_kib, num_layers in QUICK_SHAPES if options.is_quick else SHAPES:
             for is_scattered in (False, True):
                 shape = Shape(device, row_kib << 10, num_layers, is_scattered)
-                num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
+                num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS).with_most(MORE_ROUNDS_FACTOR)
                 yield from measure_shape(shape, num_rounds, note)
 
 

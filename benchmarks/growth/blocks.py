@@ -18,7 +18,7 @@ BASE_CAPACITY = 2**14
 LARGEST_OF_POLICY = {"lru": 2**20, "arc": 2**18}
 """ARC takes twice as long, and its curve is as flat: a million blocks would be most of the run."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 5, 3
+NUM_ROUNDS = 3
 
 
 def measure(options: Options) -> Iterator[Measurement]:
@@ -27,8 +27,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     growths: list[Measurement] = []
     for policy, largest in LARGEST_OF_POLICY.items():
         chosen = [num_blocks for num_blocks in capacities if num_blocks <= largest]
-        num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
-        for operation, costs_ns in measure_costs(policy, chosen, num_rounds).items():
+        for operation, costs_ns in measure_costs(policy, chosen).items():
             for num_blocks, times_ns in costs_ns.items():
                 labels: dict[str, str | int] = {
                     "operation": operation,
@@ -42,9 +41,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     yield from growths
 
 
-def measure_costs(
-    policy: str, capacities: Sequence[int], num_rounds: int
-) -> dict[str, dict[int, tuple[float, ...]]]:
+def measure_costs(policy: str, capacities: Sequence[int]) -> dict[str, dict[int, tuple[float, ...]]]:
     """Return nanoseconds per block, by operation and capacity, of books that take turns."""
     maker = Maker(CPUOffloadingManager, make_request)
     books = {
@@ -55,5 +52,5 @@ def measure_costs(
         operation: {
             num_blocks: tuple(1e6 / rate for rate in values[str(num_blocks)]) for num_blocks in capacities
         }
-        for operation, values in run_rounds(books, fixed(num_rounds), num_warmups=0).items()
+        for operation, values in run_rounds(books, fixed(NUM_ROUNDS), num_warmups=0).items()
     }

@@ -53,7 +53,9 @@ def measure(options: Options) -> Iterator[Measurement]:
             labels: dict[str, str | int] = {"operation": operation, "tiers": num_tiers}
             yield Measurement(labels, "us a block", Better.LOWER, {OURS: values[str(num_tiers)]})
     for operation, values in rounds.items():
-        shares_us = {num_tiers: [time_us / num_tiers for time_us in values[str(num_tiers)]] for num_tiers in counts}
+        shares_us = {
+            num_tiers: [time_us / num_tiers for time_us in values[str(num_tiers)]] for num_tiers in counts
+        }
         yield growth_of(f"{operation}, a block and tier", "tiers", shares_us)
 
 

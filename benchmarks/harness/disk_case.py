@@ -14,6 +14,9 @@ SMALL_FACTOR = 8
 """How many times as many rounds small blocks have at most: a round of them takes milliseconds, which vary more than
 what takes longer."""
 
+BUFFERED_FACTOR = 2
+"""The same of large blocks through the page cache: tens of milliseconds, and what is being written back beside them."""
+
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 BAR_BLOCK_BYTES = 2**20
@@ -52,8 +55,9 @@ class DiskCase:
 
     def rounds_of(self, num_rounds: RoundCount) -> RoundCount:
         """Return how many rounds this case has where large blocks have ``num_rounds``."""
-        is_small = self.num_blocks * self.block_bytes < MAX_BYTES
-        return num_rounds.with_most(SMALL_FACTOR) if is_small else num_rounds
+        if self.num_blocks * self.block_bytes < MAX_BYTES:
+            return num_rounds.with_most(SMALL_FACTOR)
+        return num_rounds if self.is_direct or self.is_cold else num_rounds.with_most(BUFFERED_FACTOR)
 
     def labels(self, operation: str) -> dict[str, str | int]:
         """Return what a line says of itself."""

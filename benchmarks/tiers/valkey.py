@@ -39,9 +39,9 @@ NUM_BLOCKS = 64
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[:2]
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
-SMALL_FACTOR = 4
-"""How many times as many rounds small blocks have at most, whose rounds take milliseconds."""
-
+SMALL_FACTOR, LARGE_FACTOR = 4, 2
+"""How many times as many rounds there are at most, with small blocks and with others: client and server share cores, and
+their rounds vary by a third, in milliseconds or tens of them."""
 
 PATH, REDIS_PY = "path", "redis-py"
 BAR_BLOCK_BYTES = 2**20
@@ -60,9 +60,8 @@ def open_server(folder: Path) -> AbstractContextManager[Place]:
 def measure(options: Options, place: Place) -> Iterator[Measurement]:
     """Yield rates of the tier and of its bare data path, by direction and block size."""
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
-        num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
-        if block_bytes < BAR_BLOCK_BYTES:
-            num_rounds = num_rounds.with_most(SMALL_FACTOR)
+        factor = SMALL_FACTOR if block_bytes < BAR_BLOCK_BYTES else LARGE_FACTOR
+        num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS).with_most(factor)
         rounds = run_size(block_bytes, place["url"], num_rounds)
         together = f"{len(make_parts(block_bytes)[0])} a batch"
         for operation, values in rounds.items():

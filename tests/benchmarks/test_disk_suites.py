@@ -73,11 +73,19 @@ def test_blocks_of_a_round_fit_its_room_and_fill_their_jobs(block_bytes: int) ->
 
 
 @pytest.mark.parametrize(
-    ("block_bytes", "expected"),
-    [(64 * 2**10, RoundCount(6, 192)), (2**20, RoundCount(6, 24)), (4 * 2**20, RoundCount(6, 24))],
+    ("block_bytes", "is_direct", "is_cold", "expected"),
+    [
+        (64 * 2**10, True, False, RoundCount(6, 192)),
+        (64 * 2**10, False, True, RoundCount(6, 192)),
+        (2**20, True, False, RoundCount(6, 24)),
+        (4 * 2**20, False, True, RoundCount(6, 24)),
+        (4 * 2**20, False, False, RoundCount(6, 48)),
+    ],
 )
-def test_rounds_of_small_blocks_may_be_more(block_bytes: int, expected: RoundCount) -> None:
-    case = DiskCase(block_bytes, 8, is_direct=True, num_threads=4)
+def test_rounds_of_small_blocks_and_of_the_page_cache_may_be_more(
+    block_bytes: int, *, is_direct: bool, is_cold: bool, expected: RoundCount
+) -> None:
+    case = DiskCase(block_bytes, 8, is_direct=is_direct, num_threads=4, is_cold=is_cold)
 
     assert case.rounds_of(RoundCount(6, 24)) == expected
     assert case.rounds_of(fixed(3)) == fixed(3)
