@@ -1,6 +1,6 @@
 """Questions to a server, each with the way its reply is read, and what becomes of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import TierError
@@ -16,12 +16,12 @@ class Call(NamedTuple):
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, in pieces.
+        request: its bytes, in pieces; made anew each time that it is sent, if making them takes a while.
         read: reads the reply, and puts a value where it belongs.
     """
 
     name: bytes
-    request: tuple[Buffer, ...]
+    request: Iterable[Buffer]
     read: Callable[[ReplyReader], Reply] = read_reply
 
 

@@ -6,7 +6,7 @@ or loaded costs itself only, and is counted with its reason.
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
@@ -16,7 +16,7 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.block_store import BlockStore, Rows
 from kvtier.tiering.codecs.raw import RAW_NUMBER
 from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal, unpack
+from kvtier.tiering.envelope import ENVELOPE_BYTES, Buffer, Verdict, check, pack, seal, unpack
 from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
 from kvtier.tiering.io_pool import Moved
 from kvtier.tiering.valkey.call import Call, Outcome, command, error_code
@@ -73,6 +73,32 @@ class Landing:
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
         envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else Verdict.DAMAGED
         return envelope if isinstance(envelope, Verdict) else Verdict.DAMAGED
+
+
+@dataclass(frozen=True, slots=True)
+class SetRequest:
+    """The request that stores a block, which is sealed when its pieces are asked for.
+
+    The server then has the block before it by then: the first block of a batch is all that it waits for.
+
+    Attributes:
+        key: the block.
+        row: its slot.
+        namespace_digest: the writer's.
+        name: under which the server keeps it.
+        ttl_ms: milliseconds until it expires; None for never.
+    """
+
+    key: OffloadKey
+    row: memoryview
+    namespace_digest: bytes
+    name: bytes
+    ttl_ms: int | None
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Yield the pieces."""
+        header = pack(seal(self.key, self.namespace_digest, self.row, codec=RAW_NUMBER))
+        yield from encode_set(self.name, header, self.row, self.ttl_ms)
 
 
 class ValkeyBlockStore(BlockStore[ValkeySpace]):
@@ -215,9 +241,7 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
 
     def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int, name: bytes) -> Call:
-        row = self._rows.row(slot)
-        header = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
-        return Call(name, encode_set(name, header, row, self._ttl_ms))
+        return Call(name, SetRequest(key, self._rows.row(slot), space.namespace.digest, name, self._ttl_ms))
 
     def _renewals(self, names: Sequence[bytes]) -> list[Call]:
         """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
