@@ -164,6 +164,25 @@ def test_an_idle_step_pauses_once() -> None:
     assert len(bench.pauses_s) == 1
 
 
+def test_loads_that_were_waited_for_are_reported_in_the_next_step() -> None:
+    bench = Bench()
+    bench.step(load_step())
+
+    bench.half.wait_for_loads()
+
+    assert bench.step(empty_step())[0] == {"r"}
+
+
+def test_who_waits_for_loads_waits_for_no_store() -> None:
+    bench = Bench()
+    bench.step(store_step())
+    bench.step(empty_step())
+
+    bench.half.wait_for_loads()
+
+    assert bench.step(empty_step()) == (set(), None)
+
+
 def test_a_load_of_a_request_that_was_aborted_is_reported_all_the_same() -> None:
     bench = Bench()
     bench.step(load_step())

@@ -147,6 +147,16 @@ class OffloadingConnectorWorker:
             if (is_lost and not job.is_layerwise) or not begin(job_id, job.transfer_spec):
                 self._declined_loads.append(job_id)
 
+    def wait_for_loads(self) -> None:
+        """Wait until the loads that have begun have ended, which get_finished then reports.
+
+        An engine that has nothing else to do is told sooner so than by asking again and again, which would take the
+        interpreter from the threads that copy.
+
+        Thread: blocks.
+        """
+        self.worker.wait(self._loads.keys() - set(self._declined_loads))
+
     def wait_for_layer(self, layer_name: str) -> bool:
         """Hold back what is computed from now on until the layer has its bytes; costs nothing where none is loaded.
 

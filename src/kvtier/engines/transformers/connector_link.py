@@ -7,7 +7,7 @@ bytes they would store do not exist.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
@@ -93,12 +93,19 @@ class ConnectorLink:
             self.step(StepPlan())
             self._pause(POLL_INTERVAL_S)
 
-    def note_allocated(self, request: Request, num_external_tokens: int, *, is_layerwise: bool) -> None:
-        """Tell the connector the request's blocks, and to load that many tokens into them."""
+    def note_allocated(
+        self, request: Request, num_external_tokens: int, *, is_layerwise: bool
+    ) -> Mapping[str, int]:
+        """Tell the connector the request's blocks, and to load that many tokens into them.
+
+        Returns:
+            Those tokens by the medium or the type of the tier that they come from.
+        """
         with DeferredInterrupt():
             self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
             if num_external_tokens and not is_layerwise:
                 self._loading.add(request.request_id)
+            return self._scheduler.get_hit_sources(request.request_id, num_external_tokens)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait, within a step's computation, until the blocks have the bytes of a layer.
@@ -129,7 +136,7 @@ class ConnectorLink:
         while request.request_id in self._loading:
             self.step(StepPlan())
             if request.request_id in self._loading:
-                self._pause(POLL_INTERVAL_S)
+                self._worker.wait_for_loads()
         return self.take_failed_blocks(request)
 
     def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:

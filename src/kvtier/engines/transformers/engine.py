@@ -65,18 +65,14 @@ class KVTierEngine:
         self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
         self._is_shut_down = False
         self._link: ConnectorLink | None = None
-        num_blocks = 1
         if config.extra_config is not None:
             worker = make_offloading_config(adapter, config, config.extra_config)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
             self._link = ConnectorLink(*specs, caches, clock, pause)
-            num_blocks = worker.block_size_factor
         try:
-            self._scheduler = RequestScheduler(
-                self._pool, self._pages, self._link, num_blocks * config.block_size_tokens
-            )
+            self._scheduler = RequestScheduler(self._pool, self._pages, self._link)
             self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
         except BaseException:
             if self._link is not None:

@@ -5,13 +5,12 @@ prefix cache, and offered to kvtier, only when its bytes are in the pool.
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.connector_link import ConnectorLink
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
-from kvtier.engines.transformers.origin import count_promoted_blocks, split_origins
+from kvtier.engines.transformers.origin import split_origins
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
 from kvtier.engines.transformers.result import DEVICE
@@ -29,20 +28,12 @@ class RequestScheduler:
         pool: which device blocks are whose.
         pages: their bytes.
         link: the connector; None when nothing is offloaded.
-        offloaded_block_tokens: tokens in one block of the primary tier.
     """
 
-    def __init__(
-        self,
-        pool: DeviceBlockPool,
-        pages: PagedKVCache,
-        link: ConnectorLink | None,
-        offloaded_block_tokens: int,
-    ) -> None:
+    def __init__(self, pool: DeviceBlockPool, pages: PagedKVCache, link: ConnectorLink | None) -> None:
         self._pool = pool
         self._pages = pages
         self._link = link
-        self._offloaded_block_tokens = offloaded_block_tokens
 
     def admit(self, request: Request, *, can_wait_by_layer: bool = False) -> None:
         """Give the request its blocks and load into them what the device or a tier holds of its tokens.
@@ -61,17 +52,20 @@ class RequestScheduler:
         num_device_tokens = len(request.block_ids) * request.block_size_tokens
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
-        num_external_tokens, is_layerwise, promoted = self._search_tiers(request, can_wait_by_layer)
-        self._grow(request, request.num_tokens)
+        num_external_tokens, is_layerwise = 0, False
         if self._link is not None:
-            self._link.note_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
+            num_external_tokens, is_layerwise = self._link.match(request, can_wait_by_layer=can_wait_by_layer)
+        self._grow(request, request.num_tokens)
+        sources: Mapping[str, int] = {}
+        if self._link is not None:
+            sources = self._link.note_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
         num_loaded_tokens = num_external_tokens
         if is_layerwise:
             request.num_arriving_blocks = num_external_tokens // request.block_size_tokens
             request.num_computed_tokens += num_external_tokens
         elif num_external_tokens:
             num_loaded_tokens = self._load(request, num_external_tokens)
-        request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, promoted)
+        request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, sources)
 
     def gather_prefix(self, request: Request, sequence: SequenceCache) -> None:
         """Copy the request's computed tokens into ``sequence``, all but the last token of all.
@@ -140,16 +134,6 @@ class RequestScheduler:
             finally:
                 self._pool.free(request.block_ids)
                 request.block_ids = []
-
-    def _search_tiers(self, request: Request, can_wait_by_layer: bool) -> tuple[int, bool, Counter[str]]:
-        """Return how many tokens the tiers hold after the device's, how they come, and what each promoted for that."""
-        if self._link is None:
-            return 0, False, Counter()
-        before = count_promoted_blocks(self._link.manager.stats())
-        num_tokens, is_layerwise = self._link.match(request, can_wait_by_layer=can_wait_by_layer)
-        promoted = count_promoted_blocks(self._link.manager.stats()) - before
-        promoted_tokens = {tier: n * self._offloaded_block_tokens for tier, n in promoted.items()}
-        return num_tokens, is_layerwise, Counter(promoted_tokens)
 
     def _confirm_arrival(self, request: Request) -> None:
         """Take what arrived while the step computed for loaded; raises LayerLoadError when it did not."""
