@@ -40,8 +40,8 @@ BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[:2]
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
 SMALL_FACTOR, LARGE_FACTOR = 4, 2
-"""How many times as many rounds there are at most, with small blocks and with others: client and server share cores, and
-their rounds vary by a third, in milliseconds or tens of them."""
+"""How many times as many rounds there are at most, with small blocks and with others: client and server share cores,
+and their rounds vary by a third, in milliseconds or tens of them."""
 
 PATH, REDIS_PY = "path", "redis-py"
 BAR_BLOCK_BYTES = 2**20
