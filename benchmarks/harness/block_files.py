@@ -1,6 +1,7 @@
 """Files of one block each, as the fs tier writes them: a page with an envelope, then the row.
 
-What reads and writes them here is as little as can be done: the floors of the fs suite.
+What reads and writes them here is as little as can be done: the floors of the fs suite. The one with checksums seals as
+far ahead as the tier does, so it shows what a checksum costs there, and not how far ahead would be best.
 """
 
 import fcntl

@@ -155,7 +155,7 @@ class OffloadingConnectorWorker:
 
         Thread: blocks.
         """
-        self.worker.wait(self._loads.keys() - set(self._declined_loads))
+        self.worker.wait(set(self._loads))
 
     def wait_for_layer(self, layer_name: str) -> bool:
         """Hold back what is computed from now on until the layer has its bytes; costs nothing where none is loaded.

@@ -106,11 +106,12 @@ def test_one_wrong_block_among_those_loaded_is_seen_in_the_logits(
 
 
 class FailingLoads(OffloadingHandler):
-    """A handler whose transfers all end badly, or are not even begun, once told to fail."""
+    """A handler whose transfers end badly once it is told so, are not even begun, or wait while Ctrl-C comes."""
 
     def __init__(self, inner: OffloadingHandler) -> None:
         self.inner = inner
         self.fault = ""
+        self.num_waits = 0
         self._jobs: list[TransferJobId] = []
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
@@ -128,6 +129,10 @@ class FailingLoads(OffloadingHandler):
         return [TransferResult(job_id, success=False) for job_id in failed] + self.inner.get_finished()
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
+        self.num_waits += 1
+        if self.fault == "interrupts":
+            self.fault = ""
+            os.kill(os.getpid(), signal.SIGINT)
         self.inner.wait(job_ids)
 
     def shutdown(self) -> None:
@@ -175,6 +180,31 @@ def test_a_failed_load_is_computed_instead(
     engine.drop_device_cache()
     assert engine.run(prompt, 1).sources == {"host": 72, "computed": 3}
     engine._pool.check()
+
+
+def test_ctrl_c_while_a_load_is_waited_for_comes_when_it_has_ended(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
+) -> None:
+    specs: list[FailingSpec] = []
+
+    def make_spec(config: OffloadingConfig) -> FailingSpec:
+        specs.append(FailingSpec(config))
+        return specs[-1]
+
+    engine = make_engine(llama, extra_config=HOST, make_spec=make_spec)
+    tokens = engine.run(prompt, 1).tokens
+    assert engine.drain(WAIT_S)
+    engine.drop_device_cache()
+    specs[-1].loads.fault = "interrupts"
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(prompt, 1)
+    assert specs[-1].loads.num_waits == 1
+    assert engine._pool.num_free_blocks == 32
+    engine._pool.check()
+    assert engine.stats()["connector.open_jobs"] == 0
+    engine.drop_device_cache()
+    result = engine.run(prompt, 1)
+    assert (result.sources, result.tokens) == ({"host": 72, "computed": 3}, tokens)
 
 
 def test_a_stream_that_is_closed_early_leaves_the_engine_usable(
@@ -226,9 +256,11 @@ def test_a_forward_pass_that_breaks_leaves_no_wrong_block_behind(
     model = tiny.llama()
     expected = plain(model, prompt, NUM_NEW_TOKENS)
     engine = make_engine(model, extra_config=HOST)
+    handler = signal.getsignal(signal.SIGINT)
     Interruption(model, call, error)
     with pytest.raises(RuntimeError if error else KeyboardInterrupt):
         engine.run(prompt, NUM_NEW_TOKENS)
+    assert signal.getsignal(signal.SIGINT) is handler
     assert engine._pool.num_free_blocks == 32
     engine._pool.check()
     assert engine.drain(WAIT_S)

@@ -49,6 +49,19 @@ def test_a_new_engine_finds_what_an_ended_one_has_left_on_disk(
     assert engine.run(prompt, 1).sources == {"host": 72, "computed": 3}
 
 
+def test_a_prefix_comes_from_host_memory_as_far_as_it_is_there_and_then_from_the_disk(
+    llama: LlamaForCausalLM, prompt: list[int], plain: Plain, make_engine: MakeEngine, settings: Settings
+) -> None:
+    tokens, _ = plain(llama, prompt, NUM_NEW_TOKENS)
+    fill(make_engine(llama, extra_config=settings), prompt)
+    engine = make_engine(llama, extra_config=settings)
+    assert engine.run(prompt[:41], 1).sources == {"fs": 40, "computed": 1}
+    engine.drop_device_cache()
+    result = engine.run(prompt, NUM_NEW_TOKENS)
+    assert result.sources == {"host": 40, "fs": 32, "computed": 3}
+    assert result.tokens == tokens
+
+
 def test_a_damaged_file_ends_the_prefix_and_the_tokens_are_right(
     llama: LlamaForCausalLM,
     prompt: list[int],

@@ -1,14 +1,18 @@
 """What stands under our names is checked before it counts, expires when it is not used, and may be evicted."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.tiering.valkey.conftest import StartServer, StartTier
 from tests.tiering.valkey.live import LiveServer
 from tests.tiering.valkey.live_cluster import name_of
 
+from kvtier.base import OffloadKey
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.envelope import ENVELOPE_BYTES, Envelope, seal
+from kvtier.tiering.valkey import node, store
 
 
 @pytest.fixture
@@ -124,6 +128,22 @@ def test_a_held_block_is_not_sent_again(driver: TierDriver) -> None:
     assert driver.store([1, 2]).success
     stats = driver.tier.stats()
     assert (stats["stored_blocks"], stats["held_blocks"]) == (2, 1)
+
+
+def test_a_block_that_cannot_be_sealed_fails_its_job_and_leaves_no_half_request(
+    driver: TierDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seal_all_but_3(key: OffloadKey, *args: Any, **kwargs: Any) -> Envelope:  # noqa: ANN401 - passed on
+        if key == key_of(3):
+            raise RuntimeError("no seal for this one")
+        return seal(key, *args, **kwargs)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(node, "SEND_BYTES", 1)
+        patches.setattr(store, "seal", seal_all_but_3)
+        assert not driver.store([2, 3, 4]).success
+    assert driver.store([5]).success
+    assert 5 in driver.load_right([5])
 
 
 def test_an_expiry_begins_with_the_last_use(shared_server: LiveServer, start_tier: StartTier) -> None:

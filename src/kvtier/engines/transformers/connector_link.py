@@ -20,7 +20,7 @@ from kvtier.engines.transformers.step import StepPlan, StepReport
 from kvtier.errors import LayerLoadError
 
 POLL_INTERVAL_S = 0.0002
-"""Pause between two steps that wait for a tier or a load. Longer delays the first token by as much; shorter
+"""Pause between two steps that wait for a tier. Longer delays the first token by as much; shorter
 takes the interpreter from the threads that are waited for."""
 
 
@@ -53,7 +53,7 @@ class ConnectorLink:
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
         self._scheduler = make_scheduler(scheduler_spec, clock)
-        # Whoever waits here pauses between two steps; pausing in each step as well would delay the first token.
+        # Whoever waits here pauses between two steps or is woken; pausing in each step would delay the first token.
         self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
             self._worker.register_kv_caches(kv_caches)
@@ -136,7 +136,8 @@ class ConnectorLink:
         while request.request_id in self._loading:
             self.step(StepPlan())
             if request.request_id in self._loading:
-                self._worker.wait_for_loads()
+                with DeferredInterrupt():  # the books of those who copy must not be left half read
+                    self._worker.wait_for_loads()
         return self.take_failed_blocks(request)
 
     def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:

@@ -16,7 +16,8 @@ class Call(NamedTuple):
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, in pieces; made anew each time that it is sent, if making them takes a while.
+        request: its bytes, in pieces. They are asked for each time that it is sent, which after a redirection is
+            once more: no iterator, therefore.
         read: reads the reply, and puts a value where it belongs.
     """
 

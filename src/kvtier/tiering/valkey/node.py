@@ -118,11 +118,11 @@ class Node:
 
 
 def gather(requests: Iterable[Iterable[Buffer]], num_bytes: int) -> Iterator[list[Buffer]]:
-    """Yield the pieces of ``requests``, of whole ones, and of the next ones when they have been taken. Pure.
+    """Yield the pieces of whole requests together, and make those of the next ones when they are asked for.
 
     Args:
         requests: asked for their pieces in order.
-        num_bytes: how much is yielded at least at a time, but for the last.
+        num_bytes: of a portion, at least; the last may have less.
     """
     pieces: list[Buffer] = []
     num_left = num_bytes

@@ -79,7 +79,7 @@ class Landing:
 class SetRequest:
     """The request that stores a block, which is sealed when its pieces are asked for.
 
-    The server then has the block before it by then: the first block of a batch is all that it waits for.
+    By then those before it are on their way, so that the server does not wait until a whole batch is sealed.
 
     Attributes:
         key: the block.
