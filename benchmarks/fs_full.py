@@ -9,12 +9,12 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from benchmarks.harness.crew import Crew
 from benchmarks.harness.disk_case import BAR_BLOCK_BYTES, MANY_JOBS, DiskCase
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
 from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds, timed
@@ -56,21 +56,21 @@ class Ring:
         self._folder = folder
         self._rows = flat_rows(rows)
         self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
-        self._pool = ThreadPoolExecutor(case.num_threads)
+        self._crew = Crew(case.num_threads)
         self._flags = os.O_RDWR | (os.O_DIRECT if case.is_direct else 0)
         self._is_written_over = is_written_over
         self._numbers = count()
         self._paths: deque[str] = deque()
         for _ in range(NUM_SETS):
-            self._each(self._make)
+            self._crew.each(len(self._rows), self._make)
 
     def put(self) -> None:
         """Write every block, each into the place of another."""
-        self._each(self._write_over if self._is_written_over else self._remove_and_make)
+        self._crew.each(len(self._rows), self._write_over if self._is_written_over else self._remove_and_make)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._crew.close()
 
     def _write_over(self, number: int) -> None:
         path = self._new_path()
@@ -93,10 +93,6 @@ class Ring:
 
     def _new_path(self) -> str:
         return f"{self._folder}/{next(self._numbers)}"
-
-    def _each(self, action: Callable[[int], None]) -> None:
-        for _ in self._pool.map(action, range(len(self._rows))):
-            pass
 
 
 class FullTier:

@@ -13,12 +13,12 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
 from benchmarks.harness.block_files import spread_folders
+from benchmarks.harness.crew import Crew
 from benchmarks.harness.disk_case import (
     BAR_BLOCK_BYTES,
     BLOCK_SIZES_BYTES,
@@ -63,7 +63,7 @@ class Floor:
     """
 
     def __init__(self, rows: memoryview, path: Path, case: DiskCase) -> None:
-        self._pool = ThreadPoolExecutor(case.num_threads)
+        self._crew = Crew(case.num_threads)
         self._fd = os.open(path, os.O_RDWR | (os.O_DIRECT if case.is_direct else 0))
         self._geometry = Geometry(case.block_bytes, case.num_blocks)
         self._buffers = [[memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)), row] for row in flat_rows(rows)]
@@ -78,15 +78,14 @@ class Floor:
 
     def close(self) -> None:
         """End the threads and close the file."""
-        self._pool.shutdown()
+        self._crew.close()
         os.close(self._fd)
 
     def _each(self, call: Callable[[int, Sequence[memoryview], int], int]) -> None:
         def move(number: int) -> None:
             assert call(self._fd, self._buffers[number], self._geometry.offset_of(number))
 
-        for _ in self._pool.map(move, range(len(self._buffers))):
-            pass
+        self._crew.each(len(self._buffers), move)
 
 
 def measure(options: Options) -> Iterator[Measurement]:

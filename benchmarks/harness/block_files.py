@@ -8,12 +8,12 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness.crew import Crew
 from benchmarks.harness.tier_jobs import flat_rows
 from kvtier.base import OffloadKey
 from kvtier.tiering.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, Verdict, check, pack, seal
@@ -62,8 +62,7 @@ class RawFiles:
     def __init__(self, rows: memoryview, num_threads: int, *, is_direct: bool, is_sealed: bool) -> None:
         self.num_bytes = rows.nbytes
         self._rows = flat_rows(rows)
-        self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads)
+        self._crew = Crew(num_threads)
         self._flags = os.O_DIRECT if is_direct else 0
         self._is_sealed = is_sealed
         self._num_ahead = plan_num_ahead(len(self._rows[0]), has_direct_io=is_direct) if is_sealed else 0
@@ -71,7 +70,6 @@ class RawFiles:
 
     def put(self, files: FileSet) -> None:
         """Write every block; each thread seals as far ahead of its writes as the tier's do."""
-        todo = iter(range(len(self._rows)))
 
         def seal_block(number: int) -> int:
             if self._is_sealed:
@@ -79,28 +77,26 @@ class RawFiles:
                 self._pages[number][:ENVELOPE_BYTES] = envelope
             return number
 
-        def put_blocks() -> None:
-            for number in seal_ahead(todo, seal_block, self._num_ahead):
+        def put_blocks(numbers: Iterator[int]) -> None:
+            for number in seal_ahead(numbers, seal_block, self._num_ahead):
                 self._move(files.paths[number], os.O_CREAT | os.O_RDWR, os.pwritev, number)
 
-        self._share(put_blocks)
+        self._crew.share(len(self._rows), put_blocks)
 
     def get(self, files: FileSet) -> None:
         """Read every block."""
-        todo = iter(range(len(self._rows)))
 
-        def get_blocks() -> None:
-            for number in todo:
-                self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
-                if self._is_sealed:
-                    verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
-                    assert verdict is Verdict.OK
+        def get_block(number: int) -> None:
+            self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
+            if self._is_sealed:
+                verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
+                assert verdict is Verdict.OK
 
-        self._share(get_blocks)
+        self._crew.each(len(self._rows), get_block)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        self._crew.close()
 
     def _move(
         self, path: str, flags: int, call: Callable[[int, Sequence[memoryview], int], int], number: int
@@ -109,11 +105,6 @@ class RawFiles:
         num_moved = call(fd, [self._pages[number], self._rows[number]], 0)
         os.close(fd)
         assert num_moved == HEADER_PAGE_BYTES + len(self._rows[number])
-
-    def _share(self, work: Callable[[], None]) -> None:
-        """Let each thread do ``work``, which takes blocks as long as there are any."""
-        for thread in [self._pool.submit(work) for _ in range(self._num_threads)]:
-            thread.result()
 
 
 def empty_files(paths: Iterable[str | Path]) -> None:
