@@ -46,8 +46,8 @@ MORE_ROUNDS_FACTOR = 2
 """How many times as many rounds there are at most: a round takes a fifth of a second."""
 
 FLOOR_TRIES = 3
-"""Plain copies in a round, of which the fastest counts: a floor is what the machine can do, and in a virtual machine one
-in four or five takes half as long again, probably with both of torch's threads on one core."""
+"""Plain copies in a round, of which the fastest counts: a floor is what the machine can do, and in a virtual machine
+one in four or five takes half as long again, probably with both of torch's threads on one core."""
 
 SETTLE_S = 0.02
 """Seconds of rest before each copy. After a copy of torch's its OpenMP threads go on spinning for some milliseconds and
