@@ -1,6 +1,7 @@
 """Memory that direct I/O accepts."""
 
 import mmap
+import threading
 
 import numpy as np
 
@@ -19,6 +20,25 @@ def allocate_pages(num_pages: int) -> list[memoryview]:
     """Return zeroed, aligned pages, format 'B', in one piece of memory."""
     memory = memoryview(mmap.mmap(-1, num_pages * HEADER_PAGE_BYTES))
     return [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
+
+
+class ThreadPages:
+    """Aligned pages that each thread has for itself, made when it first asks for them.
+
+    Args:
+        num_pages: how many a thread has.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._local = threading.local()
+
+    def of_this_thread(self) -> list[memoryview]:
+        """Return the calling thread's, always the same ones, format 'B'. Thread: any."""
+        pages: list[memoryview] | None = getattr(self._local, "pages", None)
+        if pages is None:
+            pages = self._local.pages = allocate_pages(self._num_pages)
+        return pages
 
 
 def is_aligned(rows: memoryview) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import current_owner
-from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
+from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls
 
 PARTS = (b"h" * 4096, b"", bytes(range(250)) * 20)
 """A header page, nothing, and a row: where a call ends early may be in the first, in the last or between them."""
@@ -58,6 +58,7 @@ class Call(IntEnum):
     CLOSE = 2
     CHMOD = 3
     LINK = 4
+    TIME = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Case:
         mode: permissions asked for; the umask leaves them to the owner.
         mode_found: permissions of the file.
         is_taken: whether another file has the name.
+        is_old: whether the file was not used for long.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Case:
     mode: int = 0o600
     mode_found: int = 0o600
     is_taken: bool = False
+    is_old: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ READING = (
     Case("the file is empty by now", {Call.MOVE: (0,)}, (errno.EIO, ENDED_EARLY)),
     Case("the file is shorter by now", {Call.MOVE: (4096, 100, 0)}, (errno.EIO, ENDED_EARLY)),
     Case("closing fails, with the bytes there", {Call.CLOSE: (BROKEN,)}),
+    Case("the time of use cannot be set", {Call.TIME: (-errno.EROFS,)}, is_old=True),
 )
 
 
@@ -217,7 +221,7 @@ def publish(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     answer, raised = None, None
     planner.plan(case.plans)
     try:
-        answer = files.publish(str(path), views, spare)
+        answer = publish_one(files, str(path), views, spare)
     except OSError as error:
         raised = error
     num_left = planner.take_num_left()
@@ -241,13 +245,15 @@ def read(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     """Read a whole file whose calls end as planned."""
     files, path = make_files(way, folder, case.mode), folder / "a"
     path.write_bytes(WHOLE)
+    if case.is_old:
+        os.utime(path, (0, 0))
     buffers = make_buffers([bytes(len(part)) for part in PARTS])
     views = [memoryview(buffer) for buffer in buffers]
     before = count_open()
     answer, raised = None, None
     planner.plan(case.plans)
     try:
-        answer = files.read(str(path), views).num_bytes
+        answer = read_one(files, str(path), views).num_bytes
     except OSError as error:
         raised = error
     num_left = planner.take_num_left()
@@ -264,6 +270,30 @@ def read(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
         num_left,
         are_released(views, buffers),
     )
+
+
+def publish_one(files: BlockFiles, path: str, buffers: Buffers, spare: str | None = None) -> bool:
+    """Publish one file and return whether it was new.
+
+    Raises:
+        OSError: what the files answered.
+    """
+    (answer,) = files.publish([(path, buffers, spare)])
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
+
+
+def read_one(files: BlockFiles, path: str, buffers: Buffers) -> FileStatus:
+    """Read one file and return what it is.
+
+    Raises:
+        OSError: what the files answered.
+    """
+    (status,) = files.read([(path, buffers)])
+    if isinstance(status, OSError):
+        raise status
+    return status
 
 
 def make_spare(folder: Path, mode: int) -> str:

@@ -18,7 +18,7 @@
 #define MAX_OUTCOMES 64
 #define MAX_PARTS 16
 
-enum { MOVE, OPEN, CLOSE, CHMOD, LINK, NUM_KINDS };
+enum { MOVE, OPEN, CLOSE, CHMOD, LINK, TIME, NUM_KINDS };
 
 /* For MOVE the most bytes of a call, for others 0, for each the negative number of an error. */
 typedef struct {
@@ -153,4 +153,10 @@ int link(const char *from, const char *to)
 {
     int (*real)(const char *, const char *) = dlsym(RTLD_NEXT, "link");
     return has_failed(LINK) ? -1 : real(from, to);
+}
+
+int futimens(int fd, const struct timespec times[2])
+{
+    int (*real)(int, const struct timespec *) = dlsym(RTLD_NEXT, "futimens");
+    return has_failed(TIME) ? -1 : real(fd, times);
 }

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiering.fs.faulty_calls import Way
+from tests.tiering.fs.faulty_calls import Way, publish_one, read_one
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode
+from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode, plan_batch_files
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import current_owner, parse_owner
-from kvtier.tiering.fs.system import REAL_CALLS, Buffers, SystemCalls, WholeFileCalls, status_of
+from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls, WholeFileCalls, status_of
 
 MakeFiles = Callable[..., BlockFiles]
 NOW_S = 1_700_000_000.0
@@ -56,9 +56,9 @@ def make_files(tmp_path: Path) -> MakeFiles:
 def publish(files: BlockFiles, way: Way, path: Path, buffers: list[memoryview], mode: int = 0o600) -> bool:
     """Publish a file, over one that was another block's where the way is to do so."""
     if not way.is_over:
-        return files.publish(str(path), buffers)
+        return publish_one(files, str(path), buffers)
     spare = make_spare(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
-    return files.publish(str(path), buffers, spare)
+    return publish_one(files, str(path), buffers, spare)
 
 
 def make_spare(files: BlockFiles, evicted: Path, num_bytes: int, mode: int = 0o600) -> str:
@@ -94,9 +94,52 @@ def test_what_is_published_is_read_back(make_files: MakeFiles, tmp_path: Path, w
     files = make_files(way)
     assert publish(files, way, tmp_path / "a", parts(b"head", b"payload"))
     back = parts(b"....", b".......")
-    assert files.read(f"{tmp_path}/a", back).num_bytes == 11
+    assert read_one(files, f"{tmp_path}/a", back).num_bytes == 11
     assert [bytes(part) for part in back] == [b"head", b"payload"]
     assert left_over(tmp_path) == [tmp_path / "a"]
+
+
+@EVERY_WAY
+def test_a_file_that_fails_costs_no_other_of_its_batch(
+    make_files: MakeFiles, tmp_path: Path, way: Way
+) -> None:
+    files = make_files(way)
+    (tmp_path / "taken").write_bytes(b"before")
+    names = [*map(str, range(40)), "taken", "no/folder", *map(str, range(40, 50))]
+    spares = [make_spare(files, tmp_path / "evicted", 4) if way.is_over else None for _ in names]
+    texts = [f"{number:04}".encode() for number in range(len(names))]
+    answers = files.publish(
+        [
+            (f"{tmp_path}/{name}", parts(text), spare)
+            for name, text, spare in zip(names, texts, spares, strict=True)
+        ]
+    )
+    assert [answer for answer in answers if answer is not True] == [False, answers[41]]
+    assert isinstance(answers[41], FileNotFoundError)
+    assert answers[41].filename == f"{tmp_path}/no/folder"
+    backs = [parts(b"....") for _ in names]
+    found = files.read([(f"{tmp_path}/{name}", back) for name, back in zip(names, backs, strict=True)])
+    assert isinstance(found.pop(41), FileNotFoundError)
+    assert [status.num_bytes for status in found if isinstance(status, FileStatus)] == [4] * 40 + [6] + [
+        4
+    ] * 10
+    texts[40:42] = b"befo", b"...."
+    assert [bytes(*back) for back in backs] == texts
+    assert num_left_over(tmp_path) == (51, 2 * way.is_over)
+
+
+def test_nothing_is_done_for_no_file(make_files: MakeFiles) -> None:
+    for way in (Way.COMPILED, Way.STEPWISE):
+        assert make_files(way).publish([]) == []
+        assert make_files(way).read([]) == []
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "num_files"),
+    [(1, 32), (4096, 32), (2**15, 32), (2**16, 16), (600_000, 1), (2**20, 1), (2**26, 1)],
+)
+def test_a_call_moves_a_megabyte_or_a_block(block_bytes: int, num_files: int) -> None:
+    assert plan_batch_files(block_bytes) == num_files
 
 
 @EVERY_WAY
@@ -113,7 +156,7 @@ def test_a_missing_folder_is_said_and_nothing_is_left(
     make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        make_files(way).publish(f"{tmp_path}/no/a", parts(b"x"))
+        publish_one(make_files(way), f"{tmp_path}/no/a", parts(b"x"))
     assert left_over(tmp_path) == []
 
 
@@ -122,17 +165,17 @@ def test_a_missing_folder_costs_no_spare_file(make_files: MakeFiles, tmp_path: P
     files = make_files(way)
     spare = make_spare(files, tmp_path / "evicted", 1)
     with pytest.raises(FileNotFoundError):
-        files.publish(f"{tmp_path}/no/a", parts(b"x"), spare)
+        publish_one(files, f"{tmp_path}/no/a", parts(b"x"), spare)
     assert left_over(tmp_path) == [Path(spare)]
     (tmp_path / "no").mkdir()
-    assert files.publish(f"{tmp_path}/no/a", parts(b"x"), spare)
+    assert publish_one(files, f"{tmp_path}/no/a", parts(b"x"), spare)
     assert left_over(tmp_path) == [tmp_path / "no" / "a"]
 
 
 @EVERY_WAY_OVER
 def test_a_spare_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     with pytest.raises(FileNotFoundError) as caught:
-        make_files(way).publish(f"{tmp_path}/a", parts(b"x"), str(tmp_path / "tmp" / "gone"))
+        publish_one(make_files(way), f"{tmp_path}/a", parts(b"x"), str(tmp_path / "tmp" / "gone"))
     assert caught.value.filename == f"{tmp_path}/a"
     assert left_over(tmp_path) == []
 
@@ -142,7 +185,7 @@ def test_what_is_written_over_is_the_same_file(make_files: MakeFiles, tmp_path: 
     files = make_files(way)
     spare = make_spare(files, tmp_path / "evicted", 11)
     inode = Path(spare).stat().st_ino
-    assert files.publish(f"{tmp_path}/a", parts(b"head", b"payload"), spare)
+    assert publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), spare)
     assert (tmp_path / "a").stat().st_ino == inode
     assert (tmp_path / "a").stat().st_nlink == 1
 
@@ -152,7 +195,7 @@ def test_no_symbolic_link_is_written_over(make_files: MakeFiles, tmp_path: Path,
     (tmp_path / "mine").write_bytes(b"mine")
     (tmp_path / "tmp" / "spare").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="symbolic"):
-        make_files(way).publish(f"{tmp_path}/a", parts(b"ours"), str(tmp_path / "tmp" / "spare"))
+        publish_one(make_files(way), f"{tmp_path}/a", parts(b"ours"), str(tmp_path / "tmp" / "spare"))
     assert (tmp_path / "mine").read_bytes() == b"mine"
     assert not (tmp_path / "a").exists()
 
@@ -199,7 +242,7 @@ def test_a_file_that_may_not_become_so_long_leaves_nothing(
     files = make_files(way)
     spare = make_spare(files, tmp_path / "evicted", 6) if way.is_over else None
     with files_of_at_most(6), pytest.raises(OSError, match="too large") as caught:
-        files.publish(f"{tmp_path}/a", parts(b"head", b"payload"), spare)
+        publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), spare)
     assert caught.value.errno == errno.EFBIG
     assert num_left_over(tmp_path) == (0, way.is_over)
 
@@ -209,16 +252,16 @@ def test_a_write_that_ends_early_is_no_file(make_files: MakeFiles, tmp_path: Pat
         return 0 if offset else os.pwrite(fd, buffers[0], 0)
 
     with pytest.raises(OSError, match="only a part"):
-        make_files(calls=SystemCalls(pwritev=stuck)).publish(f"{tmp_path}/a", parts(b"head", b"payload"))
+        publish_one(make_files(calls=SystemCalls(pwritev=stuck)), f"{tmp_path}/a", parts(b"head", b"payload"))
     assert left_over(tmp_path) == []
 
 
 def test_calls_that_move_a_few_bytes_at_a_time_are_continued(make_files: MakeFiles, tmp_path: Path) -> None:
     calls = SystemCalls(pwritev=in_small_steps(os.pwritev), preadv=in_small_steps(os.preadv))
     files = make_files(calls=calls)
-    files.publish(f"{tmp_path}/a", parts(b"head", b"", b"payload"))
+    publish_one(files, f"{tmp_path}/a", parts(b"head", b"", b"payload"))
     back = parts(b"....", b"", b".......")
-    files.read(f"{tmp_path}/a", back)
+    read_one(files, f"{tmp_path}/a", back)
     assert b"".join(back) == b"headpayload"
 
 
@@ -241,7 +284,7 @@ def test_a_file_without_hard_links_is_renamed(
 def test_a_file_that_is_too_short_is_not_read(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     (tmp_path / "a").write_bytes(b"short")
     back = parts(b"......")
-    assert make_files(way).read(f"{tmp_path}/a", back).num_bytes == 5
+    assert read_one(make_files(way), f"{tmp_path}/a", back).num_bytes == 5
     assert bytes(back[0]) == b"......"
 
 
@@ -252,7 +295,7 @@ def test_a_file_that_ends_before_its_length_is_an_error(make_files: MakeFiles, w
     if not path.exists() or path.stat().st_size <= len(path.read_bytes()):
         pytest.skip(f"{path} is missing, or as long as it says")
     with pytest.raises(OSError, match="ended before its length") as caught:
-        make_files(way).read(str(path), parts(bytes(path.stat().st_size)))
+        read_one(make_files(way), str(path), parts(bytes(path.stat().st_size)))
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
 
 
@@ -263,9 +306,9 @@ def test_a_missing_file_and_a_symbolic_link_are_not_read(
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(FileNotFoundError):
-        make_files(way).read(f"{tmp_path}/missing", parts(b"."))
+        read_one(make_files(way), f"{tmp_path}/missing", parts(b"."))
     with pytest.raises(OSError, match="symbolic"):
-        make_files(way).read(f"{tmp_path}/link", parts(b"."))
+        read_one(make_files(way), f"{tmp_path}/link", parts(b"."))
 
 
 @EVERY_WAY
@@ -293,28 +336,11 @@ def test_a_load_renews_the_time_once_a_minute_at_most(
     path, files = tmp_path / "a", make_files(way)
     path.write_bytes(b"x")
     os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S))
-    files.read(str(path), parts(b"."))
+    read_one(files, str(path), parts(b"."))
     assert path.stat().st_mtime == NOW_S - RENEW_AFTER_S
     os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
-    files.read(str(path), parts(b"."))
+    read_one(files, str(path), parts(b"."))
     assert path.stat().st_mtime > NOW_S
-
-
-@EVERY_READ
-def test_a_disk_that_takes_no_change_still_gives_its_blocks(
-    make_files: MakeFiles, tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, files = tmp_path / "a", make_files(way)
-    path.write_bytes(b"x")
-    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "mounted read-only meanwhile")
-
-    monkeypatch.setattr(os, "utime", refuse)
-    buffers = parts(b".")
-    files.read(str(path), buffers)
-    assert bytes(buffers[0]) == b"x"
 
 
 def test_renewing_says_whether_the_file_is_there(make_files: MakeFiles, tmp_path: Path) -> None:

@@ -178,10 +178,47 @@ def test_a_lost_or_broken_book_gives_no_room_until_the_next_count(path: Path) ->
         assert begun is not None
         ledger.end_recount(0, begun)
         assert ledger.reserve(1, 10).num_blocks == 1
+        ledger.settle(10, 0)
+
+
+def test_what_was_in_flight_when_the_book_was_lost_is_not_given_back_twice(path: Path) -> None:
+    ledger, other = open_ledger(path), open_ledger(path, found_bytes=None)
+    assert ledger.reserve(2, 100).num_blocks == 2
+    path.unlink()
+    begun = other.begin_recount()
+    assert begun is not None
+    other.end_recount(200, begun)
+    ledger.settle(200, 100)
+    assert read(path).used_bytes >= 200
+
+
+def test_room_that_was_taken_ahead_needs_no_book_and_the_last_gives_it_back(path: Path) -> None:
+    ledger = open_ledger(path, 10_000)
+    assert ledger.reserve(2, 100).num_blocks == 2
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert [ledger.reserve(2, 100).num_blocks for _ in range(4)] == [2, 2, 2, 0]
+    os.close(fd)
+    for _ in range(4):
+        ledger.settle(200, 200)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes, book.finished_bytes) == (800, 0, 800)
+    ledger.reserve(2, 100)
+    ledger.settle(200, 200)
+    book = read(path)
+    assert (book.used_bytes, book.in_flight_bytes, book.finished_bytes) == (1000, 0, 1000)
+
+
+def test_room_that_was_taken_ahead_leaves_others_most_of_what_is_free(path: Path) -> None:
+    ledger, other = open_ledger(path), open_ledger(path, found_bytes=None)
+    assert ledger.reserve(2, 100).num_blocks == 2
+    assert other.reserve(9, 100).num_blocks == 7
+    assert ledger.reserve(2, 100).num_blocks == 1, "what this tier has taken ahead is its own"
+    assert read(path).used_bytes == 1000
 
 
 def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(path: Path) -> None:
-    ledger = open_ledger(path)
+    ledger = open_ledger(path, 800)
     assert ledger.reserve(3, 100).num_blocks == 3
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-/* Publishing and reading a whole file with one call, the interpreter's lock released once for all of it.
+/* Publishing and reading some whole files with one call, the interpreter's lock released once for all of them.
  *
  * It decides nothing: block_file.py says when and where, and does the same with the calls of Python's os module where
  * this could not be compiled. Five calls of the system move a small block in less time than the interpreter needs to
- * take its lock back after each of them, from an engine that is computing meanwhile.
+ * take its lock back after each of them, from an engine that is computing meanwhile. A file that fails costs itself only.
  *
  * Only Python's stable interface of 3.11 is used, so one compiled module serves later versions too.
  */
@@ -15,6 +15,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -175,146 +176,195 @@ static int publish_over(const char *folder, const char *spare, const char *path,
     return error;
 }
 
-/* What closing says of a file that was only read is of no use: its bytes are there. */
-static int read_parts(const char *path, int flags, Parts *parts, struct stat *status)
+static double modified_s(const struct stat *status)
+{
+    return (double)status->st_mtim.tv_sec + 1e-9 * (double)status->st_mtim.tv_nsec;
+}
+
+/* What closing says of a file that was only read is of no use: its bytes are there. Nor is it a fault of the block's when
+ * the time cannot be set: another user's file, or a disk that takes no change. */
+static int read_parts(const char *path, int flags, double renew_before_s, Parts *parts, struct stat *status)
 {
     int fd = open_file(path, O_RDONLY | O_NOFOLLOW | flags, 0);
     if (fd < 0)
         return errno;
     int error = fstat(fd, status) < 0 ? errno : 0;
-    if (error == 0 && status->st_size >= parts->num_bytes)
+    if (error == 0 && status->st_size >= parts->num_bytes) {
         error = move_all(preadv, fd, parts);
+        if (error == 0 && modified_s(status) < renew_before_s)
+            (void)futimens(fd, NULL);
+    }
     (void)close(fd);
     return error;
 }
 
-/* Raises OSError; when the system stopped, with the number and the reason that block_file.py gives. */
-static PyObject *raise_error(int error, int number_if_stopped, const char *reason_if_stopped, PyObject *path)
+/* A file that is published or read, what is held for it, and what came of it: 0 or what went wrong. */
+typedef struct {
+    PyObject *folder, *path, *spare;
+    Parts parts;
+    struct stat status;
+    int error;
+} File;
+
+/* Files that are moved with one call, in an array of their own. */
+typedef struct {
+    Py_ssize_t num_files;
+    File *files;
+} Batch;
+
+/* Takes what is needed of a tuple; on failure an exception is set, and what was taken is in ``file``. */
+typedef int (*Take)(File *file, PyObject *item);
+
+static void release_batch(Batch *batch)
 {
-    if (error != STOPPED) {
-        errno = error;
-        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path);
+    for (Py_ssize_t i = 0; i < batch->num_files; i++) {
+        File *file = &batch->files[i];
+        release_parts(&file->parts);
+        Py_XDECREF(file->folder);
+        Py_XDECREF(file->path);
+        Py_XDECREF(file->spare);
     }
-    PyObject *values = Py_BuildValue("isO", number_if_stopped, reason_if_stopped, path);
-    if (values != NULL)
-        PyErr_SetObject(PyExc_OSError, values);
-    Py_XDECREF(values);
-    return NULL;
+    PyMem_Free(batch->files);
 }
 
-/* Returns a path as the system wants it, a new bytes object without a zero in it, or NULL and an exception. */
-static PyObject *encode_path(PyObject *path)
+/* Takes what is needed of each item of a sequence; on failure an exception is set and nothing is held. */
+static int take_batch(Batch *batch, PyObject *items, Take take)
 {
-    PyObject *encoded = PyUnicode_EncodeFSDefault(path);
+    batch->num_files = PySequence_Size(items);
+    if (batch->num_files < 0)
+        return -1;
+    batch->files = PyMem_Calloc((size_t)batch->num_files, sizeof *batch->files);
+    int failed = batch->files == NULL;
+    if (failed)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < batch->num_files && !failed; i++) {
+        PyObject *item = PySequence_GetItem(items, i);
+        if (item != NULL && !PyTuple_Check(item))
+            PyErr_SetString(PyExc_TypeError, "a file is described by a tuple");
+        failed = item == NULL || !PyTuple_Check(item) || take(&batch->files[i], item) < 0;
+        Py_XDECREF(item);
+    }
+    if (failed && batch->files != NULL)
+        release_batch(batch);
+    return failed ? -1 : 0;
+}
+
+/* Sets a path as the system wants it, a bytes object without a zero in it; on failure an exception is set. */
+static int take_path(PyObject **encoded, PyObject *path)
+{
     char *characters;
-    if (encoded != NULL && PyBytes_AsStringAndSize(encoded, &characters, NULL) < 0)
-        Py_CLEAR(encoded);
-    return encoded;
+    *encoded = PyUnicode_EncodeFSDefault(path);
+    return *encoded == NULL || PyBytes_AsStringAndSize(*encoded, &characters, NULL) < 0 ? -1 : 0;
 }
 
-/* True when the file has its name, False when that was taken, else an exception. */
-static PyObject *answer_published(int error, PyObject *path)
+/* Sets the folder of a path: what stands before the last slash. */
+static int take_folder(PyObject **folder, PyObject *path)
 {
-    if (error == 0 || error == EEXIST)
-        return PyBool_FromLong(error == 0);
-    return raise_error(error, ENOSPC, "the file system took only a part of the block", path);
+    const char *characters = PyBytes_AsString(path), *slash = strrchr(characters, '/');
+    *folder = slash == NULL ? PyBytes_FromString(".") : PyBytes_FromStringAndSize(characters, slash - characters);
+    return *folder == NULL ? -1 : 0;
+}
+
+static int take_new_file(File *file, PyObject *item)
+{
+    PyObject *path, *spare, *buffers;
+    if (!PyArg_ParseTuple(item, "UOO", &path, &buffers, &spare))
+        return -1;
+    if (take_path(&file->path, path) < 0 || take_folder(&file->folder, file->path) < 0)
+        return -1;
+    if (spare != Py_None && take_path(&file->spare, spare) < 0)
+        return -1;
+    return take_parts(&file->parts, buffers, PyBUF_SIMPLE);
+}
+
+static int take_old_file(File *file, PyObject *item)
+{
+    PyObject *path, *buffers;
+    if (!PyArg_ParseTuple(item, "UO", &path, &buffers) || take_path(&file->path, path) < 0)
+        return -1;
+    return take_parts(&file->parts, buffers, PyBUF_WRITABLE);
+}
+
+static int publish_file(File *file, int flags, mode_t mode)
+{
+    const char *folder = PyBytes_AsString(file->folder), *path = PyBytes_AsString(file->path);
+    if (file->spare != NULL)
+        return publish_over(folder, PyBytes_AsString(file->spare), path, flags, &file->parts);
+    return publish_parts(folder, path, flags, mode, &file->parts);
+}
+
+static PyObject *describe_error(const File *file)
+{
+    return PyLong_FromLong(file->error);
+}
+
+static PyObject *describe_status(const File *file)
+{
+    if (file->error != 0)
+        return describe_error(file);
+    const struct stat *status = &file->status;
+    return Py_BuildValue("LKKd", (long long)status->st_size, (unsigned long long)status->st_dev,
+                         (unsigned long long)status->st_ino, modified_s(status));
+}
+
+static PyObject *describe_batch(const Batch *batch, PyObject *(*describe)(const File *))
+{
+    PyObject *answers = PyList_New(batch->num_files);
+    for (Py_ssize_t i = 0; answers != NULL && i < batch->num_files; i++) {
+        PyObject *answer = describe(&batch->files[i]);
+        if (answer == NULL || PyList_SetItem(answers, i, answer) < 0)
+            Py_CLEAR(answers);
+    }
+    return answers;
 }
 
 static PyObject *publish(PyObject *module, PyObject *args)
 {
-    PyObject *folder, *path, *buffers;
+    PyObject *items;
     int flags, mode;
+    Batch batch;
     (void)module;
-    if (!PyArg_ParseTuple(args, "UUiiO", &folder, &path, &flags, &mode, &buffers))
+    if (!PyArg_ParseTuple(args, "Oii", &items, &flags, &mode) || take_batch(&batch, items, take_new_file) < 0)
         return NULL;
-    PyObject *folder_bytes = encode_path(folder);
-    PyObject *path_bytes = folder_bytes == NULL ? NULL : encode_path(path);
-    PyObject *answer = NULL;
-    Parts parts;
-    if (path_bytes != NULL && take_parts(&parts, buffers, PyBUF_SIMPLE) == 0) {
-        const char *folder_name = PyBytes_AsString(folder_bytes), *path_name = PyBytes_AsString(path_bytes);
-        int error;
-        Py_BEGIN_ALLOW_THREADS
-        error = publish_parts(folder_name, path_name, flags, (mode_t)mode, &parts);
-        Py_END_ALLOW_THREADS
-        release_parts(&parts);
-        answer = answer_published(error, path);
-    }
-    Py_XDECREF(folder_bytes);
-    Py_XDECREF(path_bytes);
-    return answer;
-}
-
-static PyObject *overwrite(PyObject *module, PyObject *args)
-{
-    PyObject *folder, *spare, *path, *buffers;
-    int flags;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "UUUiO", &folder, &spare, &path, &flags, &buffers))
-        return NULL;
-    PyObject *folder_bytes = encode_path(folder);
-    PyObject *spare_bytes = folder_bytes == NULL ? NULL : encode_path(spare);
-    PyObject *path_bytes = spare_bytes == NULL ? NULL : encode_path(path);
-    PyObject *answer = NULL;
-    Parts parts;
-    if (path_bytes != NULL && take_parts(&parts, buffers, PyBUF_SIMPLE) == 0) {
-        const char *folder_name = PyBytes_AsString(folder_bytes), *spare_name = PyBytes_AsString(spare_bytes);
-        const char *path_name = PyBytes_AsString(path_bytes);
-        int error;
-        Py_BEGIN_ALLOW_THREADS
-        error = publish_over(folder_name, spare_name, path_name, flags, &parts);
-        Py_END_ALLOW_THREADS
-        release_parts(&parts);
-        answer = answer_published(error, path);
-    }
-    Py_XDECREF(folder_bytes);
-    Py_XDECREF(spare_bytes);
-    Py_XDECREF(path_bytes);
-    return answer;
-}
-
-static PyObject *describe(const struct stat *status)
-{
-    double modified_s = (double)status->st_mtim.tv_sec + 1e-9 * (double)status->st_mtim.tv_nsec;
-    return Py_BuildValue("LKKd", (long long)status->st_size, (unsigned long long)status->st_dev,
-                         (unsigned long long)status->st_ino, modified_s);
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < batch.num_files; i++)
+        batch.files[i].error = publish_file(&batch.files[i], flags, (mode_t)mode);
+    Py_END_ALLOW_THREADS
+    PyObject *answers = describe_batch(&batch, describe_error);
+    release_batch(&batch);
+    return answers;
 }
 
 static PyObject *read_whole(PyObject *module, PyObject *args)
 {
-    PyObject *path, *buffers;
+    PyObject *items;
     int flags;
+    double renew_before_s;
+    Batch batch;
     (void)module;
-    if (!PyArg_ParseTuple(args, "UiO", &path, &flags, &buffers))
+    if (!PyArg_ParseTuple(args, "Oid", &items, &flags, &renew_before_s) || take_batch(&batch, items, take_old_file) < 0)
         return NULL;
-    PyObject *path_bytes = encode_path(path);
-    PyObject *answer = NULL;
-    Parts parts;
-    if (path_bytes != NULL && take_parts(&parts, buffers, PyBUF_WRITABLE) == 0) {
-        const char *path_name = PyBytes_AsString(path_bytes);
-        struct stat status;
-        int error;
-        Py_BEGIN_ALLOW_THREADS
-        error = read_parts(path_name, flags, &parts, &status);
-        Py_END_ALLOW_THREADS
-        release_parts(&parts);
-        answer = error == 0 ? describe(&status) : raise_error(error, EIO, "the file ended before its length", path);
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < batch.num_files; i++) {
+        File *file = &batch.files[i];
+        file->error = read_parts(PyBytes_AsString(file->path), flags, renew_before_s, &file->parts, &file->status);
     }
-    Py_XDECREF(path_bytes);
-    return answer;
+    Py_END_ALLOW_THREADS
+    PyObject *answers = describe_batch(&batch, describe_status);
+    release_batch(&batch);
+    return answers;
 }
 
 static PyMethodDef methods[] = {
-    {"publish", publish, METH_VARARGS, "Write a file without a name and link it; False when the name is taken."},
-    {"overwrite", overwrite, METH_VARARGS, "Write over a spare file and give it its name; False when it is taken."},
-    {"read", read_whole, METH_VARARGS, "Fill buffers from a file unless it is shorter; return its status."},
+    {"publish", publish, METH_VARARGS, "Write files under names that nobody has; return what went wrong with each."},
+    {"read", read_whole, METH_VARARGS, "Fill buffers from files unless they are shorter; return what each is."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "_whole_files",
-    .m_doc = "Publishing and reading a whole file with one call.",
+    .m_doc = "Publishing and reading some whole files with one call.",
     .m_size = 0,
     .m_methods = methods,
 };

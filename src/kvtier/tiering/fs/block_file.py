@@ -1,4 +1,4 @@
-"""Publishing and reading one file of a block.
+"""Publishing and reading the files of blocks.
 
 It knows neither keys nor envelopes: a file is a list of buffers. A file is written without a name and linked when
 it is whole, so whoever finds the name finds all bytes, and a crash leaves nothing. Where the file system cannot do
@@ -18,14 +18,32 @@ from pathlib import Path
 
 from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import Owner
-from kvtier.tiering.fs.system import Buffers, FileStatus, SystemCalls, set_file_mode, status_of
+from kvtier.tiering.fs.system import STOPPED, Buffers, FileStatus, SystemCalls, set_file_mode, status_of
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
 longer blurs the order in which blocks are evicted."""
 
+BATCH_BYTES = 2**20
+MAX_BATCH_FILES = 32
+"""Files that one call moves, as many as make up a megabyte: the checksums of so much fit into a core's cache between
+their computation and the copy, and the interpreter's lock is given away seldom enough."""
+
+SHORTER = "the file ended before its length"
+TAKEN_IN_PART = "the file system took only a part of the block"
+
 UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 """What file systems without hard links answer."""
+
+
+NewFile = tuple[str, Buffers, str | None]
+"""A file that is to appear: its name, in a folder that exists; its bytes, format 'B', contiguous, eight buffers at
+most; None, or the name of a file of the same length that was set aside and may be written over. That still has its
+name when this fails, and when the other name was taken."""
+
+OldFile = tuple[str, Buffers]
+"""A file that is to be read: its name, and where its beginning goes, format 'B', contiguous and writable, eight buffers
+at most."""
 
 
 class BlockFiles:
@@ -56,57 +74,36 @@ class BlockFiles:
         self._calls = calls
         self._wall_clock = wall_clock
 
-    def publish(self, path: str, buffers: Buffers, spare: str | None = None) -> bool:
-        """Make a file of ``buffers`` appear under ``path``, whole.
-
-        Args:
-            path: its name; the folder must exist.
-            buffers: format 'B', contiguous.
-            spare: a file of the same length that was set aside, to be written over. It still has that name when this
-                fails, and when the name was taken.
+    def publish(self, files: Sequence[NewFile]) -> list[bool | OSError]:
+        """Make files appear under their names, each whole or not at all.
 
         Returns:
-            False when the name was taken; nothing has changed then.
-
-        Raises:
-            FileNotFoundError: the folder does not exist.
-            OSError: the system refused, for want of room for example; nothing new is left behind. It names ``path``.
+            For each True, or False when the name was taken; nothing has changed then. Or what the system refused it
+            with, for want of room or of a folder for example: an error that names the file, and nothing new is left.
         """
         whole_files = self._calls.whole_files
-        if whole_files is not None and self._support.has_unnamed_files:
-            folder = path.rpartition("/")[0]
-            if spare is not None:
-                return whole_files.overwrite(folder, spare, path, self._support.flags, buffers)
-            return whole_files.publish(folder, path, self._support.flags, self._file_mode, buffers)
-        try:
-            if spare is not None:
-                return self._publish_over(Path(spare), path, buffers)
-            if self._support.has_unnamed_files:
-                return self._publish_unnamed(path, buffers)
-            return self._publish_named(path, buffers)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from error
+        if whole_files is None or not self._support.has_unnamed_files:
+            return [self._publish_stepwise(file) for file in files]
+        errors = whole_files.publish(files, self._support.flags, self._file_mode)
+        return [not error or _answer_of(error, file[0]) for error, file in zip(errors, files, strict=True)]
 
-    def read(self, path: str, buffers: Buffers) -> FileStatus:
-        """Fill ``buffers`` from the beginning of the file.
+    def read(self, files: Sequence[OldFile]) -> list[FileStatus | OSError]:
+        """Fill the buffers of each file from its beginning.
 
         Returns:
-            What the file is; it is too short for ``buffers`` when its length says so, and then nothing is read.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: the system could not read it; some of the bytes may be in ``buffers``. It names ``path``.
+            What each file is; it is too short for its buffers when its length says so, and then nothing is read. Or why
+            the system could not read it, an error that names the file; some of the bytes may be in the buffers.
         """
         whole_files = self._calls.whole_files
         if whole_files is None:
-            try:
-                return self._read_stepwise(path, buffers)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, path) from error
-        status = FileStatus(*whole_files.read(path, self._support.flags, buffers))
-        if status.num_bytes >= sum(map(len, buffers)):
-            self._renew(path, status.modified_s)
-        return status
+            return [self._read_stepwise(file) for file in files]
+        found = whole_files.read(files, self._support.flags, self._wall_clock() - RENEW_AFTER_S)
+        return [
+            FileStatus(*status)
+            if isinstance(status, tuple)
+            else _error_of(status, file[0], errno.EIO, SHORTER)
+            for file, status in zip(files, found, strict=True)
+        ]
 
     def renew(self, path: str) -> bool:
         """Note a use of the file, once a minute at most; False when there is no such file."""
@@ -155,18 +152,36 @@ class BlockFiles:
         except OSError:
             return False
 
-    def _read_stepwise(self, path: str, buffers: Buffers) -> FileStatus:
+    def _read_stepwise(self, file: OldFile) -> FileStatus | OSError:
+        path, buffers = file
+        try:
+            return self._read_opened(path, buffers)
+        except OSError as error:
+            return _named(error, path)
+
+    def _read_opened(self, path: str, buffers: Buffers) -> FileStatus:
         fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
         try:
             status = status_of(os.fstat(fd))
             if status.num_bytes >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
-                    raise OSError(errno.EIO, "the file ended before its length")
+                    raise OSError(errno.EIO, SHORTER)
                 self._renew(fd, status.modified_s)
             return status
         finally:
             with suppress(OSError):  # of a file that was only read it is of no use: its bytes are there
                 os.close(fd)
+
+    def _publish_stepwise(self, file: NewFile) -> bool | OSError:
+        path, buffers, spare = file
+        try:
+            if spare is not None:
+                return self._publish_over(Path(spare), path, buffers)
+            if self._support.has_unnamed_files:
+                return self._publish_unnamed(path, buffers)
+            return self._publish_named(path, buffers)
+        except OSError as error:
+            return _named(error, path)
 
     def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
         fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE)
@@ -223,7 +238,7 @@ class BlockFiles:
 
     def _fill(self, fd: int, buffers: Buffers) -> None:
         if not _transfer(self._calls.pwritev, fd, buffers):
-            raise OSError(errno.ENOSPC, "the file system took only a part of the block")
+            raise OSError(errno.ENOSPC, TAKEN_IN_PART)
 
     def _renew(self, file: int | str, modified_s: float) -> None:
         if self._wall_clock() - modified_s <= RENEW_AFTER_S:
@@ -235,6 +250,11 @@ class BlockFiles:
                 os.utime(file, follow_symlinks=False)
         except OSError:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
+
+
+def plan_batch_files(block_bytes: int) -> int:
+    """Return how many files of such blocks are moved by one call, at least one. Pure."""
+    return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // block_bytes))
 
 
 def folder_mode(file_mode: int) -> int:
@@ -256,6 +276,22 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
+
+
+def _answer_of(error: int, path: str) -> bool | OSError:
+    if error == errno.EEXIST:
+        return False
+    return _error_of(error, path, errno.ENOSPC, TAKEN_IN_PART)
+
+
+def _error_of(error: int, path: str, number_if_stopped: int, reason_if_stopped: str) -> OSError:
+    if error == STOPPED:
+        return OSError(number_if_stopped, reason_if_stopped, path)
+    return OSError(error, os.strerror(error), path)
+
+
+def _named(error: OSError, path: str) -> OSError:
+    return OSError(error.errno, error.strerror, path)
 
 
 def _is_same(found: FileStatus, status: FileStatus) -> bool:

@@ -29,13 +29,19 @@ MAX_LOCK_PAUSE_S = 0.01
 that keeps it longer is stopped or its disk hangs; waiting longer would only hold slots of the primary."""
 
 
+AHEAD_RESERVATIONS = 3
+AHEAD_SHARE = 8
+"""A reservation takes room for so many more of its size, for those that follow while it is open, but no more than this
+part of what is free: others would lack it. More save hardly anything: the last to settle gives back what is left."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """What a reservation got.
 
     Attributes:
         num_blocks: blocks that may be written.
-        book: the count after it, None when it could not be had.
+        book: the count after it, None when it could not be had or did not change.
     """
 
     num_blocks: int
@@ -46,7 +52,8 @@ class Ledger:
     """One tier's access to the book of its directory.
 
     Mutable are the deque of changes that are not in the book yet, where appending and taking are atomic, and the
-    bytes of open reservations, which ``_lock`` guards. The book itself is guarded by the file's ``flock``.
+    bytes of open reservations and of room that was taken ahead, which ``_lock`` guards. The book itself is guarded by
+    the file's ``flock``. Room is taken ahead only while there is an open reservation, and counts as one in the book.
 
     Args:
         path: the book.
@@ -67,23 +74,34 @@ class Ledger:
         self._unwritten: deque[Change] = deque()
         self._lock = threading.Lock()
         self._open_bytes = 0
+        self._ahead_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
-        """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards."""
-        granted = 0
+        """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards.
+
+        Thread: any; blocks, unless enough was taken ahead.
+        """
+        num_ahead = self._take_ahead(num_blocks, block_bytes)
+        wanted = num_blocks - num_ahead
+        if not wanted:
+            return Grant(num_blocks, None)
+        granted = further = 0
 
         def take(book: Book) -> Book:
-            nonlocal granted
-            granted = min(num_blocks, book.room_bytes // block_bytes)
-            size = granted * block_bytes
+            nonlocal granted, further
+            num_free = book.room_bytes // block_bytes
+            granted = min(wanted, num_free)
+            further = min(AHEAD_RESERVATIONS * granted, (num_free - granted) // AHEAD_SHARE)
+            size = (granted + further) * block_bytes
             return book.changed(self._id, Change(used_bytes=size, in_flight_bytes=size))
 
         after = self._update(take)
         if after is None:
-            return Grant(0, None)
+            return Grant(num_ahead, None)
         with self._lock:
             self._open_bytes += granted * block_bytes
-        return Grant(granted, after)
+            self._ahead_bytes += further * block_bytes
+        return Grant(num_ahead + granted, after)
 
     def settle(self, reserved_bytes: int, written_bytes: int) -> None:
         """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
@@ -94,10 +112,15 @@ class Ledger:
         if not reserved_bytes:
             return
         unused_bytes = reserved_bytes - written_bytes
-        change = Change(-unused_bytes, -reserved_bytes, written_bytes)
         with self._lock:
             self._open_bytes -= reserved_bytes
-            can_wait = self._open_bytes > 0 and unused_bytes == 0
+            is_last = not self._open_bytes
+            if is_last:
+                unused_bytes += self._ahead_bytes
+                reserved_bytes += self._ahead_bytes
+                self._ahead_bytes = 0
+            change = Change(-unused_bytes, -reserved_bytes, written_bytes)
+            can_wait = not is_last and unused_bytes == 0
             if can_wait:
                 self._unwritten.append(change)
         if not can_wait:
@@ -134,6 +157,14 @@ class Ledger:
     def leave(self) -> None:
         """Let the others go by their own capacities; the next change joins again."""
         self._update(lambda book: book.left(self._id))
+
+    def _take_ahead(self, num_blocks: int, block_bytes: int) -> int:
+        """Return for how many of ``num_blocks`` there was room that had been taken ahead; it is reserved now."""
+        with self._lock:
+            taken = min(num_blocks, self._ahead_bytes // block_bytes)
+            self._ahead_bytes -= taken * block_bytes
+            self._open_bytes += taken * block_bytes
+        return taken
 
     def _change(self, change: Change) -> None:
         self._update(lambda book: book.changed(self._id, change), if_busy=change)

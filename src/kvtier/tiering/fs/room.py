@@ -4,11 +4,14 @@ It asks nobody for room and writes nothing; it keeps the account of what was use
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 
 from kvtier.tiering.fs.ledger import Ledger
 from kvtier.tiering.fs.spares import Spare, Spares
+
+Place = Spare | None
+"""Where one block may be written: over a spare file, or into a new one."""
 
 
 class StoreOutcome(Enum):
@@ -27,6 +30,9 @@ class Room:
     The bytes of spare files are in the shared count already. One that is written over stays there under its new name;
     one that was used up in vain stays until somebody counts anew, which is too much and never too little.
 
+    A place that is taken and not ended, because an exception came in between, counts as written too: its file may be
+    there.
+
     Args:
         spares: where spare files come from, and go when they were not used.
         block_bytes: length of a block's file.
@@ -36,6 +42,7 @@ class Room:
         self._all_spares = spares
         self._block_bytes = block_bytes
         self._spares: deque[Spare] = deque()
+        self._taken: set[Spare] = set()
         self._num_reserved = self._num_new = 0
 
     @property
@@ -48,35 +55,36 @@ class Room:
         self._spares.extend(spares)
         self._num_reserved += num_reserved
 
-    def use(self, write: Callable[[str | None], StoreOutcome]) -> StoreOutcome:
-        """Write a block into the next place.
+    def take(self, num_blocks: int) -> list[Place]:
+        """Return up to ``num_blocks`` places, each of which is to be ended whatever becomes of its block."""
+        places: list[Place] = []
+        while self._spares and len(places) < num_blocks:
+            spare = self._spares.popleft()
+            self._taken.add(spare)
+            places.append(spare)
+        num_new = min(num_blocks - len(places), self._num_new_left)
+        self._num_new += num_new
+        places += [None] * num_new
+        return places
 
-        Args:
-            write: does it, over the spare file that it is given or, given None, into a new one.
-        """
-        if self._spares:
-            return self._write_over(self._spares.popleft(), write)
-        if self._num_new_left == 0:
-            return StoreOutcome.NO_ROOM
-        outcome = write(None)
-        self._num_new += outcome is StoreOutcome.WRITTEN
-        return outcome
+    def end(self, place: Place, outcome: StoreOutcome) -> None:
+        """Note what became of the block that was to be written there."""
+        is_written = outcome is StoreOutcome.WRITTEN
+        if place is None:
+            self._num_new -= not is_written
+            return
+        self._taken.remove(place)
+        if outcome is StoreOutcome.EXISTED:
+            self._spares.append(place)
+        elif not is_written:
+            self._all_spares.discard(place)
 
     def settle(self, ledger: Ledger) -> None:
         """Give back what was not used, and have the count know the rest."""
+        for spare in self._taken:
+            self._all_spares.discard(spare)
         self._all_spares.give_back(self._spares)
         ledger.settle(self._num_reserved * self._block_bytes, self._num_new * self._block_bytes)
-
-    def _write_over(self, spare: Spare, write: Callable[[str | None], StoreOutcome]) -> StoreOutcome:
-        outcome = StoreOutcome.FAILED
-        try:
-            outcome = write(spare.path)
-        finally:
-            if outcome is StoreOutcome.EXISTED:
-                self._spares.append(spare)
-            elif outcome is not StoreOutcome.WRITTEN:
-                self._all_spares.discard(spare)
-        return outcome
 
     @property
     def _num_new_left(self) -> int:

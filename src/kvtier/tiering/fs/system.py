@@ -21,6 +21,9 @@ except ImportError as error:  # installed where nothing could be compiled, as a 
 
 Buffers = Sequence[memoryview]
 
+STOPPED = -1
+"""Stands where compiled calls give the number of an error: the system moved no more, and called that none."""
+
 PRIVATE_MODE = 0o600
 """Permissions that no usual umask changes."""
 
@@ -77,19 +80,39 @@ def status_of(found: os.stat_result) -> FileStatus:
 
 
 class WholeFileCalls(Protocol):
-    """A file written or read with one call, for which the interpreter's lock is released once.
+    """Some files written or read with one call, for which the interpreter's lock is released once.
 
-    ``flags`` are more flags for ``open``, ``mode`` the permissions of a new file; at most eight buffers.
+    ``flags`` are more flags for ``open``, ``mode`` the permissions of new files; at most eight buffers a file.
     """
 
-    def publish(self, folder: str, path: str, flags: int, mode: int, buffers: Buffers, /) -> bool:
-        """Write a file without a name in ``folder`` and link it; False when ``path`` was taken."""
+    def publish(
+        self, files: Sequence[tuple[str, Buffers, str | None]], flags: int, mode: int, /
+    ) -> list[int]:
+        """Write files, each without a name and then linked, or over a spare one.
 
-    def overwrite(self, folder: str, spare: str, path: str, flags: int, buffers: Buffers, /) -> bool:
-        """Write over the file ``spare`` and give it the name ``path`` in ``folder``; False when that was taken."""
+        Args:
+            files: the name, the bytes, the spare file or None of each.
+            flags: see above.
+            mode: likewise.
 
-    def read(self, path: str, flags: int, buffers: Buffers, /) -> tuple[int, int, int, float]:
-        """Fill ``buffers`` from the beginning of a file unless it is shorter; return the fields of its status."""
+        Returns:
+            For each 0, the number of an error, which is EEXIST where the name was taken, or ``STOPPED``.
+        """
+
+    def read(
+        self, files: Sequence[tuple[str, Buffers]], flags: int, renew_before_s: float, /
+    ) -> list[tuple[int, int, int, float] | int]:
+        """Fill buffers from the beginning of each file unless it is shorter, and note its use.
+
+        Args:
+            files: the name of each, and where its bytes go.
+            flags: see above.
+            renew_before_s: files that were read and are older get the time of now, where the system allows it;
+                seconds since 1970.
+
+        Returns:
+            The fields of each file's status, or the number of an error, or ``STOPPED``.
+        """
 
 
 @dataclass(frozen=True, slots=True)
