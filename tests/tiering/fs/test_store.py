@@ -13,7 +13,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering import envelope
-from kvtier.tiering.fs import block_writer
+from kvtier.tiering.fs import block_reader, block_writer
 from kvtier.tiering.fs.system import Buffers, SystemCalls
 
 BLOCK_BYTES = ROW_BYTES + 4096
@@ -161,23 +161,36 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
     assert not driver.lookup(2)
 
 
+def set_batches(monkeypatch: pytest.MonkeyPatch, batch_blocks: int, num_ahead: int) -> None:
+    """Have so many blocks be moved by one call, and so many batches be sealed ahead."""
+    monkeypatch.setattr(block_writer, "plan_num_ahead", lambda *_, **__: num_ahead)
+    for module in (block_writer, block_reader):
+        monkeypatch.setattr(module, "plan_batch_files", lambda _: batch_blocks)
+
+
+@pytest.mark.parametrize("batch_blocks", [1, 3, NUM_ROWS])
 @pytest.mark.parametrize("num_ahead", [0, 1, 4])
 def test_blocks_that_are_sealed_ahead_keep_their_own_headers(
-    start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, num_ahead: int
+    start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, num_ahead: int, batch_blocks: int
 ) -> None:
-    monkeypatch.setattr(block_writer, "plan_num_ahead", lambda *_, **__: num_ahead)
+    set_batches(monkeypatch, batch_blocks, num_ahead)
     driver = start_tier(num_threads=1)
     numbers = list(range(NUM_ROWS))
     assert driver.store(numbers).success
     assert driver.load_right(numbers[::-1]) == set(numbers)
 
 
+@pytest.mark.parametrize("batch_blocks", [1, 3, NUM_ROWS])
 @pytest.mark.parametrize("num_ahead", [0, 1, 4])
 @pytest.mark.parametrize("num_refusals", [1, 2])
 def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
-    start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, num_ahead: int, num_refusals: int
+    start_tier: StartTier,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ahead: int,
+    num_refusals: int,
+    batch_blocks: int,
 ) -> None:
-    monkeypatch.setattr(block_writer, "plan_num_ahead", lambda *_, **__: num_ahead)
+    set_batches(monkeypatch, batch_blocks, num_ahead)
     unlucky, refusals = bytes(content_of(5)), [errno.ENOSPC] * num_refusals
 
     def full(fd: int, buffers: Buffers, offset: int) -> int:
@@ -190,9 +203,9 @@ def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
     numbers = list(range(NUM_ROWS))
     result = driver.store(numbers)
     assert result.success == (num_refusals == 1)
-    arrived = [number for number in numbers if driver.lookup(number)]
-    assert set(numbers[:5]) <= set(arrived)
-    assert (5 in arrived) == (num_refusals == 1)
+    of_same_call = range(6, 5 // batch_blocks * batch_blocks + batch_blocks)
+    arrived = numbers if num_refusals == 1 else [*range(5), *of_same_call]
+    assert [number for number in numbers if driver.lookup(number)] == arrived
     assert result.success or result.successful_keys == frozenset(map(key_of, arrived))
     assert driver.load_right(arrived) == set(arrived)
 
