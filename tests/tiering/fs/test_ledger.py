@@ -4,6 +4,7 @@ import fcntl
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing.clock import ManualClock
+from kvtier.tiering.fs import ledger as ledger_module
 from kvtier.tiering.fs.book import Book, unpack_book
 from kvtier.tiering.fs.ledger import Ledger
 from kvtier.tiering.fs.owner import current_owner
@@ -207,6 +209,40 @@ def test_room_that_was_taken_ahead_needs_no_book_and_the_last_gives_it_back(path
     ledger.settle(200, 200)
     book = read(path)
     assert (book.used_bytes, book.in_flight_bytes, book.finished_bytes) == (1000, 0, 1000)
+
+
+def test_threads_that_wait_for_the_book_together_take_room_ahead_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, waiting, granted = open_ledger(path, 10_000), set[int](), list[int]()
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def note_waiting(_: float) -> None:
+        waiting.add(threading.get_ident())
+        if len(waiting) == 4:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(ledger_module, "LOCK_ATTEMPTS", 10**9)
+    monkeypatch.setattr(time, "sleep", note_waiting)
+    threads = [
+        threading.Thread(target=lambda: granted.append(ledger.reserve(2, 100).num_blocks)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os.close(fd)
+    assert granted == [2] * 4
+    assert read(path).in_flight_bytes == 800
+
+
+def test_a_tier_takes_no_more_ahead_than_its_part_of_what_is_free(path: Path) -> None:
+    ledger = open_ledger(path, 1600)
+    assert ledger.reserve(1, 100).num_blocks == 1
+    assert read(path).in_flight_bytes == 200
+    assert ledger.reserve(2, 100).num_blocks == 2
+    assert read(path).in_flight_bytes == 400
 
 
 def test_room_that_was_taken_ahead_leaves_others_most_of_what_is_free(path: Path) -> None:

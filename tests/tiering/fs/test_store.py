@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering import envelope
 from kvtier.tiering.fs import block_reader, block_writer
-from kvtier.tiering.fs.system import Buffers, SystemCalls
+from kvtier.tiering.fs.system import REAL_CALLS, STOPPED, Buffers, SystemCalls, WholeFileCalls
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -208,6 +208,55 @@ def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
     assert [number for number in numbers if driver.lookup(number)] == arrived
     assert result.success or result.successful_keys == frozenset(map(key_of, arrived))
     assert driver.load_right(arrived) == set(arrived)
+
+
+class RefusingCalls:
+    """Compiled calls of which some files are refused, each once for every error."""
+
+    def __init__(self, real: WholeFileCalls, errors: dict[int, list[int]]) -> None:
+        self._real = real
+        self._errors = {bytes(content_of(number)): left for number, left in errors.items()}
+
+    def publish(
+        self, files: Sequence[tuple[str, Buffers, str | None]], flags: int, mode: int, /
+    ) -> list[int]:
+        """Refuse some and write the others."""
+        refused = [self._errors.get(bytes(buffers[-1])) for _, buffers, _ in files]
+        real = iter(
+            self._real.publish(
+                [file for file, errors in zip(files, refused, strict=True) if not errors], flags, mode
+            )
+        )
+        return [errors.pop() if errors else next(real) for errors in refused]
+
+    def read(
+        self, files: Sequence[tuple[str, Buffers]], flags: int, renew_before_s: float, /
+    ) -> list[tuple[int, int, int, float] | int]:
+        """Read all."""
+        return self._real.read(files, flags, renew_before_s)
+
+
+def test_of_a_batch_each_file_has_its_own_fate(start_tier: StartTier, root: Path) -> None:
+    if REAL_CALLS.whole_files is None:
+        pytest.skip(
+            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+        )
+    errors = {2: [errno.ENOENT], 4: [errno.EIO], 5: [errno.EEXIST], 7: [errno.ENOSPC], 9: [STOPPED]}
+    driver = start_tier(
+        num_threads=1, calls=SystemCalls(whole_files=RefusingCalls(REAL_CALLS.whole_files, errors))
+    )
+    oldest = [NUM_ROWS, NUM_ROWS + 1]
+    assert driver.store(oldest).success, "they leave when room is made"
+    for number in oldest:
+        os.utime(file_of(root, number), (0, 0))
+    numbers = list(range(NUM_ROWS))
+    result = driver.store(numbers)
+    assert result.successful_keys == frozenset(key_of(number) for number in numbers if number != 4)
+    assert result.is_fault
+    assert driver.tier.stats()["store_errors"] == 1
+    there = [number for number in numbers if number not in (4, 5)]
+    assert driver.load_right(there) == set(there)
+    assert not driver.load([5]).success, "it was said to be there and never was"
 
 
 def test_a_block_that_somebody_removed_is_written_again_by_the_next_store(

@@ -200,7 +200,8 @@ static int read_parts(const char *path, int flags, double renew_before_s, Parts 
 
 /* A file that is published or read, what is held for it, and what came of it: 0 or what went wrong. */
 typedef struct {
-    PyObject *folder, *path, *spare;
+    PyObject *encoded_folder, *encoded_path, *encoded_spare;
+    const char *folder, *path, *spare;
     Parts parts;
     struct stat status;
     int error;
@@ -220,9 +221,9 @@ static void release_batch(Batch *batch)
     for (Py_ssize_t i = 0; i < batch->num_files; i++) {
         File *file = &batch->files[i];
         release_parts(&file->parts);
-        Py_XDECREF(file->folder);
-        Py_XDECREF(file->path);
-        Py_XDECREF(file->spare);
+        Py_XDECREF(file->encoded_folder);
+        Py_XDECREF(file->encoded_path);
+        Py_XDECREF(file->encoded_spare);
     }
     PyMem_Free(batch->files);
 }
@@ -249,30 +250,31 @@ static int take_batch(Batch *batch, PyObject *items, Take take)
     return failed ? -1 : 0;
 }
 
-/* Sets a path as the system wants it, a bytes object without a zero in it; on failure an exception is set. */
-static int take_path(PyObject **encoded, PyObject *path)
+/* Sets a path as the system wants it, without a zero in it, and the object that holds it; on failure an exception is set. */
+static int take_path(const char **characters, PyObject **encoded, PyObject *path)
 {
-    char *characters;
     *encoded = PyUnicode_EncodeFSDefault(path);
-    return *encoded == NULL || PyBytes_AsStringAndSize(*encoded, &characters, NULL) < 0 ? -1 : 0;
+    return *encoded == NULL || PyBytes_AsStringAndSize(*encoded, (char **)characters, NULL) < 0 ? -1 : 0;
 }
 
 /* Sets the folder of a path: what stands before the last slash. */
-static int take_folder(PyObject **folder, PyObject *path)
+static int take_folder(const char **folder, PyObject **encoded, const char *path)
 {
-    const char *characters = PyBytes_AsString(path), *slash = strrchr(characters, '/');
-    *folder = slash == NULL ? PyBytes_FromString(".") : PyBytes_FromStringAndSize(characters, slash - characters);
-    return *folder == NULL ? -1 : 0;
+    const char *slash = strrchr(path, '/');
+    *encoded = slash == NULL ? PyBytes_FromString(".") : PyBytes_FromStringAndSize(path, slash - path);
+    return *encoded == NULL || PyBytes_AsStringAndSize(*encoded, (char **)folder, NULL) < 0 ? -1 : 0;
 }
 
 static int take_new_file(File *file, PyObject *item)
 {
     PyObject *path, *spare, *buffers;
-    if (!PyArg_ParseTuple(item, "UOO", &path, &buffers, &spare))
+    if (!PyArg_ParseTuple(item, "UOO;a new file is a path, buffers and a spare file or None", &path, &buffers, &spare))
         return -1;
-    if (take_path(&file->path, path) < 0 || take_folder(&file->folder, file->path) < 0)
+    if (take_path(&file->path, &file->encoded_path, path) < 0)
         return -1;
-    if (spare != Py_None && take_path(&file->spare, spare) < 0)
+    if (take_folder(&file->folder, &file->encoded_folder, file->path) < 0)
+        return -1;
+    if (spare != Py_None && take_path(&file->spare, &file->encoded_spare, spare) < 0)
         return -1;
     return take_parts(&file->parts, buffers, PyBUF_SIMPLE);
 }
@@ -280,17 +282,18 @@ static int take_new_file(File *file, PyObject *item)
 static int take_old_file(File *file, PyObject *item)
 {
     PyObject *path, *buffers;
-    if (!PyArg_ParseTuple(item, "UO", &path, &buffers) || take_path(&file->path, path) < 0)
+    if (!PyArg_ParseTuple(item, "UO;a file is a path and buffers", &path, &buffers))
+        return -1;
+    if (take_path(&file->path, &file->encoded_path, path) < 0)
         return -1;
     return take_parts(&file->parts, buffers, PyBUF_WRITABLE);
 }
 
 static int publish_file(File *file, int flags, mode_t mode)
 {
-    const char *folder = PyBytes_AsString(file->folder), *path = PyBytes_AsString(file->path);
     if (file->spare != NULL)
-        return publish_over(folder, PyBytes_AsString(file->spare), path, flags, &file->parts);
-    return publish_parts(folder, path, flags, mode, &file->parts);
+        return publish_over(file->folder, file->spare, file->path, flags, &file->parts);
+    return publish_parts(file->folder, file->path, flags, mode, &file->parts);
 }
 
 static PyObject *describe_error(const File *file)
@@ -347,7 +350,7 @@ static PyObject *read_whole(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < batch.num_files; i++) {
         File *file = &batch.files[i];
-        file->error = read_parts(PyBytes_AsString(file->path), flags, renew_before_s, &file->parts, &file->status);
+        file->error = read_parts(file->path, flags, renew_before_s, &file->parts, &file->status);
     }
     Py_END_ALLOW_THREADS
     PyObject *answers = describe_batch(&batch, describe_status);

@@ -254,7 +254,7 @@ class BlockFiles:
 
 def plan_batch_files(block_bytes: int) -> int:
     """Return how many files of such blocks are moved by one call, at least one. Pure."""
-    return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // block_bytes))
+    return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // max(1, block_bytes)))
 
 
 def folder_mode(file_mode: int) -> int:

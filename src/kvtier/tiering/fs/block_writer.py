@@ -70,9 +70,10 @@ class BlockWriter:
 
         Thread: any of the pool's; blocks.
         """
-        room = self._take_room(space, len(blocks))
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        room = Room(self._spares, self._directory.block_bytes)
         try:
+            self._fill(room, space, len(blocks))
             seal_next = partial(self._seal, space, cycle(self._pages.of_this_thread()))
             batches = _cut(blocks[: room.num_blocks], self._batch_blocks)
             for batch in seal_ahead(batches, seal_next, self._num_ahead):
@@ -82,15 +83,13 @@ class BlockWriter:
             room.settle(self._ledger)
         return outcomes
 
-    def _take_room(self, space: Space, num_blocks: int) -> Room:
-        """Return room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
-        room = Room(self._spares, self._directory.block_bytes)
+    def _fill(self, room: Room, space: Space, num_blocks: int) -> None:
+        """Take room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
         self._add_room(room, space, num_blocks)
         num_missing = num_blocks - room.num_blocks
         if num_missing > 0:
             self._evictor.make_room(num_missing * self._directory.block_bytes)
             self._add_room(room, space, num_missing)
-        return room
 
     def _add_room(self, room: Room, space: Space, num_blocks: int) -> None:
         spares = self._spares.take(num_blocks, space.namespace.name)

@@ -114,16 +114,12 @@ class Book(NamedTuple):
         return self._replace(members=rest)
 
     def changed(self, member_id: MemberId, change: Change) -> "Book":
-        """Return the book after ``change`` by a member. Pure.
-
-        What the member had in flight before the book was lost is not in a later count: it cannot be given back.
-        """
+        """Return the book after ``change`` by a member. Pure."""
         member = self.members[member_id]
-        in_flight_bytes = member.in_flight_bytes + change.in_flight_bytes
-        used_bytes = change.used_bytes if in_flight_bytes >= 0 else max(0, change.used_bytes)
-        moved = member._replace(in_flight_bytes=max(0, in_flight_bytes))
+        in_flight_bytes = max(0, member.in_flight_bytes + change.in_flight_bytes)
+        moved = member._replace(in_flight_bytes=in_flight_bytes)
         return self._replace(
-            used_bytes=max(0, self.used_bytes + used_bytes),
+            used_bytes=max(0, self.used_bytes + change.used_bytes),
             finished_bytes=self.finished_bytes + change.finished_bytes,
             members={**self.members, member_id: moved},
         )

@@ -31,8 +31,9 @@ that keeps it longer is stopped or its disk hangs; waiting longer would only hol
 
 AHEAD_RESERVATIONS = 3
 AHEAD_SHARE = 8
-"""A reservation takes room for so many more of its size, for those that follow while it is open, but no more than this
-part of what is free: others would lack it. More save hardly anything: the last to settle gives back what is left."""
+"""A reservation takes room for so many more of its size, for those that follow while it is open, as long as a tier has
+no more of that than this part of what is free: others would lack it. More would save hardly anything, since the last to
+settle gives back what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Ledger:
 
     Mutable are the deque of changes that are not in the book yet, where appending and taking are atomic, and the
     bytes of open reservations and of room that was taken ahead, which ``_lock`` guards. The book itself is guarded by
-    the file's ``flock``. Room is taken ahead only while there is an open reservation, and counts as one in the book.
+    the file's ``flock``, and with it what it was last told to be in flight. Room is taken ahead only while there is an
+    open reservation, and counts as one in the book.
 
     Args:
         path: the book.
@@ -75,6 +77,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._open_bytes = 0
         self._ahead_bytes = 0
+        self._told_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
         """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards.
@@ -82,32 +85,33 @@ class Ledger:
         Thread: any; blocks, unless enough was taken ahead.
         """
         num_ahead = self._take_ahead(num_blocks, block_bytes)
-        wanted = num_blocks - num_ahead
-        if not wanted:
+        if num_ahead == num_blocks:
             return Grant(num_blocks, None)
         granted = further = 0
 
         def take(book: Book) -> Book:
-            nonlocal granted, further
+            nonlocal num_ahead, granted, further
+            # Another thread may have taken some while this one waited for the book.
+            num_ahead += self._take_ahead(num_blocks - num_ahead, block_bytes)
             num_free = book.room_bytes // block_bytes
-            granted = min(wanted, num_free)
+            granted = min(num_blocks - num_ahead, num_free)
             further = min(AHEAD_RESERVATIONS * granted, (num_free - granted) // AHEAD_SHARE)
             size = (granted + further) * block_bytes
+            self._add_taken(granted * block_bytes, further * block_bytes)
             return book.changed(self._id, Change(used_bytes=size, in_flight_bytes=size))
 
         after = self._update(take)
         if after is None:
+            self._add_taken(-granted * block_bytes, -further * block_bytes)
             return Grant(num_ahead, None)
-        with self._lock:
-            self._open_bytes += granted * block_bytes
-            self._ahead_bytes += further * block_bytes
         return Grant(num_ahead + granted, after)
 
     def settle(self, reserved_bytes: int, written_bytes: int) -> None:
         """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
 
         When all of it was written and other threads are still writing, the book hears of it with the next change
-        or from the last of them. Until then the bytes count as in flight, so nothing is missed.
+        or from the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives
+        back what was taken ahead.
         """
         if not reserved_bytes:
             return
@@ -166,6 +170,12 @@ class Ledger:
             self._open_bytes += taken * block_bytes
         return taken
 
+    def _add_taken(self, open_bytes: int, ahead_bytes: int) -> None:
+        """Note what was reserved, and what was taken ahead with it; negative when the book could not be told of it."""
+        with self._lock:
+            self._open_bytes += open_bytes
+            self._ahead_bytes = max(0, self._ahead_bytes + ahead_bytes)
+
     def _change(self, change: Change) -> None:
         self._update(lambda book: book.changed(self._id, change), if_busy=change)
 
@@ -174,10 +184,16 @@ class Ledger:
         leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
 
         def edit_all(book: Book) -> Book:
+            is_known = self._id in book.members
             book = book.joined(self._id, self._capacity_bytes, self._wall_clock())
+            if not is_known:
+                # The book was lost, or this process taken for dead: who has counted since knew nothing of these bytes.
+                book = book.changed(self._id, Change(self._told_bytes, self._told_bytes))
             for change in leftover:
                 book = book.changed(self._id, change)
-            return edit(book)
+            book = edit(book)
+            self._told_bytes = book.members[self._id].in_flight_bytes if self._id in book.members else 0
+            return book
 
         try:
             after = self._rewrite(edit_all)

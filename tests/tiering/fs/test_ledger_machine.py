@@ -1,0 +1,131 @@
+"""However tiers reserve, settle, count and lose their book, the count is never too small once all have been heard."""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from kvtier.testing.clock import ManualClock
+from kvtier.tiering.fs.book import Book, unpack_book
+from kvtier.tiering.fs.ledger import Ledger
+from kvtier.tiering.fs.owner import current_owner
+
+BLOCK_BYTES = 10
+CAPACITY_BLOCKS = 60
+NUM_TIERS = 3
+
+TIERS = st.integers(0, NUM_TIERS - 1)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Some tiers of a directory whose files are a number."""
+
+    @initialize()
+    def start(self) -> None:
+        """Count an empty directory."""
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name) / ".usage"
+        self._ledgers = [
+            Ledger(self._path, current_owner(), CAPACITY_BLOCKS * BLOCK_BYTES, 0o600, ManualClock(0.0))
+            for _ in range(NUM_TIERS)
+        ]
+        self._open: list[tuple[Ledger, int]] = []
+        self._num_on_disk = 0
+        self._has_lost_book = self._has_recounted = False
+        self._begun: tuple[Ledger, Book, int] | None = None
+        self._recount(self._ledgers[0])
+
+    @rule(tier=TIERS, num_blocks=st.integers(1, 8))
+    def reserve(self, tier: int, num_blocks: int) -> None:
+        """Take room for blocks."""
+        ledger = self._ledgers[tier]
+        granted = ledger.reserve(num_blocks, BLOCK_BYTES).num_blocks
+        assert granted <= num_blocks
+        if granted:
+            self._open.append((ledger, granted))
+        if not self._has_lost_book:
+            assert self._num_on_disk + sum(num for _, num in self._open) <= CAPACITY_BLOCKS
+
+    @precondition(lambda self: self._open)
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        """Write some of the blocks for which there is room, and give back the rest."""
+        ledger, granted = self._open.pop(data.draw(st.integers(0, len(self._open) - 1)))
+        num_written = data.draw(st.integers(0, granted))
+        self._num_on_disk += num_written
+        ledger.settle(granted * BLOCK_BYTES, num_written * BLOCK_BYTES)
+
+    @precondition(lambda self: self._num_on_disk)
+    @rule(tier=TIERS, data=st.data())
+    def remove(self, tier: int, data: st.DataObject) -> None:
+        """Remove blocks that are on the disk."""
+        num_removed = data.draw(st.integers(1, self._num_on_disk))
+        self._num_on_disk -= num_removed
+        self._ledgers[tier].remove(num_removed * BLOCK_BYTES)
+
+    @precondition(lambda self: self._begun is None)
+    @rule(tier=TIERS)
+    def begin_recount(self, tier: int) -> None:
+        """Begin a walk that sees what is on the disk now."""
+        ledger = self._ledgers[tier]
+        book = ledger.begin_recount()
+        assert book is not None
+        self._begun = (ledger, book, self._num_on_disk)
+        self._has_recounted = True
+
+    @precondition(lambda self: self._begun is not None)
+    @rule()
+    def end_recount(self) -> None:
+        """End the walk with what it saw."""
+        assert self._begun is not None
+        ledger, book, num_found = self._begun
+        self._begun = None
+        ledger.end_recount(num_found * BLOCK_BYTES, book)
+
+    @precondition(lambda self: self._begun is None)
+    @rule(tier=TIERS)
+    def lose_book(self, tier: int) -> None:
+        """Remove the count, and have a tier count anew."""
+        self._path.unlink()
+        self._has_lost_book = self._has_recounted = True
+        self._recount(self._ledgers[tier])
+
+    @rule()
+    def hear_all(self) -> None:
+        """Let every tier speak, and look at the count."""
+        for ledger in self._ledgers:
+            ledger.refresh()
+        if self._begun is None:
+            num_reserved = sum(num for _, num in self._open)
+            assert self._used_blocks() >= self._num_on_disk + num_reserved
+
+    def teardown(self) -> None:
+        """End all that is open: then the count is exact."""
+        if not hasattr(self, "_folder"):
+            return
+        for ledger, granted in self._open:
+            ledger.settle(granted * BLOCK_BYTES, 0)
+        for ledger in self._ledgers:
+            ledger.refresh()
+        if not self._has_recounted:
+            assert self._used_blocks() == self._num_on_disk
+        self._recount(self._ledgers[0])
+        assert self._used_blocks() == self._num_on_disk
+        assert unpack_book(self._path.read_bytes()).in_flight_bytes == 0
+        self._folder.cleanup()
+
+    def _recount(self, ledger: Ledger) -> None:
+        begun = ledger.begin_recount()
+        assert begun is not None
+        ledger.end_recount(self._num_on_disk * BLOCK_BYTES, begun)
+
+    def _used_blocks(self) -> int:
+        used_bytes = unpack_book(self._path.read_bytes()).used_bytes
+        assert used_bytes % BLOCK_BYTES == 0
+        return used_bytes // BLOCK_BYTES
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
