@@ -1,7 +1,8 @@
 """The shared count of bytes in a directory, as a value: what each change makes of it, and its form on disk.
 
-It opens no file. ``used_bytes`` counts blocks on the disk and blocks being written; each process that writes is a
-member with what it has in flight and the capacity it was configured with. The smallest capacity counts.
+It opens no file. ``used_bytes`` counts blocks on the disk and room that is reserved; each process that writes is a
+member with what it has in flight, which is such room, and the capacity it was configured with. The smallest capacity
+counts.
 
 A recount walks the directory while others write. It takes what it found, adds what was finished since it began
 and what is in flight now: that may count a block twice for a while, and never misses one.
