@@ -62,7 +62,10 @@ EXTRAS = {
 
 COMPILED_MODULES = {
     "compiled copies": ("cpu/_page_copy", "pages of device tensors in host memory move past the cache"),
-    "compiled file calls": ("tiering/fs/_whole_files", "the fs tier moves some files of blocks with one call"),
+    "compiled file calls": (
+        "tiering/fs/_whole_files",
+        "the fs tier moves some files of blocks with one call",
+    ),
 }
 """What is compiled of the package where that is possible: its place but for such modules' suffix, and what it gains."""
 
