@@ -46,9 +46,9 @@ from benchmarks.harness.tier_jobs import (
     write_back,
 )
 from kvtier.namespace import make_namespace
-from kvtier.tiering.disk_settings import plan_num_threads
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.layout import block_path, namespace_path
+from kvtier.tiering.fs.folders import block_path, namespace_path
+from kvtier.tiering.kit.disk import plan_num_threads
 
 CAPACITY = "64GiB"
 """Room for every round: the tier is not told that its files are emptied."""

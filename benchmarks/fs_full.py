@@ -27,9 +27,9 @@ from benchmarks.harness.tier_jobs import (
     make_rows,
     move_blocks,
 )
-from kvtier.tiering.disk_settings import plan_num_threads
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.fs import FSTier
+from kvtier.tiering.kit.disk import plan_num_threads
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 OPERATION = "put, full"
 REMOVED = "removed and made"

@@ -22,10 +22,14 @@ import numpy as np
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
 from benchmarks.harness.rounds import RoundCount, run_rounds, timed
 from benchmarks.harness.suite import Options
-from kvtier.cores import count_usable_cores
-from kvtier.cpu.prefault import CHUNK_BYTES, MAX_PREFAULT_THREADS, prefault
-from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.shared_offload_region import (
+    CHUNK_BYTES,
+    MAX_PREFAULT_THREADS,
+    SharedOffloadRegion,
+    prefault_pages,
+)
 from kvtier.errors import RegionMemoryError
+from kvtier.limits import count_usable_cores
 
 REGION_BYTES, QUICK_REGION_BYTES = 512 << 20, 128 << 20
 ROW_BYTES = 2 << 20
@@ -85,7 +89,7 @@ def time_region(num_bytes: int, *, is_prefaulted: bool) -> Times:
     try:
         region.seal()
         mapping = region.mapping()
-        prefault_s = timed(lambda: prefault(mapping, num_bytes)) if is_prefaulted else 0.0
+        prefault_s = timed(lambda: prefault_pages(mapping, num_bytes)) if is_prefaulted else 0.0
         store_s = timed(lambda: fill(mapping, num_bytes))
     finally:
         region.cleanup()

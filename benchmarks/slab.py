@@ -42,9 +42,9 @@ from benchmarks.harness.tier_jobs import (
     write_back,
 )
 from kvtier.base import OffloadKey
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.superblock import Geometry
+from kvtier.tiering.slab.superblock import SlabGeometry
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
 """At least; so many more that each contestant begins equally often."""
@@ -65,7 +65,7 @@ class Floor:
     def __init__(self, rows: memoryview, path: Path, case: DiskCase) -> None:
         self._crew = Crew(case.num_threads)
         self._fd = os.open(path, os.O_RDWR | (os.O_DIRECT if case.is_direct else 0))
-        self._geometry = Geometry(case.block_bytes, case.num_blocks)
+        self._geometry = SlabGeometry(case.block_bytes, case.num_blocks)
         self._buffers = [[memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)), row] for row in flat_rows(rows)]
 
     def put(self) -> None:
@@ -172,7 +172,7 @@ def start_tier(case: DiskCase, rows: memoryview, path: Path) -> SlabTier:
         make_config(case.block_bytes),
         rows,
         path=path.absolute(),
-        capacity_bytes=Geometry(case.block_bytes, case.num_blocks).file_bytes,
+        capacity_bytes=SlabGeometry(case.block_bytes, case.num_blocks).file_bytes,
         direct_io="auto" if case.is_direct else False,
         num_threads=None if case.has_usual_threads else case.num_threads,
     )

@@ -18,14 +18,14 @@ PACKAGE = "kvtier"
 SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset(
-        {"errors", "config", "registry", "namespace", "base", "load_cost", "compiled", "cgroups", "cores"}
-    ),
+    frozenset({"errors", "config", "registry", "namespace", "base", "cost_model", "compiled", "limits"}),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),
+    frozenset({"recording"}),
     frozenset({"connector"}),
     frozenset({"sim", "engines", "observe"}),
+    frozenset({"planning"}),
     frozenset({"testing"}),
     frozenset({"cli"}),
 )
@@ -38,16 +38,10 @@ USED_BY_NOBODY = frozenset({"testing", "cli"})
 PUBLIC_FACE = BOTTOM | {"factory"}
 """What ``kvtier/__init__.py`` may re-export: all of it loads without torch."""
 
-SHARED_BY_TIERS = frozenset(
-    {
-        "base", "envelope", "io_pool", "lookup", "breaker", "codecs",
-        "aligned", "block_store", "counters", "disk_settings", "evicted", "evicting", "failures", "outage",
-        "pause", "pooled", "sealing",
-    }
-)  # fmt: skip
+SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
-TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "cores", "cpu.policies"})
+TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "limits", "cpu.policies"})
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
@@ -64,7 +58,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "transformers": ("engines.transformers", "cli.demo"),
     "safetensors": ("engines.transformers",),
     "vllm": ("engines.vllm",),
-    "xxhash": ("tiering.envelope",),
+    "xxhash": ("tiering.kit.envelope",),
     "obstore": ("tiering.obj", "cli.demo.servers"),
     "redis": ("tiering.valkey",),
     "mooncake": ("tiering.mooncake", "cli.demo.servers"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.errors import TraceError
-from kvtier.sim.belady import count_belady_hits
+from kvtier.sim.bound import count_belady_hits
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.trace import Trace

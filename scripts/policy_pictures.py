@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvtier.cpu.policies import CACHE_POLICIES
-from kvtier.sim.belady import count_belady_hits
+from kvtier.sim.bound import count_belady_hits
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.trace import Trace
 from scripts.policy_hits import list_accesses, read_blocks

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.harness.crew import Crew
 from benchmarks.harness.tier_jobs import flat_rows
 from kvtier.base import OffloadKey
-from kvtier.tiering.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, Verdict, check, pack, seal
-from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
+from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, HeaderCheck, check, pack, seal
 
 GET_FLAGS, SET_FLAGS, TOP_OF_HIERARCHY = 0x8008_6601, 0x4008_6602, 0x0002_0000
 """FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL of Linux, where a long has 64 bits."""
@@ -65,7 +65,9 @@ class RawFiles:
         self._crew = Crew(num_threads)
         self._flags = os.O_DIRECT if is_direct else 0
         self._is_sealed = is_sealed
-        self._num_ahead = plan_num_ahead(len(self._rows[0]), has_direct_io=is_direct) if is_sealed else 0
+        self._num_ahead = (
+            plan_num_checksums_ahead(len(self._rows[0]), has_direct_io=is_direct) if is_sealed else 0
+        )
         self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
 
     def put(self, files: FileSet) -> None:
@@ -78,7 +80,7 @@ class RawFiles:
             return number
 
         def put_blocks(numbers: Iterator[int]) -> None:
-            for number in seal_ahead(numbers, seal_block, self._num_ahead):
+            for number in checksum_ahead(numbers, seal_block, self._num_ahead):
                 self._move(files.paths[number], os.O_CREAT | os.O_RDWR, os.pwritev, number)
 
         self._crew.share(len(self._rows), put_blocks)
@@ -90,7 +92,7 @@ class RawFiles:
             self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
             if self._is_sealed:
                 verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
-                assert verdict is Verdict.OK
+                assert verdict is HeaderCheck.OK
 
         self._crew.each(len(self._rows), get_block)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.rounds import RoundCount
-from kvtier.tiering.disk_settings import plan_num_threads
+from kvtier.tiering.kit.disk import plan_num_threads
 
 MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
 """Of a round; the second keeps large blocks from taking most of the run."""

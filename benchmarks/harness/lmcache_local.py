@@ -27,8 +27,8 @@ import numpy.typing as npt
 from benchmarks.harness.block_files import empty_files
 from benchmarks.harness.tier_jobs import HANG_GUARD_S, flat_rows, job_numbers, rates_of
 from kvtier.base import OffloadKey
-from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_copy import MAX_COPY_THREADS
+from kvtier.limits import count_usable_cores
 
 DISK_NAME, CPU_NAME = "LMCache disk", "LMCache CPU"
 BACKENDS = "lmcache.v1.storage_backend"
@@ -158,7 +158,7 @@ class LMCacheDisk:
         num_stored = count(1)
         is_done = threading.Event()
 
-        def note_stored(name: LMCache) -> None:
+        def on_stored(name: LMCache) -> None:
             del name
             if next(num_stored) == len(names):
                 is_done.set()
@@ -166,7 +166,7 @@ class LMCacheDisk:
         for numbers in job_numbers(len(names), num_jobs):
             job_names = [names[number] for number in numbers]
             job_blocks = [self._blocks[number] for number in numbers]
-            self._tier.batched_submit_put_task(job_names, job_blocks, on_complete_callback=note_stored)
+            self._tier.batched_submit_put_task(job_names, job_blocks, on_complete_callback=on_stored)
         assert is_done.wait(HANG_GUARD_S), "LMCache hangs, or a put has failed"
 
 

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from kvtier.cores import count_usable_cores
+from kvtier.limits import count_usable_cores
 
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")

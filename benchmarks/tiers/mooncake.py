@@ -39,7 +39,7 @@ from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.tiering.mooncake import MooncakeTier
 from kvtier.tiering.mooncake.settings import DEFAULT_NUM_THREADS
-from kvtier.tiering.mooncake.space import Space
+from kvtier.tiering.mooncake.store import MooncakeNamespace
 from kvtier.tiering.mooncake.tier import MAX_PART_BLOCKS, MAX_PART_BYTES
 
 MAX_BLOCKS, MAX_BYTES = 512, 128 * 2**20
@@ -133,7 +133,7 @@ class Tier:
         self._tier.check_reachable()
         self._janitor = join(master, 0)
         self._keys = make_keys(num_blocks, 0)
-        space = Space(make_namespace(config, block_bytes))
+        space = MooncakeNamespace(make_namespace(config, block_bytes))
         self._names = [space.name_of(key) for key in self._keys]
 
     def run(self) -> Mapping[str, float]:

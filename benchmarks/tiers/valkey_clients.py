@@ -11,10 +11,10 @@ from redis import Redis
 from redis._parsers import Encoder
 from redis.connection import ConnectionPool, PythonRespSerializer
 
-from kvtier.tiering.envelope import ENVELOPE_BYTES
-from kvtier.tiering.valkey.call import Call
-from kvtier.tiering.valkey.node import Node
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.valkey.connection import Command
 from kvtier.tiering.valkey.resp import Reply, encode, encode_set, read_value
+from kvtier.tiering.valkey.servers import ServerNode
 from kvtier.tiering.valkey.settings import parse_settings
 
 TIMEOUT_S = 10.0
@@ -70,11 +70,11 @@ class PathClient(Client):
             num_threads=num_threads,
             environ={},
         )
-        self._node = Node(settings, settings.endpoint.address, clock)
+        self._node = ServerNode(settings, settings.endpoint.address, clock)
 
     def put(self, part: Part) -> None:
         """Write the blocks of ``part`` as one batch."""
-        calls = [Call(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
+        calls = [Command(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
         assert all(isinstance(reply, Reply) and reply.kind == "+" for reply in self._node.run(calls))
 
     def get(self, part: Part) -> None:
@@ -86,10 +86,10 @@ class PathClient(Client):
         """Close the connections."""
         self._node.close()
 
-    def _get_call(self, number: int) -> Call:
+    def _get_call(self, number: int) -> Command:
         header = memoryview(bytearray(ENVELOPE_BYTES))
         request = (encode(b"GET", name_of(number)),)
-        return Call(name_of(number), request, lambda reader: read_value(reader, header, self.rows[number]))
+        return Command(name_of(number), request, lambda reader: read_value(reader, header, self.rows[number]))
 
 
 class RedisPyClient(Client):

@@ -13,9 +13,9 @@ from types import TracebackType
 
 import numpy as np
 
-from kvtier.cores import count_usable_cores
 from kvtier.cpu.row_copy import MAX_COPY_THREADS
-from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS
+from kvtier.limits import count_usable_cores
+from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS
 
 
 class Floor:

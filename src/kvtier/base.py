@@ -132,7 +132,6 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return "GPU", the medium of whatever memory the device blocks are in."""
         return "GPU"
 
 

@@ -59,11 +59,11 @@ def test_an_import_against_the_rules_is_refused(module: str, target: str) -> Non
         ("kvtier.tiering.spec", "kvtier.cpu.spec.CPUOffloadingSpec"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.fs.store.FileStore"),
         ("kvtier.tiering.slab.tier", "kvtier.cpu.policies.registry.create_cache_policy"),
-        ("kvtier.tiering.slab.tier", "kvtier.tiering.pooled.PooledTier"),
-        ("kvtier.tiering.fs.tier", "kvtier.tiering.io_pool.IoPool"),
-        ("kvtier.tiering.fs.tier", "kvtier.tiering.codecs.raw.RawCodec"),
+        ("kvtier.tiering.slab.tier", "kvtier.tiering.kit.threaded_tier.ThreadedTier"),
+        ("kvtier.tiering.fs.tier", "kvtier.tiering.kit.io_pool.IoPool"),
+        ("kvtier.tiering.fs.tier", "kvtier.tiering.kit.health.Counters"),
         ("kvtier.tiering.fs.tier", "kvtier.namespace.make_namespace"),
-        ("kvtier.tiering.manager", "kvtier.tiering.jobs.OpenJobs"),
+        ("kvtier.tiering.manager", "kvtier.tiering.transfers.OpenJobs"),
         ("kvtier.base", "kvtier.config.OffloadingConfig"),
         ("kvtier", "kvtier.factory.OffloadingSpecFactory"),
         ("kvtier.testing.tiers", "kvtier.tiering.base.JobResult"),
@@ -82,10 +82,10 @@ def test_the_contract_of_a_kv_cache_names_torch_for_types_only() -> None:
     assert objection(Import("kvtier.cpu.manager", "torch", 1, is_for_types=True), TIERS)
 
 
-def test_a_folder_of_tiering_is_a_tier_and_a_module_or_the_codecs_are_not() -> None:
+def test_a_folder_of_tiering_is_a_tier_and_a_module_or_the_kit_is_not() -> None:
     modules = ["kvtier.tiering", "kvtier.tiering.manager", "kvtier.tiering.fs", "kvtier.tiering.fs.store"]
 
-    assert tier_names([*modules, "kvtier.tiering.codecs.raw"]) == {"example", "fs"}
+    assert tier_names([*modules, "kvtier.tiering.kit.io_pool"]) == {"example", "fs"}
 
 
 def write_package(root: Path, **texts: str) -> None:

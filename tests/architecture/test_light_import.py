@@ -30,7 +30,7 @@ SCHEDULER_SIDE = [
     "kvtier.tiering.example",
     "kvtier.connector.common",
     "kvtier.connector.metrics",
-    "kvtier.connector.recorder",
+    "kvtier.recording.recorder",
     "kvtier.connector.scheduler",
     "kvtier.sim.simulate",
     "kvtier.sim.host_replay",

@@ -182,10 +182,10 @@ class DiskBackend:
         """Count it as closed."""
         self._owner.num_open -= 1
 
-    def _write(self, key: Key, block: Block, note_stored: Callable[[Key], None]) -> None:
+    def _write(self, key: Key, block: Block, on_stored: Callable[[Key], None]) -> None:
         self._path(key).write_bytes(block.byte_array)
         self._shapes[key] = (block.tensor.shape, block.tensor.dtype)
-        note_stored(key)
+        on_stored(key)
 
     def _path(self, key: Key) -> Path:
         return self._folder / f"{key.chunk_hash:x}"

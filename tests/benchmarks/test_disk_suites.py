@@ -20,7 +20,7 @@ from benchmarks.harness.rounds import RoundCount, fixed
 from benchmarks.harness.tier_jobs import make_keys, make_rows, move_blocks
 from kvtier.base import OffloadKey
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 IO_COUNTERS = Path("/proc/self/io")
 BLOCK_BYTES = 4096

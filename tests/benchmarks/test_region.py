@@ -10,8 +10,8 @@ from benchmarks import region
 from benchmarks.harness.measurement import FLOOR, OURS
 from benchmarks.harness.rounds import fixed
 from benchmarks.harness.suite import Options
-from kvtier.cpu.prefault import CHUNK_BYTES
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
+from kvtier.cpu.shared_offload_region import CHUNK_BYTES
 from kvtier.errors import RegionMemoryError
 
 SMALL_BYTES = 2 * region.ROW_BYTES

@@ -8,9 +8,9 @@ import pytest
 
 import kvtier
 from kvtier.cli import doctor, main
-from kvtier.cli.doctor import Check, Verdict
-from kvtier.cores import AFFINITY, UsableCores
+from kvtier.cli.doctor import Check, CheckResult
 from kvtier.cpu.row_copy import COMPILED_CALLS
+from kvtier.limits import AFFINITY, UsableCores
 
 
 def test_a_machine_that_runs_these_tests_is_healthy(
@@ -25,14 +25,16 @@ def test_a_machine_that_runs_these_tests_is_healthy(
 
 
 def test_something_broken_ends_with_status_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = [Check("numpy", Verdict.BROKEN, "gone"), Check("rich", Verdict.GOOD, "1")]
+    broken = [Check("numpy", CheckResult.BROKEN, "gone"), Check("rich", CheckResult.GOOD, "1")]
     monkeypatch.setattr(doctor, "run_checks", lambda _: iter(broken))
 
     assert main.main(["doctor"]) == 1
 
 
 def test_something_absent_but_optional_ends_with_status_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "run_checks", lambda _: iter([Check("matplotlib", Verdict.NOTE, "absent")]))
+    monkeypatch.setattr(
+        doctor, "run_checks", lambda _: iter([Check("matplotlib", CheckResult.NOTE, "absent")])
+    )
 
     assert main.main(["doctor"]) == 0
 
@@ -45,16 +47,16 @@ def test_a_directory_that_does_not_exist_is_wrong_input(
 
 
 def test_text_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.print_checks([Check("torch", Verdict.NOTE, "pip install 'kvtier[torch]'")])
+    doctor.print_checks([Check("torch", CheckResult.NOTE, "pip install 'kvtier[torch]'")])
 
     assert "kvtier[torch]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("version", "verdict"),
-    [((3, 10, 9), Verdict.BROKEN), ((3, 11, 0), Verdict.GOOD), ((4, 0, 0), Verdict.GOOD)],
+    [((3, 10, 9), CheckResult.BROKEN), ((3, 11, 0), CheckResult.GOOD), ((4, 0, 0), CheckResult.GOOD)],
 )
-def test_an_old_python_is_refused(version: tuple[int, int, int], verdict: Verdict) -> None:
+def test_an_old_python_is_refused(version: tuple[int, int, int], verdict: CheckResult) -> None:
     assert doctor.check_python(version).verdict is verdict
 
 
@@ -66,14 +68,14 @@ def test_the_number_of_cores_comes_with_what_sets_it() -> None:
 @pytest.mark.parametrize(
     ("status", "output", "errors", "verdict", "found"),
     [
-        (0, '["2.9.1", []]\n', "", Verdict.GOOD, "no CUDA device"),
-        (0, 'noise\n["2.9.1", ["H100"]]\n', "", Verdict.GOOD, "CUDA: H100"),
-        (1, "", "Traceback\nImportError: libcudart.so\n", Verdict.BROKEN, "ImportError: libcudart.so"),
-        (-11, "", "", Verdict.BROKEN, "exit status -11"),
+        (0, '["2.9.1", []]\n', "", CheckResult.GOOD, "no CUDA device"),
+        (0, 'noise\n["2.9.1", ["H100"]]\n', "", CheckResult.GOOD, "CUDA: H100"),
+        (1, "", "Traceback\nImportError: libcudart.so\n", CheckResult.BROKEN, "ImportError: libcudart.so"),
+        (-11, "", "", CheckResult.BROKEN, "exit status -11"),
     ],
 )
 def test_the_report_on_torch_tells_a_broken_build(
-    status: int, output: str, errors: str, verdict: Verdict, found: str
+    status: int, output: str, errors: str, verdict: CheckResult, found: str
 ) -> None:
     check = doctor.read_torch_report(status, output, errors)
 
@@ -82,11 +84,11 @@ def test_the_report_on_torch_tells_a_broken_build(
 
 
 def test_shared_memory_that_is_missing_is_broken(tmp_path: Path) -> None:
-    assert doctor.check_shared_memory(tmp_path / "shm").verdict is Verdict.BROKEN
+    assert doctor.check_shared_memory(tmp_path / "shm").verdict is CheckResult.BROKEN
 
 
 def test_no_region_is_good(tmp_path: Path) -> None:
-    assert doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE).verdict is Verdict.GOOD
+    assert doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE).verdict is CheckResult.GOOD
 
 
 def test_a_region_that_a_process_holds_is_no_leftover_and_one_that_nobody_holds_is(tmp_path: Path) -> None:
@@ -98,8 +100,8 @@ def test_a_region_that_a_process_holds_is_no_leftover_and_one_that_nobody_holds_
 
     left = doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE)
 
-    assert held.verdict is Verdict.GOOD
-    assert left.verdict is Verdict.NOTE
+    assert held.verdict is CheckResult.GOOD
+    assert left.verdict is CheckResult.NOTE
     assert "2.0 KiB" in left.found
 
 
@@ -120,8 +122,8 @@ def test_the_kernel_s_table_of_locks_is_read() -> None:
 def test_a_file_system_without_unnamed_files_or_direct_io_is_a_note() -> None:
     kernel_s_own = Path("/proc/self")
 
-    assert doctor.check_unnamed_files(kernel_s_own).verdict is Verdict.NOTE
-    assert doctor.check_direct_io(kernel_s_own).verdict is Verdict.NOTE
+    assert doctor.check_unnamed_files(kernel_s_own).verdict is CheckResult.NOTE
+    assert doctor.check_direct_io(kernel_s_own).verdict is CheckResult.NOTE
 
 
 def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +131,7 @@ def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyP
 
     check = doctor.check_extra("no_such_module")
 
-    assert check.verdict is Verdict.NOTE
+    assert check.verdict is CheckResult.NOTE
     assert "kvtier[fs]" in check.found
 
 
@@ -147,7 +149,7 @@ def test_what_was_not_compiled_or_cannot_be_loaded_is_a_note_with_a_remedy(tmp_p
     empty = doctor.check_compiled("copies", tmp_path / "_module", "faster")
 
     for check, reason in ((missing, "not compiled"), (empty, "too short")):
-        assert check.verdict is Verdict.NOTE
+        assert check.verdict is CheckResult.NOTE
         assert reason in check.found
         assert "C compiler" in check.found
 
@@ -157,4 +159,4 @@ def test_what_was_compiled_and_can_be_loaded_is_good() -> None:
         pytest.skip("nothing was compiled when kvtier was installed")
     module = Path(kvtier.__file__).parent / "cpu" / "_page_copy"
 
-    assert doctor.check_compiled("copies", module, "faster") == Check("copies", Verdict.GOOD, "faster")
+    assert doctor.check_compiled("copies", module, "faster") == Check("copies", CheckResult.GOOD, "faster")

@@ -159,7 +159,7 @@ def test_the_workers_moves_are_measured(engine: Engine) -> None:
     engine.compute(FakeRequest("a", PROMPT), [0, 1, 2, 3, 4])
     engine.settle()
 
-    stats = engine.worker.take_stats()
+    stats = engine.worker.drain_stats()
 
     assert stats is not None
     assert stats.reduce()["GPU_to_CPU_total_bytes"] == 4 * PAGE_BYTES

@@ -83,7 +83,7 @@ def test_blocks_computed_before_a_reset_are_stale_until_computed_from_the_first_
     state = make_request_state(FakeRequest("r", []), 1)
     state.replace_blocks([[1, 2]], 4)
 
-    state.note_reset()
+    state.on_reset()
     assert state.is_stale
     state.replace_blocks([[3, 4]], 4)
     assert state.is_stale

@@ -286,18 +286,18 @@ def test_a_job_that_was_never_begun_here_is_ignored(caplog: pytest.LogCaptureFix
 def test_stats_are_those_of_transfers_that_succeeded_and_said_what_they_moved() -> None:
     bench = Bench()
     other = TransferJobId(3)
-    assert bench.half.take_stats() is None
+    assert bench.half.drain_stats() is None
     bench.loads.failing.add(other)
     bench.step(load_step())
     bench.step(load_step(other))
     bench.loads.end(LOAD, other)
     bench.step(empty_step())
 
-    stats = bench.half.take_stats()
+    stats = bench.half.drain_stats()
 
     assert stats is not None
     assert stats.data == {"CPU_to_GPU": [{"op_size": 64, "op_time": 0.5}]}
-    assert bench.half.take_stats() is None
+    assert bench.half.drain_stats() is None
 
 
 def test_shutdown_drops_deferred_stores_and_may_be_repeated() -> None:

@@ -182,7 +182,7 @@ def test_stores_under_way_are_ended_measured_and_reported_as_they_ended() -> Non
     assert step(bench.half) == set()
     report = OffloadingWorkerMetadata({STORE: 1, LATER: 1}, frozenset({LATER}))
     assert bench.half.build_connector_worker_meta() == report
-    stats = bench.half.take_stats()
+    stats = bench.half.drain_stats()
     assert stats is not None
     assert list(stats.data) == ["GPU_to_CPU"]
     step(bench.half)

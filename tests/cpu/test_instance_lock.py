@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cpu.dead_regions import remove_dead_locks
-from kvtier.cpu.instance_lock import InstanceLock, make_lock_path
+from kvtier.cpu.instance_lock import InstanceLock, make_lock_path, remove_dead_locks
 from kvtier.cpu.region_file import make_region_path
 from kvtier.errors import ConfigError, RegionError, RegionOwnerError
 from kvtier.testing.clock import ManualClock

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.base import CanonicalKVCaches, TransferJobId, TransferSpec
-from kvtier.cpu.copy_thread import CopyThread
 from kvtier.cpu.gpu_worker import CPU_TO_GPU, CpuGpuOffloadingHandlers, RowHandler
 from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import GroupMoves, plan_layout
+from kvtier.cpu.transfer_queue import CopyThread
 from kvtier.testing.examples import num_examples
 from kvtier.testing.handler_suite import TWO_BLOCKS, CopyCase, GroupCase, copy_cases, expect_device
 

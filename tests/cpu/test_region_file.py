@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cpu.memory_limits import MemoryLimit
 from kvtier.cpu.region_file import (
     RegionGeometry,
     leave_region_file,
@@ -20,6 +19,7 @@ from kvtier.cpu.region_file import (
     remove_name,
 )
 from kvtier.errors import RegionError, RegionGeometryError, RegionMemoryError, RegionOwnerError
+from kvtier.limits import MemoryLimit
 from kvtier.testing.clock import ManualClock
 
 FOUR_ROWS = RegionGeometry(num_blocks=4, row_stride=100, num_workers=1, cpu_page_size=100)

@@ -13,7 +13,7 @@ from kvtier.base import GPULoadStoreSpec
 from kvtier.cpu import row_copy
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.row_copy import COMPILED_CALLS, GATHER_BELOW_BYTES, PIECE_BYTES, PageCalls, RowCopier
-from kvtier.cpu.row_layout import GroupLayout, PagePlace, RowLayout, plan_moves
+from kvtier.cpu.row_layout import GroupRows, PagePlace, RowLayout, plan_moves
 
 Bytes = npt.NDArray[np.int8]
 NUM_BLOCKS = 40
@@ -26,7 +26,7 @@ def layout_of(page_sizes: list[int], factor: int) -> RowLayout:
     for tensor, size in enumerate(page_sizes):
         places.append(PagePlace(tensor, size, offset))
         offset += size * factor
-    group = GroupLayout(tuple(places), offset, offset // factor, NUM_BLOCKS)
+    group = GroupRows(tuple(places), offset, offset // factor, NUM_BLOCKS)
     return RowLayout((group,), factor, offset)
 
 

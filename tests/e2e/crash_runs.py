@@ -23,18 +23,16 @@ from types import ModuleType
 
 import torch
 
-from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
-from kvtier.cli.demo.documents import Document
-from kvtier.cli.demo.model import build_model
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
+from kvtier.cli.demo.conversation import ConversationShape, Document, Turn, plan_conversations
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.report import ServedTurn
-from kvtier.cli.demo.serving import config_with, config_without, serve_turns
+from kvtier.cli.demo.serving import build_model, config_with, config_without, serve_turns
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers import KVTierEngine
 
 SHAPE = ConversationShape(num_conversations=3, num_turns=2, num_passage_tokens=160, num_answer_tokens=3)
 MODEL = ModelOptions(path=None, num_layers=1, hidden_size=256, seed=1)
-POOLS = PoolOptions(num_device_blocks=20, cpu_bytes=20 * 2 * 64 * 16 * 4, tier="fs")
+POOLS = DevicePoolOptions(num_device_blocks=20, cpu_bytes=20 * 2 * 64 * 16 * 4, tier="fs")
 
 NUM_SHARED_TOKENS = 16
 """The first block holds the heading of a conversation, which is the same at every instant."""

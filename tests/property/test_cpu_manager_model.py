@@ -200,7 +200,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
             self.manager.settle_orphans(list(job.slots.values()), is_write=job.is_write)
         elif job.is_write:
             finished = self.manager._finish_live_writes(list(job.slots), success=success)
-            self.manager._note_finished(finished, success=success)
+            self.manager._on_finished(finished, success=success)
             assert finished == list(job.slots)
             self.finish_write(job, success=success)
         else:

@@ -79,7 +79,7 @@ class ToldOfIdleBlocks(PolicyMachine):
         told = create_cache_policy(self.policy_name, cache_capacity)
         assert isinstance(told, LRUCachePolicy | ARCCachePolicy)
         self.told: LRUCachePolicy | ARCCachePolicy = told
-        self.told.expect_news()
+        self.told.expect_idle()
         for aside in self.told.asides if isinstance(self.told, ARCCachePolicy) else (self.told.aside,):
             aside.min_busy_blocks = 1
         return Twins(self.told, create_cache_policy(self.policy_name, cache_capacity))
@@ -87,19 +87,19 @@ class ToldOfIdleBlocks(PolicyMachine):
     @rule(keys=key_lists, success=st.sampled_from([True, False]))
     def finish_writes(self, keys: list[OffloadKey], success: bool) -> None:
         super().finish_writes(keys, success)
-        self.told.note_idle(keys)
+        self.told.on_idle(keys)
 
     @rule()
     def unpin(self) -> None:
         super().unpin()
-        self.told.note_idle(self.held)
+        self.told.on_idle(self.held)
 
     @rule(key=st.sampled_from(KEYS))
     def unpin_one(self, key: OffloadKey) -> None:
         """Unpin one block."""
         if key in self.held:
             self.held[key].ref_cnt = min(self.held[key].ref_cnt, 0)
-            self.told.note_idle([key])
+            self.told.on_idle([key])
 
 
 class ToldLRUMachine(ToldOfIdleBlocks):
@@ -172,7 +172,7 @@ class HazardMachine(PolicyMachine):
         self.now_s += 20.0
         self.hazard.note_request(ArrivedRequest("r", (keys,), self.now_s))
         if is_finished:
-            self.hazard.note_finished("r")
+            self.hazard.on_finished("r")
 
     @rule(num_blocks=st.integers(1, len(KEYS)))
     def note_prefix(self, num_blocks: int) -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 
 from kvtier.base import ReqContext
-from kvtier.connector.load_cut import list_unwanted
+from kvtier.connector.load_or_compute import list_unwanted
 from kvtier.errors import BlockNotReadyError
 from kvtier.testing.examples import num_examples
 from kvtier.testing.faults import Faults, FaultyTier

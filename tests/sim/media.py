@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from kvtier.sim.prices import Medium
+from kvtier.planning.prices import Medium
 
 HOST = Medium(
     name="host",

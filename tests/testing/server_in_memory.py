@@ -9,12 +9,19 @@ from kvtier.errors import TierError
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.tier_server import TierServer
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.block_store import BlockStore, Rows, rows_of
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal
-from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
-from kvtier.tiering.io_pool import Moved
-from kvtier.tiering.pooled import PooledTier, PoolOptions
+from kvtier.tiering.kit.backend import BlockStore, Rows, rows_of
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    HeaderCheck,
+    check,
+    pack,
+    seal,
+)
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions
 
 TIMEOUT_S = 0.02
 NUM_SMALL_BLOCKS = 40
@@ -94,7 +101,7 @@ class MemoryBlockStore(BlockStore[Namespace]):
         self.server.call()
         return [key for key in keys if name_of(space, key) in self.server.values]
 
-    def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.server.call()
         arrived = []
         for key, slot in zip(keys, slots, strict=True):
@@ -102,15 +109,15 @@ class MemoryBlockStore(BlockStore[Namespace]):
                 row = bytes(self.rows.row(slot))
                 self.server.values[name_of(space, key)] = pack(seal(key, space.digest, row)) + row
                 arrived.append(key)
-        return Moved(arrived)
+        return TransferOutcome(arrived)
 
-    def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.server.call()
         reasons = [self.land(space, key, self.rows.row(slot)) for key, slot in zip(keys, slots, strict=True)]
         for reason in filter(None, reasons):
             self.counters.add(**{reason.value: 1})
         arrived = [key for key, reason in zip(keys, reasons, strict=True) if reason is None]
-        return Moved(arrived, is_fault=not FAULTS.isdisjoint(reasons))
+        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(reasons))
 
     def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
         """Read a block into its row; return why it did not come, None when it did."""
@@ -119,18 +126,18 @@ class MemoryBlockStore(BlockStore[Namespace]):
         if value is None:
             return TierFailure.ABSENT
         verdict = self.judge(space, key, value, row)
-        if verdict is Verdict.OK:
+        if verdict is HeaderCheck.OK:
             row[:] = value[ENVELOPE_BYTES:]
             return None
-        reason = FAILURE_OF_VERDICT[verdict]
+        reason = FAILURE_OF_CHECK[verdict]
         if reason is TierFailure.DAMAGED:
             self.remove(name)
         return reason
 
-    def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> Verdict:
+    def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
         """Return whether a value is the block."""
         if len(value) != ENVELOPE_BYTES + len(row):
-            return Verdict.DAMAGED
+            return HeaderCheck.DAMAGED
         return check(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], key, space.digest)
 
     def remove(self, name: str) -> None:
@@ -144,7 +151,7 @@ class MemoryBlockStore(BlockStore[Namespace]):
         return self.counters.snapshot()
 
 
-class MemoryTier(PooledTier[Namespace]):
+class MemoryTier(ThreadedTier[Namespace]):
     """A tier on such a server.
 
     Args:
@@ -155,7 +162,7 @@ class MemoryTier(PooledTier[Namespace]):
 
     def __init__(self, config: OffloadingConfig, rows: memoryview, block_store: MemoryBlockStore) -> None:
         self.server = block_store.server
-        super().__init__(config, rows, block_store, PoolOptions(2, max_part_blocks=4, positive_ttl_s=2.0))
+        super().__init__(config, rows, block_store, ThreadOptions(2, max_part_blocks=4, positive_ttl_s=2.0))
 
     @staticmethod
     def get_tier_type() -> str:

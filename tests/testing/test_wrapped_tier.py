@@ -10,9 +10,8 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults, FaultyTier
-from kvtier.testing.slow_tier import SlowTier
 from kvtier.testing.tier_driver import key_of, make_config, make_rows
-from kvtier.testing.wrapped_tier import WrappedTier
+from kvtier.testing.wrapped_tier import SlowTier, WrappedTier
 from kvtier.tiering import base
 from kvtier.tiering.base import ReachableTier, SecondaryTierManager
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -50,10 +49,10 @@ class AbleTier(ExampleSecondaryTier, ReachableTier):
     def reset(self, epoch: bytes) -> None:
         self.told.append(epoch)
 
-    def take_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey]:
         return [key_of(7)]
 
-    def take_unanswered(self) -> int:
+    def drain_unanswered(self) -> int:
         return 3
 
     def waiting_s(self) -> float:
@@ -121,8 +120,8 @@ def test_what_the_inner_tier_says_is_said(wrap: Wrap) -> None:
     inner = AbleTier()
     tier = wrap(inner)
 
-    assert tier.take_evicted() == [key_of(7)]
-    assert tier.take_unanswered() == 3
+    assert tier.drain_evicted() == [key_of(7)]
+    assert tier.drain_unanswered() == 3
     assert tier.waiting_s() == 4.5
     assert tier.stats() == {"of_the_inner_tier": 1.0}
     assert tier.capacity_blocks == inner.capacity_blocks
@@ -139,6 +138,6 @@ def test_an_ability_that_the_inner_tier_lacks_is_nothing_that_happens(wrap: Wrap
     tier.check_reachable()
     tier.note_request([[key_of(1)]], REQUEST)
 
-    assert tier.take_unanswered() == 0
-    assert list(tier.take_evicted()) == []
-    assert tier.take_answered() is None
+    assert tier.drain_unanswered() == 0
+    assert list(tier.drain_evicted()) == []
+    assert tier.drain_answered() is None

@@ -19,9 +19,9 @@ from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.testing.server_tier_suite import ServerTierSuite
 from kvtier.tiering.base import JobResult, TierFailure
-from kvtier.tiering.block_store import Rows, rows_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict
-from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.kit.backend import Rows, rows_of
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HeaderCheck
+from kvtier.tiering.kit.io_pool import TransferOutcome
 
 SHORT_GUARD_S = 0.3
 """Long enough for a tier in memory; a test that is to fail by its guard takes as long."""
@@ -88,22 +88,22 @@ class ClaimsSuccess(WrongSuite):
     """Says that a load has arrived when nobody answered."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
             try:
                 return super().load(space, keys, slots)
             except TierError:
-                return Moved(keys)
+                return TransferOutcome(keys)
 
 
 class HidesFaults(WrongSuite):
     """Lets the circuit breaker know nothing."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
             try:
                 return super().load(space, keys, slots)
             except TierError:
-                return Moved(())
+                return TransferOutcome(())
 
 
 class StaysAway(WrongSuite):
@@ -112,20 +112,22 @@ class StaysAway(WrongSuite):
     class _Store(MemoryBlockStore):
         has_failed = False
 
-        def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def store(
+            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             try:
                 if not self.has_failed:
                     return super().store(space, keys, slots)
             except TierError:
                 self.has_failed = True
-            return Moved((), is_fault=True)
+            return TransferOutcome((), is_fault=True)
 
 
 class WritesLate(WrongSuite):
     """Reports a load as failed whose bytes land when the server goes on."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
             try:
                 return super().load(space, keys, slots)
             except TierError:
@@ -159,11 +161,13 @@ class LoadsWhatDoesNotFit(WrongSuite):
     """Writes half a block where a whole one has no room, and serves that."""
 
     class _Store(MemoryBlockStore):
-        def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def store(
+            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             if self.server.has_room:
                 return super().store(space, keys, slots)
             self.server.values.update({name_of(space, key): b"half" for key in keys})
-            return Moved(keys)
+            return TransferOutcome(keys)
 
         def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
             is_half = self.server.values.get(name_of(space, key)) == b"half"
@@ -174,7 +178,9 @@ class DropsWhatDoesNotFit(WrongSuite):
     """Forgets old blocks for new ones, and does not count what it then misses."""
 
     class _Store(MemoryBlockStore):
-        def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def store(
+            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             while not self.server.has_room:
                 self.server.values.pop(next(iter(self.server.values)))
             return super().store(space, keys, slots)
@@ -208,10 +214,10 @@ class BelievesAnything(WrongSuite):
     """Checks no value."""
 
     class _Store(MemoryBlockStore):
-        def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> Verdict:
+        def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
             verdict = super().judge(space, key, value, row)
             has_length = len(value) == ENVELOPE_BYTES + len(row)
-            return Verdict.OK if has_length else verdict
+            return HeaderCheck.OK if has_length else verdict
 
 
 class CountsNothing(WrongSuite):
@@ -226,10 +232,12 @@ class KeepsDamage(WrongSuite):
     """Leaves damaged values where they are, and writes over nothing."""
 
     class _Store(MemoryBlockStore):
-        def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def store(
+            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             new = [(k, s) for k, s in zip(keys, slots, strict=True) if k not in self.find(space, keys)]
             super().store(space, [key for key, _ in new], [slot for _, slot in new])
-            return Moved(keys)
+            return TransferOutcome(keys)
 
         def remove(self, name: str) -> None:
             """Do not."""
@@ -266,11 +274,13 @@ class KeepsTheSlot(WrongSuite):
             super().__init__(server, rows)
             self.slot_of: dict[OffloadKey, int] = {}
 
-        def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def store(
+            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             self.slot_of |= dict(zip(keys, slots, strict=True))
             return super().store(space, keys, slots)
 
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
             known = [key for key in keys if key in self.slot_of]
             self.store(space, known, [self.slot_of[key] for key in known])
             return super().load(space, keys, slots)

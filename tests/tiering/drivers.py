@@ -72,7 +72,7 @@ class NotingTier(ExampleSecondaryTier):
         self.notes.append("poll")
         return super().get_finished()
 
-    def take_answered(self) -> Collection[OffloadKey] | None:
+    def drain_answered(self) -> Collection[OffloadKey] | None:
         answered, self.answered = self.answered, []
         return answered
 

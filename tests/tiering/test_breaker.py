@@ -4,9 +4,9 @@ import pytest
 
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.base import FAILURES_TO_OPEN
 from kvtier.tiering.breaker import (
     BACKOFF_S,
-    FAILURES_TO_OPEN,
     MAX_BACKOFF_KEYS,
     MAX_BACKOFF_S,
     OPEN_S,

@@ -10,9 +10,9 @@ import pytest
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from kvtier.tiering.breaker import FAILURES_TO_OPEN, MAX_WAITING_S, OPEN_S, BreakerState
-from kvtier.tiering.guard import Submission, TierGuard
+from kvtier.tiering.base import FAILURES_TO_OPEN, JobMetadata, JobResult, SecondaryTierManager
+from kvtier.tiering.breaker import MAX_WAITING_S, OPEN_S, BreakerState
+from kvtier.tiering.guard import GuardedTier, Submission
 
 
 class BrokenTier(SecondaryTierManager):
@@ -61,8 +61,8 @@ class BrokenTier(SecondaryTierManager):
     def end_step(self) -> None:
         self._enter("end_step")
 
-    def take_answered(self) -> Collection[OffloadKey] | None:
-        self._enter("take_answered")
+    def drain_answered(self) -> Collection[OffloadKey] | None:
+        self._enter("drain_answered")
         return self.answered
 
     def stats(self) -> dict[str, float]:
@@ -91,14 +91,14 @@ def always(_key: OffloadKey) -> bool:
 
 
 CALLS = {
-    "lookup", "submit", "get_finished", "touch", "request_finished", "end_step", "take_answered", "waiting_s",
+    "lookup", "submit", "get_finished", "touch", "request_finished", "end_step", "drain_answered", "waiting_s",
     "reset", "drain", "shutdown", "stats",
 }  # fmt: skip
 
 
-def make_guard(tier: BrokenTier) -> TierGuard:
+def make_guard(tier: BrokenTier) -> GuardedTier:
     """A guard around ``tier``."""
-    return TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=ManualClock())
+    return GuardedTier(tier, primary_bytes=2**20, row_bytes=2**12, clock=ManualClock())
 
 
 def make_job() -> JobMetadata:
@@ -118,7 +118,7 @@ def test_no_call_lets_a_raise_through() -> None:
     guard.touch([key_of(1)], request)
     guard.request_finished(request)
     guard.end_step()
-    assert list(guard.take_answered(always)) == []
+    assert list(guard.drain_answered(always)) == []
     assert guard.get_finished() == []
     assert guard.is_out_of_service
     guard.reset(b"")
@@ -151,7 +151,7 @@ def test_a_tier_that_cannot_reset_is_out_of_service() -> None:
 
 def test_a_queue_that_waits_too_long_opens_the_breaker() -> None:
     tier, clock = BrokenTier(), ManualClock()
-    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard = GuardedTier(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
     guard.submit(make_job())
     clock.advance(MAX_WAITING_S + 0.1)
     tier.queue_age_s = MAX_WAITING_S
@@ -170,11 +170,11 @@ def test_a_tier_that_does_not_keep_track_is_asked_once_for_each_key() -> None:
     for name in "abc":
         guard.lookup(key_of(1), ReqContext(name))
     tier.calls.clear()
-    assert set(guard.take_answered(always)) == set()
+    assert set(guard.drain_answered(always)) == set()
     assert tier.calls.count("lookup") == 1
     tier.answer = False
-    assert set(guard.take_answered(always)) == {key_of(1)}
-    assert set(guard.take_answered(always)) == set()
+    assert set(guard.drain_answered(always)) == {key_of(1)}
+    assert set(guard.drain_answered(always)) == set()
 
 
 def test_a_key_that_nobody_waits_for_is_not_asked_for_again() -> None:
@@ -184,8 +184,8 @@ def test_a_key_that_nobody_waits_for_is_not_asked_for_again() -> None:
     guard.lookup(key_of(1), ReqContext("a"))
     guard.lookup(key_of(2), ReqContext("a"))
     tier.calls.clear()
-    guard.take_answered(lambda key: key == key_of(2))
-    guard.take_answered(always)
+    guard.drain_answered(lambda key: key == key_of(2))
+    guard.drain_answered(always)
     assert tier.calls.count("lookup") == 2
 
 
@@ -195,14 +195,14 @@ def test_a_tier_that_can_tell_wakes_only_those() -> None:
     guard = make_guard(tier)
     guard.lookup(key_of(1), ReqContext("a"))
     tier.answered = ()
-    assert set(guard.take_answered(always)) == set()
+    assert set(guard.drain_answered(always)) == set()
     tier.answered = [key_of(1)]
-    assert set(guard.take_answered(always)) == {key_of(1)}
+    assert set(guard.drain_answered(always)) == {key_of(1)}
 
 
 def test_a_place_that_is_tried_again_is_free_for_the_next_once_one_key_of_the_first_is_answered() -> None:
     tier, clock = BrokenTier(), ManualClock()
-    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard = GuardedTier(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
     guard.breaker.trip()
     clock.advance(OPEN_S)
     tier.answer = None
@@ -210,10 +210,10 @@ def test_a_place_that_is_tried_again_is_free_for_the_next_once_one_key_of_the_fi
     assert [guard.lookup(key_of(number), first) for number in (1, 2)] == [None, None]
     assert guard.lookup(key_of(3), second) is False
     tier.answered = [key_of(9)]
-    assert guard.take_answered(always) == [key_of(9)]
+    assert guard.drain_answered(always) == [key_of(9)]
     assert guard.lookup(key_of(3), second) is False
     tier.answered = [key_of(1), key_of(2)]
-    assert guard.take_answered(always) == [key_of(1), key_of(2)]
+    assert guard.drain_answered(always) == [key_of(1), key_of(2)]
     assert guard.lookup(key_of(3), second) is None
 
 
@@ -249,7 +249,7 @@ def test_requests_that_wait_in_vain_open_the_breaker() -> None:
 
 def test_a_job_that_outlives_its_time_out_opens_the_breaker() -> None:
     tier, clock = BrokenTier(), ManualClock()
-    guard = TierGuard(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
+    guard = GuardedTier(tier, primary_bytes=2**20, row_bytes=2**12, clock=clock)
     guard.submit(make_job())
     clock.advance(tier.settings.job_timeout_s)
     guard.get_finished()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.base import JobId
-from kvtier.load_cost import LinkRate
+from kvtier.cost_model import LinkRate
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.load_times import (
     MAX_BUSY_JOBS,
@@ -185,7 +185,7 @@ def test_a_tier_is_left_alone_for_nine_times_as_long_as_it_was_measured() -> Non
     tier = Tier()
     assert tier.times.plan_probe(ROW)
 
-    tier.times.note_probe()
+    tier.times.on_probe()
     tier.load(4, 2.0)
     tier.clock.advance(17.9)
     assert tier.times.plan_probe(ROW) == 0
@@ -228,7 +228,7 @@ def test_a_tier_that_was_never_measured_is_measured_with_several_rows() -> None:
 def test_a_load_that_ended_while_nobody_looked_took_as_long_as_its_tier_says() -> None:
     tier = Tier()
     tier.load(4, 2.0)
-    tier.times.note_probe()
+    tier.times.on_probe()
     job = tier.begin(4)
 
     tier.clock.advance(600.0)  # the engine computes a long prompt, or has nothing to do

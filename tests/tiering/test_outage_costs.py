@@ -13,12 +13,12 @@ from kvtier.namespace import Namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import HANG_GUARD_S, key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion, TieringDriver
-from kvtier.tiering.base import TierSettings
-from kvtier.tiering.block_store import BlockStore, Rows, rows_of
-from kvtier.tiering.breaker import FAILURES_TO_OPEN, OPEN_S
-from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.base import FAILURES_TO_OPEN, TierSettings
+from kvtier.tiering.breaker import OPEN_S
+from kvtier.tiering.kit.backend import BlockStore, Rows, rows_of
+from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
-from kvtier.tiering.pooled import PooledTier, PoolOptions
 
 NUM_BLOCKS = 16
 DEADLINE_S = 4.0
@@ -71,17 +71,17 @@ class GatedStore(BlockStore[str]):
         self._enter(is_question=True)
         return [key for key in keys if (space, key) in self._blocks]
 
-    def store(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    def store(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self._enter()
         for key, slot in zip(keys, slots, strict=True):
             self._blocks[space, key] = bytes(self._rows.row(slot))
-        return Moved(keys)
+        return TransferOutcome(keys)
 
-    def load(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
+    def load(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self._enter()
         for key, slot in zip(keys, slots, strict=True):
             self._rows.row(slot)[:] = self._blocks[space, key]
-        return Moved(keys)
+        return TransferOutcome(keys)
 
     def _enter(self, *, is_question: bool = False) -> None:
         self.num_calls += 1
@@ -92,13 +92,13 @@ class GatedStore(BlockStore[str]):
             assert self._is_well.wait(HANG_GUARD_S)
 
 
-class GatedTier(PooledTier[str]):
+class GatedTier(ThreadedTier[str]):
     """A tier over such a place, which believes no verdict for longer than it takes to hear it."""
 
     def __init__(self, rows: memoryview) -> None:
         self.clock = ManualClock()
         self.place = GatedStore(rows_of(rows))
-        options = PoolOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=0.0)
+        options = ThreadOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=0.0)
         super().__init__(make_config(row_bytes=ROW_BYTES), rows, self.place, options, self.clock)
         self.settings = TierSettings(max_in_flight_store_bytes=BUDGET_BLOCKS * ROW_BYTES)
 

@@ -14,13 +14,13 @@ from tests.tiering.drivers import (
 )
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.connector.load_cut import PromptCosts, plan_load_cut
-from kvtier.load_cost import LinkRate, PrefillRate
+from kvtier.connector.load_or_compute import PromptCosts, plan_load_cut
+from kvtier.cost_model import LinkRate, PrefillRate
 from kvtier.testing.faults import FaultyTier
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
-from kvtier.tiering.base import JobResult, TierSettings
-from kvtier.tiering.breaker import BACKOFF_S, FAILURES_TO_OPEN, OPEN_S, BreakerState
+from kvtier.tiering.base import FAILURES_TO_OPEN, JobResult, TierSettings
+from kvtier.tiering.breaker import BACKOFF_S, OPEN_S, BreakerState
 from kvtier.tiering.example import ExampleSecondaryTier
 
 

@@ -45,17 +45,17 @@ def test_what_was_found_before_the_first_wait_is_held_from_then_on(
     waiting: WaitingRequests, holder: CountingHolder
 ) -> None:
     request = ReqContext("a")
-    waiting.note_found(key_of(1), request)
+    waiting.on_found(key_of(1), request)
     assert list(waiting.found(request)) == [key_of(1)]
     assert not holder.counts
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
-    waiting.note_found(key_of(3), request)
+    waiting.on_found(key_of(3), request)
     assert holder.counts == {key_of(1): 1, key_of(2): 1, key_of(3): 1}
 
 
 def test_a_find_of_an_earlier_step_is_not_held(waiting: WaitingRequests, holder: CountingHolder) -> None:
     request = ReqContext("a")
-    waiting.note_found(key_of(1), request)
+    waiting.on_found(key_of(1), request)
     waiting.end_step()
     waiting.wait_for(key_of(2), request, now_s=0.0, step=1, is_held=True)
     assert holder.counts == {key_of(2): 1}

@@ -29,8 +29,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.compiled import REMEDY
-from kvtier.cores import AFFINITY, UsableCores, find_usable_cores
 from kvtier.errors import ConfigError
+from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
 LOCK_TABLE = Path("/proc/locks")
@@ -70,7 +70,7 @@ COMPILED_MODULES = {
 """What is compiled of the package where that is possible: its place but for such modules' suffix, and what it gains."""
 
 
-class Verdict(Enum):
+class CheckResult(Enum):
     """How a check ended."""
 
     GOOD = "ok"
@@ -78,7 +78,7 @@ class Verdict(Enum):
     BROKEN = "broken"
 
 
-STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.BROKEN: "bold red"}
+STYLES = {CheckResult.GOOD: "green", CheckResult.NOTE: "yellow", CheckResult.BROKEN: "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Check:
     """
 
     subject: str
-    verdict: Verdict
+    verdict: CheckResult
     found: str
 
 
@@ -110,7 +110,7 @@ def doctor(
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
     checks = list(run_checks(directory))
     print_checks(checks)
-    if any(check.verdict is Verdict.BROKEN for check in checks):
+    if any(check.verdict is CheckResult.BROKEN for check in checks):
         raise typer.Exit(1)
 
 
@@ -148,16 +148,16 @@ def check_python(version: tuple[int, int, int]) -> Check:
     found = ".".join(map(str, version))
     if version[:2] < MIN_PYTHON:
         return Check(
-            "Python", Verdict.BROKEN, f"{found}: {'.'.join(map(str, MIN_PYTHON))} or later is needed"
+            "Python", CheckResult.BROKEN, f"{found}: {'.'.join(map(str, MIN_PYTHON))} or later is needed"
         )
-    return Check("Python", Verdict.GOOD, found)
+    return Check("Python", CheckResult.GOOD, found)
 
 
 def check_cores(usable: UsableCores) -> Check:
     """Say how many threads may run at the same time, and what says so. Pure."""
     if usable.source == AFFINITY:
-        return Check("cores", Verdict.GOOD, f"{usable.num_cores}, by affinity; no smaller CPU quota")
-    return Check("cores", Verdict.GOOD, f"{usable.num_cores}, by the CPU quota in {usable.source}")
+        return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by affinity; no smaller CPU quota")
+    return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by the CPU quota in {usable.source}")
 
 
 def check_numpy() -> Check:
@@ -165,15 +165,15 @@ def check_numpy() -> Check:
     try:
         import numpy as np
     except ImportError as error:
-        return Check("numpy", Verdict.BROKEN, f"{error}: pip install numpy")
-    return Check("numpy", Verdict.GOOD, np.__version__)
+        return Check("numpy", CheckResult.BROKEN, f"{error}: pip install numpy")
+    return Check("numpy", CheckResult.GOOD, np.__version__)
 
 
 def check_torch() -> Check:
     """Ask another process for torch and its devices: a broken build then ends that one, not this."""
     if importlib.util.find_spec("torch") is None:
         return Check(
-            "torch", Verdict.NOTE, "not installed, needed to move bytes: pip install 'kvtier[torch]'"
+            "torch", CheckResult.NOTE, "not installed, needed to move bytes: pip install 'kvtier[torch]'"
         )
     command = [sys.executable, "-c", TORCH_REPORT]
     try:
@@ -181,7 +181,7 @@ def check_torch() -> Check:
             command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Check("torch", Verdict.BROKEN, f"import took more than {TORCH_TIMEOUT_S:.0f} s")
+        return Check("torch", CheckResult.BROKEN, f"import took more than {TORCH_TIMEOUT_S:.0f} s")
     return read_torch_report(done.returncode, done.stdout, done.stderr)
 
 
@@ -189,23 +189,23 @@ def read_torch_report(status: int, output: str, errors: str) -> Check:
     """Turn what the other process printed into a check. Pure."""
     if status:
         reason = (errors.strip() or f"exit status {status}").splitlines()[-1]
-        return Check("torch", Verdict.BROKEN, f"cannot be imported: {reason}")
+        return Check("torch", CheckResult.BROKEN, f"cannot be imported: {reason}")
     version, devices = json.loads(output.splitlines()[-1])
     if devices:
-        return Check("torch", Verdict.GOOD, f"{version}, CUDA: {', '.join(devices)}")
-    return Check("torch", Verdict.GOOD, f"{version}, no CUDA device: tensors are on the CPU")
+        return Check("torch", CheckResult.GOOD, f"{version}, CUDA: {', '.join(devices)}")
+    return Check("torch", CheckResult.GOOD, f"{version}, no CUDA device: tensors are on the CPU")
 
 
 def check_shared_memory(mount: Path) -> Check:
     """Look at the size of the mount that holds the primary tier's region."""
     subject = str(mount)
     if not mount.is_dir() or not os.access(mount, os.W_OK):
-        return Check(subject, Verdict.BROKEN, "missing or not writable: mount a tmpfs there")
+        return Check(subject, CheckResult.BROKEN, "missing or not writable: mount a tmpfs there")
     usage = shutil.disk_usage(mount)
     found = f"{size(usage.free)} free of {size(usage.total)}"
     if usage.total <= SMALL_SHARED_MEMORY_BYTES:
-        return Check(subject, Verdict.NOTE, f"{found}: small, run the container with --shm-size=8g")
-    return Check(subject, Verdict.GOOD, found)
+        return Check(subject, CheckResult.NOTE, f"{found}: small, run the container with --shm-size=8g")
+    return Check(subject, CheckResult.GOOD, found)
 
 
 def check_leftovers(mount: Path, lock_table: Path) -> Check:
@@ -217,19 +217,19 @@ def check_leftovers(mount: Path, lock_table: Path) -> Check:
     subject = "regions of dead processes"
     files = list(regular_files(mount.glob(REGION_PATTERN)))
     if not files:
-        return Check(subject, Verdict.GOOD, "none")
+        return Check(subject, CheckResult.GOOD, "none")
     if not lock_table.exists():
         return Check(
-            subject, Verdict.NOTE, f"{len(files)} regions; {lock_table} is missing, so none can be judged"
+            subject, CheckResult.NOTE, f"{len(files)} regions; {lock_table} is missing, so none can be judged"
         )
     locked = locked_inodes(lock_table.read_text(encoding="ascii"))
     dead = [file for file in files if (file.st_dev, file.st_ino) not in locked]
     if not dead:
-        return Check(subject, Verdict.GOOD, f"none; {len(files)} in use")
+        return Check(subject, CheckResult.GOOD, f"none; {len(files)} in use")
     found = f"{len(dead)}, {size(sum(file.st_size for file in dead))}"
     return Check(
         subject,
-        Verdict.NOTE,
+        CheckResult.NOTE,
         f"{found}: the next start of the same engine takes them back, or rm {mount}/{REGION_PATTERN}",
     )
 
@@ -258,17 +258,17 @@ def check_extra(module: str) -> Check:
     """Say whether an optional library is installed, without importing it."""
     extra, purpose = EXTRAS[module]
     if importlib.util.find_spec(module) is None:
-        return Check(module, Verdict.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
-    return Check(module, Verdict.GOOD, importlib.metadata.version(module))
+        return Check(module, CheckResult.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
+    return Check(module, CheckResult.GOOD, importlib.metadata.version(module))
 
 
 def check_compiled(subject: str, module: Path, gain: str) -> Check:
     """Say whether a module of the package was compiled and can be loaded, given its place but for the suffix."""
     fault = find_fault(module)
     if fault is None:
-        return Check(subject, Verdict.GOOD, gain)
+        return Check(subject, CheckResult.GOOD, gain)
     return Check(
-        subject, Verdict.NOTE, f"Python does the same with more processor time, since {fault}: {REMEDY}"
+        subject, CheckResult.NOTE, f"Python does the same with more processor time, since {fault}: {REMEDY}"
     )
 
 
@@ -294,9 +294,9 @@ def check_space(directory: Path) -> Check:
     """Look at the room in a directory, and whether files can be made there."""
     subject = str(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
-        return Check(subject, Verdict.BROKEN, "not writable: choose another or change its owner")
+        return Check(subject, CheckResult.BROKEN, "not writable: choose another or change its owner")
     usage = shutil.disk_usage(directory)
-    return Check(subject, Verdict.GOOD, f"writable, {size(usage.free)} free of {size(usage.total)}")
+    return Check(subject, CheckResult.GOOD, f"writable, {size(usage.free)} free of {size(usage.total)}")
 
 
 def check_unnamed_files(directory: Path) -> Check:
@@ -305,8 +305,8 @@ def check_unnamed_files(directory: Path) -> Check:
         os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError as error:
         why = f"refused ({error.strerror}): temporary names are used and swept at the next start"
-        return Check("O_TMPFILE", Verdict.NOTE, why)
-    return Check("O_TMPFILE", Verdict.GOOD, "a crash leaves no partial file")
+        return Check("O_TMPFILE", CheckResult.NOTE, why)
+    return Check("O_TMPFILE", CheckResult.GOOD, "a crash leaves no partial file")
 
 
 def check_direct_io(directory: Path) -> Check:
@@ -315,8 +315,8 @@ def check_direct_io(directory: Path) -> Check:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".kvtier-doctor-") as file:
             try_direct_write(file.name)
     except OSError as error:
-        return Check("O_DIRECT", Verdict.NOTE, f"refused ({error.strerror}): buffered I/O is used")
-    return Check("O_DIRECT", Verdict.GOOD, "blocks can bypass the page cache")
+        return Check("O_DIRECT", CheckResult.NOTE, f"refused ({error.strerror}): buffered I/O is used")
+    return Check("O_DIRECT", CheckResult.GOOD, "blocks can bypass the page cache")
 
 
 def try_direct_write(path: str) -> None:

@@ -41,7 +41,6 @@ class LostLoadStoreSpec(LoadStoreSpec):
 
     @staticmethod
     def medium() -> str:
-        """Return "LOST", which no handler copies from."""
         return "LOST"
 
 

@@ -42,7 +42,7 @@ class RegionHandshake:
         """Whether reports are missing and still to be expected."""
         return not self.is_open and not self._is_refused and self._num_steps < MAX_AWAITED_STEPS
 
-    def note_step(self) -> None:
+    def on_step(self) -> None:
         """Count a step in which the workers could report."""
         self._num_steps += 1
 

@@ -4,11 +4,14 @@ It exports nothing; engines and exporters read it. Stats of several workers and 
 kept as plain lists of operations that survive serialisation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypedDict
 
-from kvtier.base import TransferType
+from kvtier.base import OffloadKey, TransferType
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.request_state import RequestState
+from kvtier.cpu.common import CPULoadStoreSpec
 
 MAX_RECORDED_OPERATIONS = 4096
 """Operations kept for each direction until someone takes the stats. Beyond it the last one absorbs the rest:
@@ -116,3 +119,33 @@ class SchedulerCounters:
             tokens: Mapping[str, int] = getattr(self, name)
             counts |= {f"connector.{name}.{source}": float(count) for source, count in tokens.items()}
         return counts
+
+
+def count_hit_sources(
+    layouts: Sequence[GroupLayout],
+    state: RequestState,
+    promoted: Mapping[OffloadKey, str],
+    num_external_tokens: int,
+) -> dict[str, int]:
+    """Return how many tokens of the load that begins come from each tier, none of them zero. Pure.
+
+    Args:
+        layouts: the KV groups.
+        state: the request.
+        promoted: blocks that came up while it waited for them, by their tier's type.
+        num_external_tokens: tokens of the load; what is returned sums to it.
+    """
+    layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
+    first_token = state.num_local_tokens or 0
+    end_token = first_token + num_external_tokens
+    span = layout.span(first_token, end_token)
+    sources: dict[str, int] = {}
+    keys, block_tokens = state.keys[layout.idx], layout.block_tokens
+    for block in range(span.first_block, span.end_block) if promoted else ():
+        tier = promoted.get(keys[block])
+        if tier is not None:
+            begin = max(first_token, block * block_tokens)
+            end = min(end_token, (block + 1) * block_tokens)
+            sources[tier] = sources.get(tier, 0) + end - begin
+    num_held_tokens = num_external_tokens - sum(sources.values())
+    return {CPULoadStoreSpec.medium(): num_held_tokens, **sources} if num_held_tokens else sources

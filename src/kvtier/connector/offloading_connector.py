@@ -6,10 +6,10 @@ from collections.abc import Callable
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.recorder import open_recorder
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
+from kvtier.recording.recorder import open_recorder
 
 
 class OffloadingConnector:

@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.common import OffloadingWorkerMetadata
-from kvtier.tiering.survey import BlockSurvey
+from kvtier.tiering.locate import BlockLocator
 
 
 class Request(Protocol):
@@ -143,7 +143,7 @@ class SurveyingManager(Protocol):
     """An optional ability of a manager: it says where blocks are, and what loading them costs, before it loads any."""
 
     @property
-    def survey(self) -> BlockSurvey:
+    def survey(self) -> BlockLocator:
         """What looks without touching."""
 
 

@@ -23,7 +23,6 @@ from kvtier.base import (
     TransferSpec,
     get_offload_block_hash,
 )
-from kvtier.connector.allocations import follow_allocations
 from kvtier.connector.common import (
     BlockRemoved,
     BlockStored,
@@ -31,14 +30,13 @@ from kvtier.connector.common import (
     OffloadingConnectorMetadata,
     TransferJob,
 )
-from kvtier.connector.fences import BlockFences
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import RegionHandshake
-from kvtier.connector.hit_sources import count_hit_sources
-from kvtier.connector.layer_admission import LayerAdmission
-from kvtier.connector.load_choice import LoadChoice
-from kvtier.connector.load_planner import iterate_load_keys, plan_load
-from kvtier.connector.metrics import SchedulerCounters
+from kvtier.connector.jobs import BlockFences, JobKind, OpenTransfer, TransferJobs
+from kvtier.connector.layerwise import LayerwiseChoice
+from kvtier.connector.load_or_compute import LoadOrCompute
+from kvtier.connector.metrics import SchedulerCounters, count_hit_sources
+from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
 from kvtier.connector.protocols import (
     ConnectorOutput,
@@ -47,12 +45,10 @@ from kvtier.connector.protocols import (
     Request,
     SchedulerOutput,
 )
-from kvtier.connector.recorder import TraceRecorder
-from kvtier.connector.request_state import RequestState, make_request_state
-from kvtier.connector.store_planner import list_storable_blocks, offer_blocks
-from kvtier.connector.trace_line import StopReason
-from kvtier.connector.transfer_jobs import JobKind, OpenJob, TransferJobs
+from kvtier.connector.request_state import RequestState, follow_allocations, make_request_state
 from kvtier.errors import BlockNotReadyError
+from kvtier.recording.recorder import TraceRecorder
+from kvtier.recording.trace_line import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +83,11 @@ class OffloadingConnectorScheduler:
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.counters = SchedulerCounters()
-        self.layerwise = LayerAdmission(spec)
+        self.layerwise = LayerwiseChoice(spec)
         self._layouts = make_group_layouts(spec)
         self._handshake = RegionHandshake(spec)
         self._requests: dict[str, RequestState] = {}
-        self.load_choice = LoadChoice(spec, self.manager, self._requests, clock)
+        self.load_choice = LoadOrCompute(spec, self.manager, self._requests, clock)
         self._jobs = TransferJobs(spec.config.world_size)
         self._fences = BlockFences()
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
@@ -133,7 +129,7 @@ class OffloadingConnectorScheduler:
             state.grow_keys(self._layouts)
             self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
             if self.recorder is not None:
-                self.recorder.note_arrival(request.request_id)
+                self.recorder.on_arrival(request.request_id)
         state.num_local_tokens = num_computed_tokens
         if state.has_failed_load or not self._handshake.is_open:
             return WAIT if self._handshake.is_awaited else NOTHING
@@ -169,7 +165,7 @@ class OffloadingConnectorScheduler:
         if state is None:
             return
         if num_external_tokens == 0:
-            self.load_choice.note_begun(state, 0, self.counters)
+            self.load_choice.on_begun(state, 0, self.counters)
             return
         first_token = state.num_local_tokens or 0
         end_token = first_token + num_external_tokens
@@ -192,7 +188,7 @@ class OffloadingConnectorScheduler:
         if state.is_layerwise:
             self.layerwise.begin(job_id, request, first_token)
             self.counters.layerwise_load_jobs += 1
-        self.load_choice.note_begun(state, num_external_tokens, self.counters)
+        self.load_choice.on_begun(state, num_external_tokens, self.counters)
         self._flush(plan.device_spec.block_ids.tolist())
 
     def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
@@ -217,7 +213,7 @@ class OffloadingConnectorScheduler:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
         if not self._handshake.is_open:
-            self._handshake.note_step()
+            self._handshake.on_step()
         written = follow_allocations(self._layouts, self._requests, scheduler_output)
         if written:
             self._flush(written)
@@ -310,7 +306,7 @@ class OffloadingConnectorScheduler:
         # Workers report every load once, so a load that is on its way is failed by them and not dropped here.
         self._jobs_to_fail |= loads - self._load_jobs.keys()
         for state in self._requests.values():
-            state.note_reset()
+            state.on_reset()
         self.manager.reset()
 
     def stats(self) -> dict[str, float]:
@@ -389,7 +385,7 @@ class OffloadingConnectorScheduler:
             self._touch(state, storable[-1].end_token)
         return jobs
 
-    def _end_load(self, job: OpenJob) -> None:
+    def _end_load(self, job: OpenTransfer) -> None:
         self.layerwise.end(job)
         if job.keys:
             self.manager.complete_load(job.keys, job.state.context)
@@ -402,7 +398,7 @@ class OffloadingConnectorScheduler:
         if self._requests.get(job.state.context.req_id) is job.state:
             self._touch(job.state, job.state.request.num_tokens)
 
-    def _end_store(self, job: OpenJob) -> None:
+    def _end_store(self, job: OpenTransfer) -> None:
         self._fences.remove(job.job_id)
         self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
         self.counters.failed_store_jobs += job.has_failed
@@ -418,7 +414,7 @@ def record_request(recorder: TraceRecorder, state: RequestState, stop: StopReaso
     """Record a request under the blocks of its first KV group; their content is that of the others'."""
     request = state.request
     num_output_tokens = request.num_tokens - request.num_prompt_tokens
-    recorder.note_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
+    recorder.on_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
 
 
 def _still_waits(

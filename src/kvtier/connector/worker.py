@@ -26,7 +26,7 @@ from kvtier.connector.common import (
     TransferJob,
 )
 from kvtier.connector.handshake import region_identity_of
-from kvtier.connector.layer_loads import LayerLoads
+from kvtier.connector.layerwise import LayerLoads
 from kvtier.connector.metrics import OffloadingConnectorStats
 from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
@@ -247,7 +247,7 @@ class OffloadingConnectorWorker:
         report, self._report = self._report, OffloadingWorkerMetadata()
         return None if report.is_empty() else report
 
-    def take_stats(self) -> OffloadingConnectorStats | None:
+    def drain_stats(self) -> OffloadingConnectorStats | None:
         """Return the transfers since the last call, or None when there were none."""
         stats, self._stats = self._stats, OffloadingConnectorStats()
         return None if stats.is_empty() else stats

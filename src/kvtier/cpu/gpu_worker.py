@@ -34,13 +34,9 @@ from kvtier.base import (
 )
 from kvtier.config import CudaCopier
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.copy_thread import CopyThread
-from kvtier.cpu.cuda.copier_choice import Choice
+from kvtier.cpu.cuda.copy_autotune import Choice
 from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
-from kvtier.cpu.cuda.start import choose_copiers, map_rows, pin_region
-from kvtier.cpu.cuda.stream_queue import StreamQueue
-from kvtier.cpu.memory_limits import find_memory_limit
-from kvtier.cpu.queue_lane import QueueLane
+from kvtier.cpu.cuda.start import StreamQueue, choose_copiers, map_rows, pin_region
 from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import (
     GroupMoves,
@@ -50,7 +46,9 @@ from kvtier.cpu.row_layout import (
     plan_moves,
 )
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.transfer_queue import CopyThread, DeviceTransferQueue
 from kvtier.errors import KVCacheLayoutError, RegionMemoryError
+from kvtier.limits import find_memory_limit
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +73,13 @@ class Copier(Protocol):
         """Let go of tensors and rows; idempotent. There must be no copy any more."""
 
 
-class Lane(Protocol):
+class TransferQueue(Protocol):
     """Carries out the copies of one direction in the order of submission."""
 
     def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
         """Accept a copy, to be made part after part; False when none is accepted any more."""
 
-    def take_finished(self) -> list[TransferResult]:
+    def drain_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; does not block."""
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
@@ -224,7 +222,7 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         transfer_type: TransferType,
         layout: RowLayout,
         num_slots: int,
-        lane: Lane,
+        lane: TransferQueue,
     ) -> None:
         self._transfer_type = transfer_type
         self._layout = layout
@@ -244,7 +242,6 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         self._lane.wait(self._unreported)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        """Start a transfer; False, with a logged reason, when its ends do not fit or there is nothing to copy."""
         if self._copy is None:
             logger.error(
                 "job %d, %s to %s, is declined: no KV cache is registered", job_id, *self._transfer_type
@@ -254,13 +251,11 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return moves is not None and self._submit(job_id, moves, [partial(self._copy, moves)])
 
     def num_refs(self) -> int:
-        """Return the refs of the cache's only group; 0 with several groups, or where a ref alone cannot be copied."""
         if self._copy_refs is None or len(self._layout.groups) != 1:
             return 0
         return len(self._layout.groups[0].places)
 
     def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        """Start a transfer that copies ref after ref; False as ``transfer_async``, and where ``num_refs`` is 0."""
         num_refs = self.num_refs()
         if self._copy_refs is None or num_refs == 0:
             logger.error("job %d is declined: it cannot be copied layer by layer", job_id)
@@ -272,21 +267,17 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return self._submit(job_id, moves, parts)
 
     def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Hold compute back until the refs up to ``ref_idx`` are there; False when a job is known to have failed."""
         return self._lane.wait_for_part(job_ids, ref_idx)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, in the order of submission."""
-        finished = self._lane.take_finished()
+        finished = self._lane.drain_finished()
         self._unreported.difference_update(result.job_id for result in finished)
         return finished
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
         self._lane.wait(job_ids)
 
     def shutdown(self) -> None:
-        """Let begun copies end, fail queued ones and decline what comes later; idempotent."""
         self._lane.shutdown()
 
     def _plan(self, job_id: TransferJobId, spec: TransferSpec) -> list[GroupMoves] | None:
@@ -314,9 +305,11 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return device, rows
 
 
-def _make_lane(transfer_type: TransferType, device: torch.device) -> Lane:
+def _make_lane(transfer_type: TransferType, device: torch.device) -> TransferQueue:
     return (
-        QueueLane(transfer_type, StreamQueue(device)) if device.type == "cuda" else CopyThread(transfer_type)
+        DeviceTransferQueue(transfer_type, StreamQueue(device))
+        if device.type == "cuda"
+        else CopyThread(transfer_type)
     )
 
 

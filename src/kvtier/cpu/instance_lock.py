@@ -165,3 +165,45 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
             f"instance lock {path} belongs to user {found.st_uid} or is no file, this process is user "
             f"{os.geteuid()}: remove it, or choose another instance_id"
         )
+
+
+def remove_dead_regions(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:
+    """Unlink this user's regions that nobody has open; return how many.
+
+    Args:
+        directory: the shared-memory mount.
+    """
+    return _remove_dead(make_region_path, directory)
+
+
+def remove_dead_locks(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:
+    """Unlink this user's instance locks that nobody holds; return how many.
+
+    Args:
+        directory: the shared-memory mount.
+    """
+    return _remove_dead(make_lock_path, directory)
+
+
+def _remove_dead(make_path: Callable[[str, Path], Path], directory: Path) -> int:
+    any_id = "x"
+    prefix = make_path(any_id, directory).name.removesuffix(any_id)
+    return sum(_remove_if_dead(path) for path in sorted(directory.glob(f"{prefix}*")))
+
+
+def _remove_if_dead(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_name(path, (found.st_dev, found.st_ino))
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)

@@ -21,9 +21,8 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
-from kvtier.cpu.books import BlockBooks
-from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.events import EventLog
+from kvtier.cpu.block_table import BlockTable
+from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.registry import create_cache_policy
@@ -34,7 +33,7 @@ MIN_STORE_THRESHOLD = 2
 """The first ``store_threshold`` that filters anything: whatever is stored has been accessed once."""
 
 
-class CPUOffloadingManager(BlockBooks, OffloadingManager):
+class CPUOffloadingManager(BlockTable, OffloadingManager):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -81,14 +80,12 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         return None if self._filter is None else self._filter.counts
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell a policy that learns from requests of one that has arrived."""
         if self._learner is not None:
             hints = req_context.kv_transfer_params or {}
             request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
             self._learner.note_request(request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True when ready, None while its write is in flight, False when absent."""
         if self._filter is not None:
             self._filter.observe(key, req_context)
         block = self._get_block(key)
@@ -97,11 +94,6 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         return True if block.ref_cnt >= 0 else None
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin each of ``keys`` once, however often the call names it, and return their slots in order.
-
-        Raises:
-            BlockNotReadyError: a key is absent or in flight; nothing is pinned.
-        """
         del req_context
         blocks = list(map(self._get_block, keys))
         num_idle = 0
@@ -124,12 +116,6 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for those of ``keys`` that filter and policy admit and that are not held.
-
-        Returns:
-            What to write where, and what was evicted for it, never a key of this call; empty lists when
-            nothing is missing; None when there is no room now, and then nothing has changed.
-        """
         if self._filter is None and self.admission is None:
             return self._reserve(keys)
         admitted = keys if self._filter is None else self._filter.admit(keys)
@@ -142,41 +128,35 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         return output
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Mark ``keys`` as recently used, the first of them most."""
         del req_context
         self._policy.touch(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin each of ``keys`` once, however often the call names it; keys not pinned are ignored."""
         del req_context
         self._unpin_each(self._orphans.settle_keys(keys, is_write=False) if self._orphans else keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
         del req_context
         self.finish_store(keys, success=success)
 
     def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
         """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order."""
         finished = self._finish_writes(keys, success=success)
-        self._note_finished(finished, success=success)
+        self._on_finished(finished, success=success)
         return finished
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the events since the last call, oldest first, and forget them."""
         return self._events.take()
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Forget which keys the request was asking for."""
         if self._learner is not None:
-            self._learner.note_finished(req_context.req_id)
+            self._learner.on_finished(req_context.req_id)
         if self._filter is not None:
             self._filter.request_finished(req_context)
 
     def reset(self) -> None:
-        """Forget every block, ghost and access; slots in use are freed when their transfers are reported."""
         self._events.record(self._forget_blocks(), removed=True)
         if self._filter is not None:
             self._filter.clear()
@@ -193,7 +173,6 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         self._orphans.settle_slots(map(int, block_ids), is_write=is_write)
 
     def stats(self) -> dict[str, float]:
-        """Return gauges in blocks, and counters since the start: of blocks, of calls for ``refused``."""
         num_orphaned = len(self._orphans)
         numbers = {
             "capacity_blocks": self.num_blocks,
@@ -264,7 +243,7 @@ class CPUOffloadingManager(BlockBooks, OffloadingManager):
         key = next(islice(keys, position, None))
         return BlockNotReadyError(key, "absent" if block is None else "in flight")
 
-    def _note_finished(self, finished: list[OffloadKey], *, success: bool) -> None:
+    def _on_finished(self, finished: list[OffloadKey], *, success: bool) -> None:
         """Count and announce writes into held blocks that have ended."""
         if success:
             self._num_stored += len(finished)

@@ -25,8 +25,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from kvtier.cpu.memory_limits import MemoryLimit, find_memory_limit
 from kvtier.errors import RegionError, RegionGeometryError, RegionMemoryError, RegionOwnerError
+from kvtier.limits import MemoryLimit, find_memory_limit
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108  # the mount, not a temporary file: O_NOFOLLOW, 0600, owner checked
 

@@ -1,17 +1,23 @@
-"""Copies pages between device tensors in host memory and the rows of the primary tier, several cores at a time.
+"""Threads that work on one transfer move apart when they find themselves on the same core.
 
-It plans nothing itself and knows no job. A transfer becomes a list of pieces; the calling thread and the helpers take
-pieces from it until it is empty, so that a core that the engine keeps busy slows its own piece and not the transfer.
-Where it could be compiled, a piece is a call that shares the whole transfer with the other threads' calls, part by
-part; else each is of one ref, and numpy copies it run by run or by index. Both drop the interpreter lock while they
-copy. torch's own kernels bring a second OpenMP team whose idle threads spin and take cores from the engine's.
+It knows no transfer and ties nobody to a core: the system may move a thread again at once. The kernel of a virtual
+machine takes a core that its host has put to sleep for a busy one, and wakes a second thread beside the first; there
+it waits for time slices of 4 ms, as a rule, while the other core sleeps on.
+
+A thread that was moved may afterwards run on the cores that it could run on just then: of cores that its control group
+is given later it learns only if it has never been moved.
 """
 
+import ctypes
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -21,9 +27,65 @@ import numpy.typing as npt
 
 from kvtier.base import BlockIds
 from kvtier.compiled import report_import_error
-from kvtier.cores import count_usable_cores
-from kvtier.cpu.core_spread import CoreSpread
-from kvtier.cpu.row_layout import GroupLayout, GroupMoves, PagePlace, RowLayout, Run, locate, plan_runs
+from kvtier.cpu.row_layout import GroupMoves, GroupRows, PagePlace, RowLayout, Run, locate, plan_runs
+from kvtier.limits import count_usable_cores
+
+
+def _find_get_core() -> Callable[[], int] | None:
+    # Called with the interpreter's lock held: letting go of it is what wakes threads.
+    get_core: Callable[[], int] | None = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
+    return get_core
+
+
+@dataclass(frozen=True, slots=True)
+class CoreCalls:
+    """What the system is asked, of the calling thread.
+
+    Attributes:
+        get_core: the core that it runs on; negative when the system cannot tell, None where nobody can.
+        get_allowed: the cores that it may run on.
+        set_allowed: lets it run on these cores only.
+    """
+
+    get_core: Callable[[], int] | None
+    get_allowed: Callable[[], AbstractSet[int]]
+    set_allowed: Callable[[AbstractSet[int]], None]
+
+
+REAL_CALLS = CoreCalls(
+    _find_get_core(), lambda: os.sched_getaffinity(0), lambda cores: os.sched_setaffinity(0, cores)
+)
+
+
+class CoreSpread:
+    """The cores that the threads of one transfer began on.
+
+    Thread: any; ``join`` is called by each of them, with the interpreter's lock held throughout.
+
+    Args:
+        calls: the system.
+    """
+
+    def __init__(self, calls: CoreCalls = REAL_CALLS) -> None:
+        self._calls = calls
+        self._taken: set[int] = set()
+
+    def join(self) -> None:
+        """Take the calling thread's core; move it to another one first if that is taken and others are not."""
+        if self._calls.get_core is None:
+            return
+        with suppress(OSError):  # a sandbox that forbids it; the thread stays where it is
+            if self._calls.get_core() in self._taken:
+                self._move()
+            self._taken.add(self._calls.get_core())
+
+    def _move(self) -> None:
+        allowed = self._calls.get_allowed()
+        free = allowed - self._taken
+        if free:
+            self._calls.set_allowed(free)
+            self._calls.set_allowed(allowed)
+
 
 try:
     from kvtier.cpu import _page_copy
@@ -180,7 +242,7 @@ class RowCopier:
                 yield from (partial(ref.gather, part, is_store=is_store) for ref in refs for part in parts)
 
     def _plan_tail(self, move: GroupMoves) -> Piece | None:
-        group: GroupLayout = self._layout.groups[move.group_idx]
+        group: GroupRows = self._layout.groups[move.group_idx]
         if group.used_bytes == self._layout.part_bytes:
             return None
 

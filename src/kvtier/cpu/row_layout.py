@@ -35,7 +35,7 @@ class PagePlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
+class GroupRows:
     """The refs of one group in the order of their bytes.
 
     Attributes:
@@ -61,7 +61,7 @@ class RowLayout:
         part_bytes: bytes that the largest group needs.
     """
 
-    groups: tuple[GroupLayout, ...]
+    groups: tuple[GroupRows, ...]
     block_size_factor: int
     part_bytes: int
 
@@ -262,7 +262,7 @@ def _num_groups(kv_caches: CanonicalKVCaches) -> int:
     return len(kv_caches.group_data_refs)
 
 
-def _plan_group(kv_caches: CanonicalKVCaches, group_idx: int, factor: int) -> GroupLayout:
+def _plan_group(kv_caches: CanonicalKVCaches, group_idx: int, factor: int) -> GroupRows:
     refs = kv_caches.group_data_refs[group_idx]
     if not refs:
         raise KVCacheLayoutError(f"group {group_idx} has no refs: a group has at least one layer")
@@ -282,7 +282,7 @@ def _plan_group(kv_caches: CanonicalKVCaches, group_idx: int, factor: int) -> Gr
         places.append(PagePlace(ref.tensor_idx, ref.page_size_bytes, offset))
         offset += ref.page_size_bytes * factor
     num_blocks = min(int(kv_caches.tensors[ref.tensor_idx].tensor.shape[0]) for ref in refs)
-    return GroupLayout(tuple(places), offset, offset // factor, num_blocks)
+    return GroupRows(tuple(places), offset, offset // factor, num_blocks)
 
 
 def _check_range(what: str, numbers: BlockIds, num_known: int) -> None:

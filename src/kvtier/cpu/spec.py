@@ -19,9 +19,8 @@ from kvtier.base import (
 )
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.cpu.dead_regions import remove_dead_locks
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
-from kvtier.cpu.instance_lock import InstanceLock
+from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.row_layout import plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
@@ -70,11 +69,6 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._instance_lock: InstanceLock | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler side; the same object at every call. From the first on the instance id is taken.
-
-        Raises:
-            ConfigError: another engine of this user on this machine has the instance id.
-        """
         if self._manager is None:
             with ExitStack() as undo:
                 self._instance_lock = self._lock_instance()
@@ -85,14 +79,6 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
-        """Yield the handlers for stores and for loads; the same objects at every call.
-
-        After ``detach_kv_caches`` they copy to and from the tensors of this call; the rows are the same.
-
-        Raises:
-            KVCacheLayoutError: the tensors need more of a row than the configuration said, or are laid out
-                otherwise than those before.
-        """
         if self._handlers is None:
             self._check_caches(kv_caches)
             self._handlers = self.make_handlers(kv_caches)
@@ -148,7 +134,6 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Give the rows' memory back where the handlers and the manager do not do it; idempotent."""
 
     def shutdown(self) -> None:
-        """End what was built: handlers after the copies they have begun, then the manager; idempotent."""
         # Last in, first out, whatever one of them raises: the id is free when nothing uses the rows any more.
         with ExitStack() as ending:
             if self._instance_lock is not None:

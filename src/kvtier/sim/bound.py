@@ -1,19 +1,68 @@
-"""The most that an engine could have found with the memory it has: Belady's bound of a simulation.
+"""Belady's bound: the most hits that any order of eviction can reach on a stream of accesses known in advance.
 
-It decides nothing and no engine can do it: it looks into the future, takes device, host and every tier for one memory
-with room for all their blocks, and moves blocks in no time. Why nothing finds more, whatever the policy: a hit needs
-its block in some slot; a block comes into a slot only after a request has asked for it; and when a request gets its
-device blocks, it has a slot for each block it asked for, so that taking a missing block in is no choice.
+It is no policy: it looks into the future. When room is needed the held block leaves whose next access is farthest
+away; no other choice, made with whatever knowledge, loses fewer hits. On the keys of chained blocks the bound needs
+no word about prefixes: in each request a block is accessed after those before it, so its next access is later than
+theirs, and of one prefix the tail leaves first.
 
-What counts is what an engine can find. Requests come in the order in which this engine admitted them, for that is when
-their hits are decided. Of a prompt the full blocks are asked for, and those are hits that leave one token to compute.
+Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal, 1966.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Hashable, Sequence
 
-from kvtier.sim.belady import count_belady_hits
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest
+
+
+def count_belady_hits(
+    accesses: Sequence[Hashable], cache_capacity: int, is_counted: Sequence[bool] | None = None
+) -> int:
+    """Return how many of ``accesses`` find their block held, at best. Pure.
+
+    Every miss takes its block in, as it must when a store comes before the next access. Time grows with the length
+    times its logarithm, memory with the length.
+
+    Args:
+        accesses: block names in the order in which they are asked for.
+        cache_capacity: blocks that are held at most.
+        is_counted: for each access whether finding its block counts; None when each does. The others take their
+            block in as any miss, and no block is worth holding for them.
+
+    Raises:
+        ValueError: ``cache_capacity`` is below one.
+    """
+    if cache_capacity < 1:
+        raise ValueError(f"cache_capacity is {cache_capacity}, expected at least one block")
+    counted = [True] * len(accesses) if is_counted is None else is_counted
+    never = len(accesses)
+    next_accesses = [at if at < never and counted[at] else never for at in list_next_accesses(accesses)]
+    # The last access of each held block. An entry of the heap that is not of the last access is of the past.
+    last_of: dict[Hashable, int] = {}
+    farthest: list[tuple[int, int]] = []  # as negated positions
+    num_hits = 0
+    for position, (key, is_hit_counted) in enumerate(zip(accesses, counted, strict=True)):
+        if key in last_of:
+            num_hits += is_hit_counted
+        elif len(last_of) == cache_capacity:
+            victim = heapq.heappop(farthest)[1]
+            while last_of.get(accesses[victim]) != victim:
+                victim = heapq.heappop(farthest)[1]
+            del last_of[accesses[victim]]
+        last_of[key] = position
+        heapq.heappush(farthest, (-next_accesses[position], position))
+    return num_hits
+
+
+def list_next_accesses(accesses: Sequence[Hashable]) -> list[int]:
+    """Return for each access the position of the next one of the same block; the length when there is none. Pure."""
+    next_accesses = [0] * len(accesses)
+    seen: dict[Hashable, int] = {}
+    for position in range(len(accesses) - 1, -1, -1):
+        key = accesses[position]
+        next_accesses[position] = seen.get(key, len(accesses))
+        seen[key] = position
+    return next_accesses
 
 
 def count_bound_tokens(

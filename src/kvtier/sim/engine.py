@@ -141,7 +141,7 @@ class SimulatedEngine:
         if self._connector is None or self.worker is None or not self.worker.has_report:
             return
         self._connector.update_connector_output(WorkerOutput(self.worker.take_report()))
-        for req_id, is_good in self.worker.take_ended_loads().items():
+        for req_id, is_good in self.worker.drain_ended_loads().items():
             request = self._loading.pop(req_id)
             if is_good:
                 self._name(request, request.num_computed_tokens)
@@ -231,7 +231,7 @@ class SimulatedEngine:
         self._has_news = True
         request.num_computed_tokens += num_tokens
         if self._connector is not None:
-            self._connector.load_choice.tell_prefill(num_tokens, duration_s)
+            self._connector.load_choice.report_prefill(num_tokens, duration_s)
         if self.worker is not None:
             self.worker.begin_stores()
         if request.num_computed_tokens < request.num_prompt_tokens:

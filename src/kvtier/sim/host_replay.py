@@ -1,36 +1,62 @@
-"""Replays a trace through the primary tier alone, without time: which prefixes would have been found.
+"""What clients say with the requests of a replayed trace, where the trace tells how turns ended.
 
-It has no device cache and no transfer, and its clock shows when the trace's requests arrived: every request meets the
-host as the last one left it, and cold starts count. The books and the order of leaving are those of
-``CPUOffloadingManager`` and of its registered policy, driven with the calls that the connector makes but for a refusal:
-the connector halves what it offers and tries again with the next step, the replay goes block by block. For each
-request, in the order of arrival:
-
-0. The manager is told of the request, for policies that learn from requests, with what its client says of it
-   (``client_hints``; by default nothing).
-1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
-2. Blocks that are held are pinned, also those behind the first miss, and all blocks are touched.
-3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
-   block until the first refusal. Then the writes complete and the pins end. With ``chunk_blocks`` this is done for so
-   many blocks of the prompt at a time, as by an engine that computes a long prompt in steps.
-
-The prefix hit ratio is the sum of p over the number of all blocks named. A capacity given as a fraction of the unique
-blocks is rounded to the nearest block, half to even. ``TouchOrder`` says how the blocks of one request are ranked
-among themselves. A touch of the contract makes its first key the most recent, but stores rank in the order of the
-call; so with TAIL_FIRST the request's keys are touched once more after its stores, as the connector does, before
-the writes complete: for policies that count uses, a touch of a write in flight is still the first use.
+It guesses nothing that a client could not know by the rule that is chosen. A turn goes on the latest one whose whole
+prompt begins its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
-from kvtier.sim.client_hints import ClientHints, Clients
-from kvtier.sim.trace import BlockKeys, Trace
+from kvtier.sim.trace import BlockKeys, StopReason, Trace, TraceRequest
+
+STOPS = {StopReason.TOOL_USE: "tool_use", StopReason.END_TURN: "end_turn"}
+
+
+class ClientHints(Enum):
+    """What clients know when they send a request."""
+
+    NONE = "none"
+    """They say nothing."""
+
+    AS_LAST_TURN = "as_last_turn"
+    """They expect this turn to end as their last one did; nothing of a first turn, and nothing of lengths."""
+
+    FORESEEN = "foreseen"
+    """They know how this turn will end and how long its answer will be: a bound on what hints can do."""
+
+
+class Clients:
+    """The clients of a trace.
+
+    Args:
+        known: what they know.
+    """
+
+    def __init__(self, known: ClientHints) -> None:
+        self._known = known
+        self._stop_after: dict[int, StopReason] = {}
+
+    def hints_of(self, request: TraceRequest) -> dict[str, Any] | None:  # Any: the type of kv_transfer_params
+        """Return what is said with a request, None for nothing; requests come in the order of their arrival."""
+        if self._known is ClientHints.NONE:
+            return None
+        if self._known is ClientHints.FORESEEN:
+            return _said(request.stop) | {"expected_output_tokens": request.num_output_tokens}
+        before = next((each for each in reversed(request.hash_ids) if each in self._stop_after), None)
+        hints = _said(StopReason.UNKNOWN if before is None else self._stop_after[before])
+        if request.hash_ids:
+            self._stop_after[request.hash_ids[-1]] = request.stop
+        return hints
+
+
+def _said(stop: StopReason) -> dict[str, Any]:  # Any: the type of kv_transfer_params
+    return {"expected_stop": STOPS[stop]} if stop in STOPS else {}
 
 
 class TouchOrder(Enum):

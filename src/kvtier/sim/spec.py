@@ -106,10 +106,8 @@ class SimulatedSpec(OffloadingSpec):
         )
 
     def get_manager(self) -> TieringOffloadingManager:
-        """Return the production manager; without tiers it behaves as the plain one."""
         return self._manager
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
-        """Yield nothing: there are no bytes to copy."""
         del kv_caches
         yield from ()

@@ -88,15 +88,12 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "simulated"; ``make_tier`` gives each tier a name of its own."""
         return "simulated"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether the block is held whole."""
         return self._directory.lookup(key, DIRECTORY) is True
 
     def submit_store(self, job: JobMetadata) -> None:
-        """Write what the tier does not hold yet, as far as there is room."""
         held = self._directory.ready_among(job.keys)
         if held:
             self._directory.touch(held, DIRECTORY)
@@ -104,34 +101,27 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         self._submit(job, missing, partial(self._end_store, job, missing))
 
     def submit_load(self, job: JobMetadata) -> None:
-        """Read what the tier still holds."""
         held = self._directory.ready_among(job.keys)
         self._directory.prepare_load(held, DIRECTORY)
         self._submit(job, held, partial(self._end_load, job, held))
 
     def get_finished(self) -> list[JobResult]:
-        """Return what has ended since the last call; what is overdue has been given up when its time came."""
         results, self._results = self._results, []
         return results
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell the policy that orders the tier of a request; what to write is for others to say."""
         self._directory.note_request(chains, req_context)
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Tell the policy that a request has ended."""
         self._directory.request_finished(req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Make ``keys`` the most recent, the first of them most."""
         self._directory.touch(keys, DIRECTORY)
 
     def waiting_s(self) -> float:
-        """Return the age in seconds of the oldest job that has not begun."""
         return self.link.oldest_wait_s()
 
     def stats(self) -> dict[str, float]:
-        """Return how full the tier is and what has moved, in blocks."""
         held = self._directory.stats()["primary.held_blocks"]
         return {
             "held_blocks": held,

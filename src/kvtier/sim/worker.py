@@ -72,7 +72,7 @@ class SimulatedWorker:
         self.has_report = False
         return report
 
-    def take_ended_loads(self) -> dict[str, bool]:
+    def drain_ended_loads(self) -> dict[str, bool]:
         """Return the requests whose load ended since the last call, and whether it went well."""
         ended, self._ended_loads = self._ended_loads, {}
         return ended

@@ -70,11 +70,9 @@ class FaultyTier(WrappedTier):
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "faulty"."""
         return "faulty"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Ask the inner tier, unless a fault answers."""
         if self._happens(self.faults.lookup_raise_ratio):
             raise TierError("faulty", "lookup failed on purpose")
         if self._happens(self.faults.lookup_none_ratio):
@@ -82,15 +80,12 @@ class FaultyTier(WrappedTier):
         return self.faults.claims_everything or self.inner.lookup(key, req_context)
 
     def submit_store(self, job: JobMetadata) -> None:
-        """Take a store, unless a fault refuses it."""
         self._submit(job)
 
     def submit_load(self, job: JobMetadata) -> None:
-        """Take a load, unless a fault refuses it."""
         self._submit(job)
 
     def get_finished(self) -> Iterable[JobResult]:
-        """Carry out what is not delayed and report it, with whatever lies the faults add."""
         if self._happens(self.faults.poll_raise_ratio):
             raise TierError("faulty", "get_finished failed on purpose")
         due, self._due = self._due, []
@@ -105,24 +100,20 @@ class FaultyTier(WrappedTier):
             lies.append(JobResult(JobId(10**9 + self._rng.randrange(10**6)), success=True))
         return [*results, *lies]
 
-    def take_answered(self) -> None:
-        """Keep no track: the inner tier knows nothing of a question that a fault has answered."""
-        self.inner.take_answered()
+    def drain_answered(self) -> None:
+        self.inner.drain_answered()
 
     def reset(self, epoch: bytes) -> None:
-        """Pass on; jobs that are due stay due, but reach no block of the new epoch."""
         self._before_reset.update(job.job_id for job in self._due)
         self.inner.reset(epoch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Carry out everything that is due, without further delay."""
         due, self._due = self._due, []
         for job in due:
             self._carry_out(job)
         return self.inner.drain(timeout_s)
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Report what is due as failed and end the inner tier."""
         if self.faults.refuses_to_end:
             return False
         self._results += [JobResult(job.job_id, success=False) for job in self._due]

@@ -1,36 +1,13 @@
-"""What a tier whose blocks are on a server must do when the server dies, hangs, fills up or holds rubbish.
-
-It starts no server: a subclass does, and says how that server is hurt. Inherit ``ServerTierSuite`` in place of
-``TierSuite``, bring the server in by a fixture, and give the tier time-outs below a second, since a test of a hang
-waits for a few of them:
-
-    class MyServer(TierServer):
-        ...  # start, kill, hang, wake, read_value, write_value
-
-    class TestMyTier(ServerTierSuite):
-        @pytest.fixture(autouse=True)
-        def _use_servers(self, my_server: MyServer, small_server: MyServer) -> None:  # running, and empty
-            self.server, self.small_server = my_server, small_server
-
-        def get_server(self) -> MyServer:
-            return self.server
-
-        def make_tier(self, config, rows, directory) -> MyTier:
-            return MyTier(config, rows, url=self.server.url, timeout_s=0.5)
-
-        def make_tier_on_small_server(self, config, rows, directory) -> MyTier:
-            return MyTier(config, rows, url=self.small_server.url)
-
-One server may serve all tests: each test that hurts it brings it back. The only wall clocks are guards against hangs.
-"""
+"""A guard around a call that may not return: the test fails instead of hanging."""
 
 import itertools
 import random
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -38,14 +15,45 @@ import pytest
 from kvtier.base import ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
-from kvtier.testing.call_guard import call_within
-from kvtier.testing.random_outage import NUM_CHAOS_BLOCKS, churn, churn_through
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, arrived_of, key_of, make_config, make_rows
-from kvtier.testing.tier_server import Outage, TierServer
+from kvtier.testing.tier_server import NUM_CHAOS_BLOCKS, Outage, TierServer, churn, churn_through
 from kvtier.testing.tier_suite import FOREIGN, SPOILT, TierSuite
 from kvtier.testing.tiering_driver import ROW_BYTES as ENGINE_ROW_BYTES
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import ReachableTier, SecondaryTierManager, TierFailure, TierSettings
+
+T = TypeVar("T")
+
+
+def call_within(limit_s: float, what: str, call: Callable[[], T]) -> T:
+    """Return what ``call`` returns, from a thread of its own; the caller waits for it.
+
+    Args:
+        limit_s: seconds of wall clock after which it has hung; far more than it should take.
+        what: the call, in words, for the message.
+        call: what to do; one that has hung goes on and its outcome is dropped.
+
+    Raises:
+        AssertionError: it has not returned in time.
+        BaseException: what ``call`` raised.
+    """
+    outcomes: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(call())
+        except BaseException as error:  # noqa: BLE001  # thread top
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="kvtier-call-guard", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    assert not thread.is_alive(), f"{what} has not returned after {limit_s} s"
+    if errors:
+        raise errors[0]
+    return outcomes[0]
+
 
 OUTAGES = pytest.mark.parametrize("outage", Outage, ids=lambda outage: outage.value)
 
@@ -332,7 +340,7 @@ def _fill(driver: TierDriver) -> list[int]:
 
 def _take_unanswered(driver: TierDriver) -> int | None:
     """Return how many questions found nobody since the last time; None when the tier does not say."""
-    return driver.tier.take_unanswered() if isinstance(driver.tier, ReachableTier) else None
+    return driver.tier.drain_unanswered() if isinstance(driver.tier, ReachableTier) else None
 
 
 def _batches(numbers: Sequence[int]) -> Iterator[Sequence[int]]:

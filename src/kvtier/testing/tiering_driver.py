@@ -13,12 +13,12 @@ from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import content_of, key_of, make_rows
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.locate import LocatedRun
 from kvtier.tiering.manager import (
     DEFAULT_SHUTDOWN_S,
     CPUPrimaryTierOffloadingManager,
     TieringOffloadingManager,
 )
-from kvtier.tiering.survey import LocatedRun
 
 TierMaker = Callable[[memoryview], list[SecondaryTierManager]]
 """Builds the tiers over the primary's rows."""

@@ -4,7 +4,8 @@ It adds nothing. A wrapper overrides what it changes; whatever else a tier can d
 or a tier behaves otherwise in tests than in use.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering.base import (
@@ -38,75 +39,107 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "wrapped"."""
         return "wrapped"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Ask the inner tier."""
         return self.inner.lookup(key, req_context)
 
     def submit_store(self, job: JobMetadata) -> None:
-        """Pass on."""
         self.inner.submit_store(job)
 
     def submit_load(self, job: JobMetadata) -> None:
-        """Pass on."""
         self.inner.submit_load(job)
 
     def get_finished(self) -> Iterable[JobResult]:
-        """Return what the inner tier reports."""
         return self.inner.get_finished()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Pass on."""
         self.inner.touch(keys, req_context)
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Pass on."""
         self.inner.request_finished(req_context)
 
     def end_step(self) -> None:
-        """Pass on."""
         self.inner.end_step()
 
-    def take_answered(self) -> Collection[OffloadKey] | None:
-        """Return what the inner tier has answers to."""
-        return self.inner.take_answered()
+    def drain_answered(self) -> Collection[OffloadKey] | None:
+        return self.inner.drain_answered()
 
     def waiting_s(self) -> float:
-        """Return the inner tier's."""
         return self.inner.waiting_s()
 
     def drain(self, timeout_s: float) -> bool:
-        """Pass on."""
         return self.inner.drain(timeout_s)
 
     def reset(self, epoch: bytes) -> None:
-        """Pass on."""
         self.inner.reset(epoch)
 
     def stats(self) -> dict[str, float]:
-        """Return the inner tier's numbers."""
         return self.inner.stats()
 
     def shutdown(self, timeout_s: float) -> bool:
-        """End the inner tier."""
         return self.inner.shutdown(timeout_s)
 
     def check_reachable(self) -> None:
-        """Ask the inner tier's place, if it has one."""
         if isinstance(self.inner, ReachableTier):
             self.inner.check_reachable()
 
-    def take_unanswered(self) -> int:
-        """Return how many of the inner tier's questions nobody has answered."""
-        return self.inner.take_unanswered() if isinstance(self.inner, ReachableTier) else 0
+    def drain_unanswered(self) -> int:
+        return self.inner.drain_unanswered() if isinstance(self.inner, ReachableTier) else 0
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell the inner tier, if it wants to know."""
         if isinstance(self.inner, RequestAware):
             self.inner.note_request(chains, req_context)
 
-    def take_evicted(self) -> Collection[OffloadKey]:
-        """Return what the inner tier says that it has evicted."""
-        return self.inner.take_evicted() if isinstance(self.inner, EvictionReporter) else ()
+    def drain_evicted(self) -> Collection[OffloadKey]:
+        return self.inner.drain_evicted() if isinstance(self.inner, EvictionReporter) else ()
+
+
+class SlowTier(WrappedTier):
+    """Passes everything on to another tier, loads late.
+
+    Args:
+        inner: the tier that does the work; it must end a job in its submit (not simulate_async).
+        clock: seconds, monotonic.
+        block_s: seconds that loading a block takes; may be changed at any time, for loads submitted later.
+        latency_s: seconds that a load of any size takes beside those; likewise.
+
+    Attributes:
+        num_loaded_blocks: blocks of the loads that were submitted.
+    """
+
+    def __init__(
+        self,
+        inner: SecondaryTierManager,
+        clock: Callable[[], float],
+        block_s: float = 0.0,
+        latency_s: float = 0.0,
+    ) -> None:
+        super().__init__(inner)
+        self.block_s = block_s
+        self.latency_s = latency_s
+        self.num_loaded_blocks = 0
+        self._clock = clock
+        self._free_s = 0.0
+        self._loads: deque[tuple[float, JobMetadata]] = deque()
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "slow"
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self.num_loaded_blocks += len(job.keys)
+        self._free_s = max(self._free_s, self._clock()) + self.latency_s + self.block_s * len(job.keys)
+        self._loads.append((self._free_s, job))
+
+    def get_finished(self) -> Iterable[JobResult]:
+        while self._loads and self._loads[0][0] <= self._clock():
+            self.inner.submit_load(self._loads.popleft()[1])
+        return self.inner.get_finished()
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.inner.drain(timeout_s) and not self._loads
+
+    def shutdown(self, timeout_s: float) -> bool:
+        self._loads.clear()
+        return self.inner.shutdown(timeout_s)

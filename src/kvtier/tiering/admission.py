@@ -79,7 +79,6 @@ class PassingThrough(AdmissionControl):
         self._wanted_below = wanted_below
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        """Return what the policy admits, and what follows it as far as a tier wants it."""
         admitted = frozenset(self._own.admit(keys, req_id))
         refused = [key for key in keys if key not in admitted]
         if not refused:

@@ -22,6 +22,11 @@ DEFAULT_JOB_TIMEOUT_S = 30.0
 hangs; longer lets a slow one finish large batches. Waiting requests are bounded by ``lookup_deadline_s``."""
 
 
+FAILURES_TO_OPEN = 5
+"""Consecutive failed jobs after which a tier is left out. One would open on a single evicted block; many
+more would let every waiting request pay for a dead tier."""
+
+
 class CascadeMode(Enum):
     """When a block is written to a tier."""
 
@@ -109,12 +114,12 @@ class SecondaryTierManager(ABC):
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
 
     Attributes:
-        honours: those of the settings every tier has that only some tiers can honour, and this one does: "policy".
+        supported_settings: common settings that this tier supports beyond the default set: "policy".
         settings: the settings every tier has; create_secondary_tier assigns them before the first call.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
     """
 
-    honours: ClassVar[frozenset[str]] = frozenset()
+    supported_settings: ClassVar[frozenset[str]] = frozenset()
     settings: TierSettings = TierSettings()
     capacity_blocks: int | None = None
 
@@ -152,7 +157,7 @@ class SecondaryTierManager(ABC):
     def end_step(self) -> None:
         """Start what the lookups of this step asked for, as one batch."""
 
-    def take_answered(self) -> Collection[OffloadKey] | None:
+    def drain_answered(self) -> Collection[OffloadKey] | None:
         """Return the keys whose lookup answered None and has an answer now, each once.
 
         Returns:
@@ -202,7 +207,7 @@ class ReachableTier(ABC):
         """
 
     @abstractmethod
-    def take_unanswered(self) -> int:
+    def drain_unanswered(self) -> int:
         """Return how many questions since the last call found nobody to answer them, for the circuit breaker."""
 
 
@@ -218,7 +223,7 @@ class EvictionReporter(ABC):
     """What else a tier can do that knows what it evicts: tell it, for events."""
 
     @abstractmethod
-    def take_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey]:
         """Return blocks that the tier has evicted since the last call; asked only with ``emit_events``."""
 
 

@@ -13,10 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-
-FAILURES_TO_OPEN = 5
-"""Consecutive failed jobs after which a tier is left out. One would open on a single evicted block; many
-more would let every waiting request pay for a dead tier."""
+from kvtier.tiering.base import FAILURES_TO_OPEN
 
 OPEN_S = 5.0
 """Seconds a tier is left out before one probe. Shorter probes a dead server more often; longer misses its
@@ -171,7 +168,7 @@ class InFlightBudget:
         self.used_bytes -= size_bytes
 
 
-class Pause(NamedTuple):
+class _Backoff(NamedTuple):
     """How long a key is left alone."""
 
     until_s: float
@@ -189,13 +186,13 @@ class LoadBackoff:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[OffloadKey, Pause] = OrderedDict()
+        self._pauses: OrderedDict[OffloadKey, _Backoff] = OrderedDict()
 
     def record_failure(self, key: OffloadKey) -> None:
         """Leave ``key`` alone for twice as long as last time."""
         last = self._pauses.pop(key, None)
         length_s = BACKOFF_S if last is None else min(2 * last.length_s, MAX_BACKOFF_S)
-        self._pauses[key] = Pause(self._clock() + length_s, length_s)
+        self._pauses[key] = _Backoff(self._clock() + length_s, length_s)
         if len(self._pauses) > MAX_BACKOFF_KEYS:
             self._pauses.popitem(last=False)
 

@@ -52,7 +52,7 @@ def create_secondary_tier(
         raise ConfigError("type", name, f"every secondary tier needs one of {', '.join(TIERS.names())}")
     tier_class = TIERS.resolve(name)
     settings = parse_tier_settings(tier_config)
-    _refuse_unavailable(settings, name, tier_class.honours)
+    _refuse_unavailable(settings, name, tier_class.supported_settings)
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
     known = set(inspect.signature(tier_class).parameters) - NOT_SETTINGS
     unknown = sorted(set(own) - known)
@@ -72,9 +72,9 @@ def create_secondary_tier(
     return tier
 
 
-def _refuse_unavailable(settings: TierSettings, name: str, honours: frozenset[str]) -> None:
+def _refuse_unavailable(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:
     for field in fields(TierSettings):
         value = getattr(settings, field.name)
-        if field.name in SPECIAL_SETTINGS - honours and value != field.default:
+        if field.name in SPECIAL_SETTINGS - supported_settings and value != field.default:
             remedy = f"tier {name!r} orders its blocks by itself: leave the setting out"
             raise ConfigError(field.name, value, remedy)

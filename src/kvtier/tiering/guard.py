@@ -10,7 +10,7 @@ from enum import Enum
 from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
-from kvtier.cpu.events import EventLog
+from kvtier.cpu.common import EventLog
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
@@ -44,7 +44,7 @@ class Submission(Enum):
     FAILED = "failed"
 
 
-class TierGuard:
+class GuardedTier:
     """One secondary tier and what protects the others from it.
 
     Args:
@@ -123,7 +123,7 @@ class TierGuard:
         for result in results or ():
             self._began_s.pop(result.job_id, None)
         if self._reachable is not None:
-            for _ in range(self._call("take_unanswered", self._reachable.take_unanswered, fallback=0)):
+            for _ in range(self._call("drain_unanswered", self._reachable.drain_unanswered, fallback=0)):
                 self.breaker.record_silence()
         if self._began_s and self._is_stale():
             self.breaker.trip()
@@ -138,7 +138,7 @@ class TierGuard:
             self.num_overdue_requests += 1
             self.breaker.record_silence()
 
-    def take_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
+    def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
 
         A tier that does not keep track is asked once more for each key, which is cheaper than waking every
@@ -150,7 +150,7 @@ class TierGuard:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self._asked)
         else:
-            answered = self._call("take_answered", take_answered_keys, self.tier, fallback=None)
+            answered = self._call("drain_answered", drain_answered_keys, self.tier, fallback=None)
         if not answered and not self._asked:
             return ()
         if answered is None:
@@ -167,7 +167,7 @@ class TierGuard:
         if self.tier.settings.emit_events and isinstance(self.tier, EvictionReporter):
             reporter = self.tier
             none: list[OffloadKey] = []
-            evicted = self._call("take_evicted", lambda: list(reporter.take_evicted()), fallback=none)
+            evicted = self._call("drain_evicted", lambda: list(reporter.drain_evicted()), fallback=none)
             self.events.record(evicted, removed=True)
         return self.events.take()
 
@@ -268,16 +268,16 @@ class TierGuard:
 
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
-        return f"TierGuard({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
+        return f"GuardedTier({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
 
 
-def take_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
+def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
     """Return what a tier says of its answers, as a list.
 
     Raises:
         TypeError: it is no collection.
     """
-    answered = tier.take_answered()
+    answered = tier.drain_answered()
     return None if answered is None else list(answered)
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.base import JobId
-from kvtier.load_cost import LinkRate
-from kvtier.tiering.link_meter import LinkMeter
+from kvtier.cost_model import BandwidthEstimator, LinkRate
 
 MAX_BUSY_JOBS = 4
 """Reports after which a busy time is a sample although loads are left. More learn late under load; with fewer the
@@ -85,7 +84,7 @@ class LoadTimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._meter = LinkMeter()
+        self._meter = BandwidthEstimator()
         # INVARIANT: each load that was handed over and not reported, and no other.
         self._under_way: dict[JobId, LoadUnderWay] = {}
         self._busy_since_s = self._ended_s = 0.0
@@ -148,7 +147,7 @@ class LoadTimes:
         num_rows = int(max(0.0, MAX_PROBE_S - rate.latency_s) * rate.bytes_per_s / row_bytes)
         return max(1, min(MAX_PROBE_ROWS, num_rows))
 
-    def note_probe(self) -> None:
+    def on_probe(self) -> None:
         """Note that the next load only measures, so that the tier is left alone after it."""
         self._is_probing = True
 

@@ -25,11 +25,10 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner
-from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.guard import GuardedTier
+from kvtier.tiering.locate import BlockLocator, StepMoment, lookup_in_tiers
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvtier.tiering.promotion import WantedPromotions
-from kvtier.tiering.survey import BlockSurvey, StepMoment, ask_below
-from kvtier.tiering.transfers import TierTransfers
+from kvtier.tiering.transfers import TierTransfers, WantedPromotions
 from kvtier.tiering.waiting import WaitingRequests
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"]
@@ -74,7 +73,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.primary = primary_tier
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
-        self._guards = [TierGuard(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
+        self._guards = [GuardedTier(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
         self._enable_events = enable_events
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
@@ -93,7 +92,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._poll()
             return StepMoment(self._step, self._now_s)
 
-        self.survey = BlockSurvey(
+        self.survey = BlockLocator(
             self._guards,
             primary_tier,
             self._waiting,
@@ -104,14 +103,12 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell the primary of a request that has arrived, and each tier that wants to know."""
         self.primary.note_request(chains, req_context)
         self._cascades.note_request(chains, req_context)
         for guard in self._guards:
             guard.note_request(chains, req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Answer from the primary; a block found below gets a slot, is promoted, and None until it came."""
         if not self._guards:
             return self.primary.lookup(key, req_context)
         if not self._is_polled:
@@ -127,11 +124,11 @@ class TieringOffloadingManager(OffloadingManager):
         if waiter is not None and waiter.is_expired:
             return answer is True
         if answer:
-            self._waiting.note_found(key, req_context)
+            self._waiting.on_found(key, req_context)
         elif answer is None:
             self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
         else:
-            found, guard = ask_below(self._guards, key, req_context)
+            found, guard = lookup_in_tiers(self._guards, key, req_context)
             if guard is not None:
                 slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
                 if slot is None:
@@ -143,7 +140,6 @@ class TieringOffloadingManager(OffloadingManager):
         return answer
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Pin ready ``keys``; the request's wait ends, whether they were ready or not."""
         self._poll()
         try:
             return self.primary.prepare_load(keys, req_context)
@@ -153,25 +149,21 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        """Reserve room in the primary; what waiting requests hold is not evicted for it."""
         self._poll()
         return self.primary.prepare_store(keys, req_context)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Mark ``keys`` as recently used in the primary and in every tier."""
         self.primary.touch(keys, req_context)
-        self._cascades.note_used(keys, req_context)
+        self._cascades.on_used(keys, req_context)
         for guard in self._guards:
             guard.touch(keys, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Unpin ``keys`` after a load."""
         self.primary.complete_load(keys, req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        """Complete the store in the primary, then hand what became ready to the tiers that admit it."""
         # A promotion of the same key is the tier's to complete: its slot is still being written.
         promoting = self._transfers.promoting
         if promoting and not promoting.keys().isdisjoint(keys):
@@ -185,7 +177,6 @@ class TieringOffloadingManager(OffloadingManager):
             self._transfers.cascade(planned, req_context)
 
     def is_waiting(self, req_context: ReqContext) -> bool:
-        """Return whether asking again for this request could not change anything yet."""
         if not self._is_polled:
             self._poll()
         return req_context in self._waiting.idle
@@ -200,10 +191,6 @@ class TieringOffloadingManager(OffloadingManager):
         return {} if waiter is None else waiter.promoted
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the primary's events, then those of tiers that emit any, each with its own medium.
-
-        For a caller that never uses end_step this ends the step first.
-        """
         if not self._is_stepped:
             self.end_step()
             self._is_stepped = False  # by this call, not by the caller
@@ -213,7 +200,6 @@ class TieringOffloadingManager(OffloadingManager):
         return events if self._enable_events else ()
 
     def end_step(self) -> None:
-        """Submit the promotions that this step's lookups wished for, and open the next step."""
         self._is_stepped = True
         if not self._is_polled:
             self._poll()
@@ -230,7 +216,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._is_polled = False
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Release what the request holds; promotions on their way go on, others may wait for them."""
         self._waiting.end_wait(req_context)
         self.primary.request_finished(req_context)
         self._cascades.request_finished(req_context)
@@ -238,11 +223,9 @@ class TieringOffloadingManager(OffloadingManager):
             guard.request_finished(req_context)
 
     def has_pending_work(self) -> bool:
-        """Return True while promotions wait for end_step to submit them."""
         return len(self._wanted) > 0
 
     def reset(self) -> None:
-        """Forget every block and move every tier to a new epoch; jobs in flight only settle their slots."""
         for planned in self._wanted.take():
             self._transfers.cancel(planned)
         self._waiting.interrupt()
@@ -273,7 +256,6 @@ class TieringOffloadingManager(OffloadingManager):
                 self._transfers.cascade(planned, backlog)
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges; those of a tier stand under ``tier.<position>.<type>``."""
         stats = self.primary.stats() | {
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
@@ -287,7 +269,6 @@ class TieringOffloadingManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """End the tiers, then release the rows and the region; idempotent."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
@@ -331,7 +312,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._waiting.notify(came, promoted_from=guard.name)
                 if len(came) < len(ended):
                     self._waiting.notify(ended)
-            answered = guard.take_answered(self._waiting.is_awaited)
+            answered = guard.drain_answered(self._waiting.is_awaited)
             if answered:
                 self._waiting.notify(answered)
         for overdue in self._waiting.expire(self._now_s):

@@ -108,11 +108,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     ) -> None:
         """Make the in-flight ones of ``keys`` ready after a tier has filled them, or drop them."""
         finished = self._finish_live_writes(keys, success=success)
-        self._note_finished(finished, success=success)
+        self._on_finished(finished, success=success)
         self._pin_held(finished)
 
     def finish_store(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
-        """Make the in-flight ones of ``keys`` ready after a store, held for whoever waits for them; return them."""
         finished = super().finish_store(keys, success=success)
         self._pin_held(finished)
         return finished
@@ -162,7 +161,6 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
                 raise InvariantError(f"{key.hex()} is held {count} times and pinned {block.ref_cnt} times")
 
     def shutdown(self) -> None:
-        """Release the rows, then clean the region; idempotent."""
         try:
             self._view.release()
         except BufferError:

@@ -15,8 +15,8 @@ from typing import ClassVar, TypeVar
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager
 from kvtier.config import OffloadingConfig
-from kvtier.cpu.dead_regions import remove_dead_regions
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.instance_lock import remove_dead_regions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, TierError
@@ -54,23 +54,11 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         self._region: SharedOffloadRegion | None = None
 
     def make_manager(self) -> OffloadingManager:
-        """Build the scheduler side over a region mapped without a rank; regions of dead engines are removed first.
-
-        Raises:
-            RegionError: the region cannot be made; nothing is left behind.
-            KVTierError: a tier's settings cannot work, or one that is required cannot start; likewise.
-        """
         remove_dead_regions()
         region = self.make_region(rank=None)
         return self._keep(region, lambda: self._make_tiering_manager(region))
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
-        """Build the worker side on this rank's part of the region.
-
-        Raises:
-            ConfigError: the configuration has no rank.
-            RegionError: the region cannot be made or joined.
-        """
         rank = self.config.rank
         if rank is None:
             raise ConfigError("rank", rank, "a worker needs its number, from 0 to world_size - 1")
@@ -96,7 +84,6 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self._region.seal()
 
     def give_rows_back(self) -> None:
-        """Unmap the region; idempotent."""
         if self._region is not None:
             self._region.cleanup()
 

@@ -1,19 +1,131 @@
-"""Carries out promotions and cascades: opens their jobs, submits them, and settles each exactly once.
+"""What is in flight between the primary tier and the secondary ones, and what it pins.
 
-It decides neither what is promoted nor what is cascaded. A job pins (cascade) or reserves (promotion) its slots
-from here until its tier reports it; whatever the tier does, the slots come back once and only then.
+It starts nothing and completes nothing; it numbers jobs, remembers which tier has which, and takes each back
+exactly once. A result for a job that the tier does not have, or no longer has, is nobody's and is counted.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from kvtier.base import OffloadKey, ReqContext
+import numpy as np
+
+from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import InvariantError
-from kvtier.tiering.base import JobResult
+from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
-from kvtier.tiering.guard import Submission, TierGuard
-from kvtier.tiering.jobs import JobTable, OpenJob
+from kvtier.tiering.guard import GuardedTier, Submission
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvtier.tiering.promotion import PlannedPromotion
+
+
+@dataclass(slots=True)
+class TierJob:
+    """A job that has not been reported.
+
+    Attributes:
+        metadata: what the tier was given.
+        guard: the tier.
+        is_stale: True once a reset has forgotten its blocks; only its slots are left to settle.
+    """
+
+    metadata: JobMetadata
+    guard: GuardedTier
+    is_stale: bool = False
+
+
+class JobTable:
+    """The open jobs of every tier, by id."""
+
+    def __init__(self) -> None:
+        self._open: dict[JobId, TierJob] = {}
+        self._next_id = 0
+        self.num_unknown_results = 0
+
+    def open(
+        self,
+        guard: GuardedTier,
+        keys: Iterable[OffloadKey],
+        block_ids: Sequence[int] | BlockIds,
+        req_context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> TierJob:
+        """Number a new job and remember it until it is closed."""
+        slots = np.asarray(block_ids, dtype=np.int64)
+        metadata = JobMetadata(JobId(self._next_id), tuple(keys), slots, is_promotion, req_context)
+        self._next_id += 1
+        job = TierJob(metadata, guard)
+        self._open[metadata.job_id] = job
+        return job
+
+    def close(self, job_id: JobId, guard: GuardedTier) -> TierJob | None:
+        """Take a job back; None, counted, when ``guard`` has no such job open."""
+        job = self._open.get(job_id)
+        if job is None or job.guard is not guard:
+            self.num_unknown_results += 1
+            return None
+        return self._open.pop(job_id)
+
+    def of_tier(self, guard: GuardedTier) -> list[TierJob]:
+        """Return the open jobs of one tier, oldest first."""
+        return [job for job in self._open.values() if job.guard is guard]
+
+    def mark_stale(self) -> None:
+        """Note that a reset has forgotten the blocks of every open job."""
+        for job in self._open.values():
+            job.is_stale = True
+
+    def __iter__(self) -> Iterator[TierJob]:
+        return iter(self._open.values())
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+@dataclass(slots=True)
+class PlannedPromotion:
+    """One load to submit.
+
+    Attributes:
+        guard: the tier to load from.
+        req_context: the request whose lookups found the blocks.
+        keys: the blocks, in lookup order.
+        block_ids: the slots reserved for them, in the same order.
+    """
+
+    guard: GuardedTier
+    req_context: ReqContext
+    keys: list[OffloadKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+class WantedPromotions:
+    """The wishes of the present step."""
+
+    def __init__(self) -> None:
+        self._planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
+
+    def add(self, guard: GuardedTier, req_context: ReqContext, key: OffloadKey, block_id: int) -> None:
+        """Wish for ``key`` from ``guard`` into slot ``block_id``."""
+        batch = (guard, req_context)
+        planned = self._planned.get(batch)
+        if planned is None:
+            planned = self._planned[batch] = PlannedPromotion(guard, req_context)
+        planned.keys.append(key)
+        planned.block_ids.append(block_id)
+
+    def num_blocks_of(self, guard: GuardedTier) -> int:
+        """Return how many blocks are wished for from one tier."""
+        return sum(len(planned.keys) for planned in self._planned.values() if planned.guard is guard)
+
+    def take(self) -> list[PlannedPromotion]:
+        """Return the batches, oldest first, and forget them."""
+        if not self._planned:  # as in most steps
+            return []
+        planned, self._planned = list(self._planned.values()), {}
+        return planned
+
+    def __len__(self) -> int:
+        return sum(len(planned.keys) for planned in self._planned.values())
 
 
 class TierTransfers:
@@ -31,11 +143,11 @@ class TierTransfers:
     def __init__(self, primary: CPUPrimaryTierOffloadingManager) -> None:
         self._primary = primary
         self.jobs = JobTable()
-        self.promoting: dict[OffloadKey, TierGuard] = {}
+        self.promoting: dict[OffloadKey, GuardedTier] = {}
         self.num_failed_promotions = 0
 
     def reserve(
-        self, guard: TierGuard, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
+        self, guard: GuardedTier, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
     ) -> int | None:
         """Reserve a slot for a promotion of ``key`` and return it; None when nothing can make room.
 
@@ -68,7 +180,7 @@ class TierTransfers:
         job = self.jobs.open(planned.guard, planned.keys, slots, req_context, is_promotion=False)
         self._submit(job)
 
-    def poll(self, guard: TierGuard) -> list[OffloadKey]:
+    def poll(self, guard: GuardedTier) -> list[OffloadKey]:
         """Take a tier's reports; return the keys whose promotion has ended, well or badly."""
         ended: list[OffloadKey] = []
         for result in guard.get_finished():
@@ -95,13 +207,13 @@ class TierTransfers:
             if not self._primary.is_in_flight(key):
                 raise InvariantError(f"{key.hex()} is being promoted but no write of it is in flight")
 
-    def record_overdue(self, keys: Collection[OffloadKey], guards: Iterable[TierGuard]) -> None:
+    def record_overdue(self, keys: Collection[OffloadKey], guards: Iterable[GuardedTier]) -> None:
         """Tell each tier that a request passed its deadline waiting for ``keys`` from it."""
         loading = {id(self.promoting[key]) for key in keys if key in self.promoting}
         for guard in guards:
             guard.record_overdue(keys, is_loading=id(guard) in loading)
 
-    def _submit(self, job: OpenJob) -> list[OffloadKey]:
+    def _submit(self, job: TierJob) -> list[OffloadKey]:
         submission = job.guard.submit(job.metadata)
         if submission is Submission.STARTED:
             if job.metadata.is_promotion:
@@ -114,7 +226,7 @@ class TierTransfers:
             job.guard.num_declined_cascades += len(job.metadata.keys)
         return self._settle(job, (), is_tried=not is_declined)
 
-    def _finish(self, job: OpenJob, result: JobResult) -> list[OffloadKey]:
+    def _finish(self, job: TierJob, result: JobResult) -> list[OffloadKey]:
         keys = job.metadata.keys
         if result.success:
             arrived: Sequence[OffloadKey] = keys
@@ -126,11 +238,11 @@ class TierTransfers:
         is_well = result.success or bool(arrived) or not result.is_fault
         job.guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
         if not job.is_stale:
-            note_events(job, arrived, is_fault=result.is_fault)
+            on_events(job, arrived, is_fault=result.is_fault)
         return self._settle(job, arrived)
 
     def _settle(
-        self, job: OpenJob, arrived: Sequence[OffloadKey], *, is_tried: bool = True
+        self, job: TierJob, arrived: Sequence[OffloadKey], *, is_tried: bool = True
     ) -> list[OffloadKey]:
         """Give back what a job pinned or reserved; return the keys of a promotion.
 
@@ -151,7 +263,7 @@ class TierTransfers:
         return []
 
     def _settle_promotion(
-        self, job: OpenJob, arrived: Sequence[OffloadKey], *, is_tried: bool
+        self, job: TierJob, arrived: Sequence[OffloadKey], *, is_tried: bool
     ) -> list[OffloadKey]:
         """Make ready what arrived and give back the slots of the rest, which is left alone for a while."""
         metadata = job.metadata
@@ -172,7 +284,7 @@ class TierTransfers:
         for key in keys:
             self.promoting.pop(key, None)
 
-    def _bury(self, guard: TierGuard) -> list[OffloadKey]:
+    def _bury(self, guard: GuardedTier) -> list[OffloadKey]:
         """Give back the slots of a tier that is out of service, once it is gone for good."""
         jobs = self.jobs.of_tier(guard)
         if not jobs or not guard.shutdown(0.0):
@@ -184,7 +296,7 @@ class TierTransfers:
         return ended
 
 
-def note_events(job: OpenJob, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
+def on_events(job: TierJob, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
     """Note what a tier has gained by a store, or turned out to have lost before a load."""
     if not job.metadata.is_promotion:
         job.guard.events.record(arrived, removed=False)

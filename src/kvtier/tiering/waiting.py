@@ -104,7 +104,7 @@ class WaitingRequests:
             self._forget_awaited(waiter)
         return waiter.search_step == step
 
-    def note_found(self, key: OffloadKey, req_context: ReqContext) -> None:
+    def on_found(self, key: OffloadKey, req_context: ReqContext) -> None:
         """Note a ready key: held at once for a waiting request, remembered for one that may start to wait."""
         waiter = self._waiting.get(req_context)
         if waiter is None:

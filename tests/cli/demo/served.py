@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from kvtier.cli.demo.conversation import Turn
-from kvtier.cli.demo.report import Comparison, Report, ServedTurn
+from kvtier.cli.demo.report import Report, RunComparison, ServedTurn
 
 
 def served_turn(
@@ -21,9 +21,9 @@ def served_turn(
 
 def comparison(
     number: int, sources: Mapping[str, int], with_s: float, without_s: float, answer: int = 1
-) -> Comparison:
+) -> RunComparison:
     """Return a turn whose answers are equal when ``answer`` is 1."""
-    return Comparison(
+    return RunComparison(
         served_turn(0, number, sources, with_s, (answer,)), served_turn(0, number, None, without_s, (1,))
     )
 

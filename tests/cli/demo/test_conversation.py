@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvtier.cli.demo.conversation import ConversationShape, open_conversation, plan_conversations
-from kvtier.cli.demo.documents import Document
+from kvtier.cli.demo.conversation import ConversationShape, Document, open_conversation, plan_conversations
 from kvtier.errors import ConfigError
 
 DOCUMENTS = [Document("a.md", b"alpha " * 50), Document("b.md", b"beta " * 10)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp, read_size, require_new_file
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp, read_size, require_new_file
 from kvtier.errors import ConfigError, KVTierError
 
 
@@ -18,8 +18,8 @@ from kvtier.errors import ConfigError, KVTierError
         (lambda: ModelOptions(None, 1, 100, 0), "--hidden.*multiple of 256"),
         (lambda: ModelOptions(None, 1, 0, 0), "--hidden"),
         (lambda: ModelOptions(None, 1, 256, -1), "--seed"),
-        (lambda: PoolOptions(0, 1, "fs"), "--device-blocks"),
-        (lambda: PoolOptions(1, 1, "sf"), "did you mean 'fs'"),
+        (lambda: DevicePoolOptions(0, 1, "fs"), "--device-blocks"),
+        (lambda: DevicePoolOptions(1, 1, "sf"), "did you mean 'fs'"),
         (lambda: read_size("--cpu-bytes", "many"), "--cpu-bytes"),
     ],
 )
@@ -29,7 +29,9 @@ def test_an_option_that_cannot_work_is_refused_by_name(make: Callable[[], object
 
 
 def test_a_set_up_survives_its_way_through_json() -> None:
-    set_up = SetUp(ModelOptions(None, 2, 256, 7), PoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"})
+    set_up = SetUp(
+        ModelOptions(None, 2, 256, 7), DevicePoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"}
+    )
 
     assert SetUp.from_json(json.loads(json.dumps(set_up.to_json()))) == set_up
 

@@ -6,7 +6,7 @@ import pytest
 from tests.cli.demo.served import served_turn
 
 from kvtier.cli.demo.directory import TierDirectory
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.restart import choose_last_turns, serve_after_restart
 from kvtier.errors import RestartError
 
@@ -21,7 +21,7 @@ def test_the_last_turns_of_the_conversations_served_last_are_chosen() -> None:
 
 def test_a_child_that_fails_is_one_error_with_what_it_said(tmp_path: Path) -> None:
     set_up = SetUp(
-        ModelOptions(str(tmp_path), 1, 256, 0), PoolOptions(8, 2**20, "fs"), {"root_dir": str(tmp_path)}
+        ModelOptions(str(tmp_path), 1, 256, 0), DevicePoolOptions(8, 2**20, "fs"), {"root_dir": str(tmp_path)}
     )
 
     with pytest.raises(RestartError, match=r"status 2.*no causal model") as caught:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from kvtier.cli.demo.conversation import Turn
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.serving import config_with, config_without, serve_turns
 from kvtier.engines.transformers import GenerationResult
 
-SET_UP = SetUp(ModelOptions(None, 1, 256, 0), PoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"})
+SET_UP = SetUp(ModelOptions(None, 1, 256, 0), DevicePoolOptions(8, 2**20, "fs"), {"root_dir": "/some/where"})
 
 
 class CountingEngine:

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.cli.plan.options import ModelOptions, make_goal, parse_seconds
 from kvtier.errors import ConfigError
-from kvtier.sim.mix import Goal
+from kvtier.planning.tier_mix import Goal
 
 
 def model(

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from tests.cli.record.publisher import TOKEN, stored
 
-from kvtier.cli.record.event_batch import EventBatch
-from kvtier.cli.record.event_log import EventLog
-from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_salt import TraceSalt
+from kvtier.cli.record.event_log import EventBatch, KVEventLog
+from kvtier.recording.trace_file import TraceFile
+from kvtier.recording.trace_salt import TraceSalt
 from kvtier.sim.formats.registry import read_trace
 
 SALT = TraceSalt(bytes(32))
@@ -29,15 +28,15 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def log(path: Path) -> EventLog:
-    return EventLog(TraceFile(path, 10**6), SALT)
+def log(path: Path) -> KVEventLog:
+    return KVEventLog(TraceFile(path, 10**6), SALT)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_store_is_written_without_tokens_names_and_true_hashes(log: EventLog, path: Path) -> None:
+def test_a_store_is_written_without_tokens_names_and_true_hashes(log: KVEventLog, path: Path) -> None:
     secrets = {
         "extra_keys": [["secret-salt"]],
         "session_id": "secret-session",
@@ -59,7 +58,7 @@ def test_a_store_is_written_without_tokens_names_and_true_hashes(log: EventLog, 
 
 
 def test_the_simulator_reads_the_same_requests_from_the_log_as_from_the_events(
-    log: EventLog, path: Path, tmp_path: Path
+    log: KVEventLog, path: Path, tmp_path: Path
 ) -> None:
     events = [stored([1, 2]), stored([3], 2), stored([4, 5], 1), {"type": "AllBlocksCleared"}]
     plain = tmp_path / "plain"
@@ -73,7 +72,7 @@ def test_the_simulator_reads_the_same_requests_from_the_log_as_from_the_events(
     assert salted == expected  # ids are numbered anew by this format
 
 
-def test_older_releases_write_events_as_lists(log: EventLog, path: Path) -> None:
+def test_older_releases_write_events_as_lists(log: KVEventLog, path: Path) -> None:
     log.take(
         batch(0, ["BlockStored", [1, 2], None, [TOKEN] * 8, 4, None, "GPU"], ["BlockRemoved", [1], "GPU"])
     )
@@ -87,7 +86,7 @@ def test_older_releases_write_events_as_lists(log: EventLog, path: Path) -> None
     assert cleared["events"] == [{"type": "AllBlocksCleared"}]
 
 
-def test_times_are_from_the_first_batch(log: EventLog, path: Path) -> None:
+def test_times_are_from_the_first_batch(log: KVEventLog, path: Path) -> None:
     for number, time_s in enumerate((1.7e9, 1.7e9 + 2.5, 1.7e9 - 1)):
         log.take(batch(number, stored([number]), time_s=time_s))
     log.close()
@@ -95,7 +94,7 @@ def test_times_are_from_the_first_batch(log: EventLog, path: Path) -> None:
     assert [line["ts"] for line in read(path)] == [0.0, 2.5, 0.0]
 
 
-def test_what_was_not_heard_is_counted(log: EventLog) -> None:
+def test_what_was_not_heard_is_counted(log: KVEventLog) -> None:
     for sequence in (7, 8, 11, 12, 0, 1):
         log.take(batch(sequence, stored([sequence])))
 
@@ -104,7 +103,7 @@ def test_what_was_not_heard_is_counted(log: EventLog) -> None:
     assert (counts.num_missing_batches, counts.num_restarts) == (2, 1)
 
 
-def test_one_log_is_of_one_replica(log: EventLog, path: Path) -> None:
+def test_one_log_is_of_one_replica(log: KVEventLog, path: Path) -> None:
     for sequence, rank in ((0, 1), (0, 0), (1, 1), (1, 0)):
         log.take(batch(sequence, stored([sequence]), rank=rank))
     log.close()
@@ -130,7 +129,7 @@ def test_one_log_is_of_one_replica(log: EventLog, path: Path) -> None:
         None,
     ],
 )
-def test_what_is_no_known_event_is_left_out_and_counted(log: EventLog, path: Path, event: Event) -> None:
+def test_what_is_no_known_event_is_left_out_and_counted(log: KVEventLog, path: Path, event: Event) -> None:
     log.take(batch(0, event, stored([1])))
     log.close()
 
@@ -140,7 +139,7 @@ def test_what_is_no_known_event_is_left_out_and_counted(log: EventLog, path: Pat
     assert "secret" not in path.read_text()
 
 
-def test_a_medium_is_a_word_and_nothing_else(log: EventLog, path: Path) -> None:
+def test_a_medium_is_a_word_and_nothing_else(log: KVEventLog, path: Path) -> None:
     for number, medium in enumerate((None, "CPU", "fs", "the secret of this prompt", 7)):
         log.take(batch(number, stored([1], medium=medium)))
     log.close()
@@ -149,7 +148,7 @@ def test_a_medium_is_a_word_and_nothing_else(log: EventLog, path: Path) -> None:
 
 
 def test_a_full_log_takes_no_more_and_is_within_its_limit(path: Path) -> None:
-    log = EventLog(TraceFile(path, 5000), SALT)
+    log = KVEventLog(TraceFile(path, 5000), SALT)
     chance = random.Random(0)
     for number in range(100):
         log.take(batch(number, stored([chance.getrandbits(64) for _ in range(5)])))

@@ -13,11 +13,11 @@ import pytest
 from tests.cli.record.publisher import TOKEN, free_endpoint, payload_of, publishing
 
 from kvtier.cli.main import main
-from kvtier.cli.record.event_batch import decode_batch
+from kvtier.cli.record.event_log import decode_batch
 from kvtier.cli.record.listening import Listening, listen
-from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_salt import draw_salt
 from kvtier.errors import ConfigError, EventMessageError
+from kvtier.recording.trace_file import TraceFile
+from kvtier.recording.trace_salt import draw_salt
 from kvtier.sim.formats.registry import detect_format, read_trace
 
 GUARD_S = 60.0

@@ -9,11 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from tests.cpu.cuda.fakes import FakeBindings, PlainKernel, interpreted_kernel
 
 from kvtier.base import CanonicalKVCaches
-from kvtier.cpu.cuda.batch_copy import BatchLauncher
-from kvtier.cpu.cuda.kernel_copy import KernelLauncher
-from kvtier.cpu.cuda.run_copy import RunLauncher
+from kvtier.cpu.cuda.copy_methods import BatchLauncher, KernelLauncher, RunLauncher, StagedCopier
 from kvtier.cpu.cuda.span_copier import Build, DeviceCopier, Memories, SpanCopier, SpanLauncher
-from kvtier.cpu.cuda.staged_copy import StagedCopier
 from kvtier.cpu.row_layout import GroupMoves, plan_layout, plan_moves
 from kvtier.testing.examples import num_examples
 from kvtier.testing.handler_suite import CopyCase, GroupCase, copy_cases, expect_device, expect_rows

@@ -29,7 +29,7 @@ class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl, ReuseForec
     def note_request(self, request: ArrivedRequest) -> None:
         self.requests.append(request)
 
-    def note_finished(self, req_id: str) -> None:
+    def on_finished(self, req_id: str) -> None:
         self.finished.append(req_id)
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:

@@ -13,7 +13,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.sim.belady import count_belady_hits, list_next_accesses
+from kvtier.sim.bound import count_belady_hits, list_next_accesses
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.trace import BlockKeys
 from kvtier.testing.policy_suite import key_of, make_trace, replay

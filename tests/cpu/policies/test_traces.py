@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness.chats import make_chats
 from kvtier.cpu.policies import CACHE_POLICIES
-from kvtier.sim.belady import count_belady_hits
+from kvtier.sim.bound import count_belady_hits
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.trace import Trace, make_trace

@@ -15,7 +15,7 @@ from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
 from tests.e2e.vllm.test_failed_loads import FAULTY, num_computed
 from tests.e2e.vllm.test_fs_tier import settings_with
 
-from kvtier.cores import count_usable_cores
+from kvtier.limits import count_usable_cores
 
 PROMPTS = make_cycle(4)
 TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

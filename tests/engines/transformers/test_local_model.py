@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.engines.transformers.local_model import load_local_model
-from kvtier.engines.transformers.random_llama import make_random_llama
+from kvtier.engines.transformers.local_model import load_local_model, make_random_llama
 from kvtier.errors import ModelError
 
 

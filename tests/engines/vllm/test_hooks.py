@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import torch
 from tests.engines.vllm.configs import NUM_BLOCKS, cache_config, full, group, window, with_kvtier
 from tests.engines.vllm.mini_engine import MiniEngine
-from tests.engines.vllm.test_adapters import save_adapter
+from tests.engines.vllm.test_scheduler_hooks import save_adapter
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest

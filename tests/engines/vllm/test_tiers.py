@@ -27,7 +27,8 @@ from kvtier.engines.vllm.tiers import STAT_NAME
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults
-from kvtier.tiering.breaker import FAILURES_TO_OPEN, OPEN_S
+from kvtier.tiering.base import FAILURES_TO_OPEN
+from kvtier.tiering.breaker import OPEN_S
 
 pytestmark = pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
 

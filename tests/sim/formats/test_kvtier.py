@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connector.recorder import TraceRecorder
-from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_line import StopReason, TraceEnd, TraceHeader, TraceLine
-from kvtier.connector.trace_salt import TraceSalt
 from kvtier.errors import TraceError
+from kvtier.recording.recorder import TraceRecorder
+from kvtier.recording.trace_file import TraceFile
+from kvtier.recording.trace_line import StopReason, TraceEnd, TraceHeader, TraceLine
+from kvtier.recording.trace_salt import TraceSalt
 from kvtier.sim.formats.kvtier import read_end
 from kvtier.sim.formats.registry import detect_format, read_trace
 from kvtier.sim.trace import TraceRequest
@@ -162,13 +162,13 @@ def test_a_compressed_recording_that_is_damaged_is_refused(tmp_path: Path) -> No
 RECORD_FOR_EVER = """
 import itertools, sys
 from pathlib import Path
-from kvtier.connector.recorder import TraceRecorder
-from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_salt import draw_salt
+from kvtier.recording.recorder import TraceRecorder
+from kvtier.recording.trace_file import TraceFile
+from kvtier.recording.trace_salt import draw_salt
 recorder = TraceRecorder(TraceFile(Path(sys.argv[1]), 10**9), 16, draw_salt())
 for number in itertools.count():
-    recorder.note_arrival(str(number))
-    recorder.note_end(str(number), 16 * 50, number, [bytes([block]) for block in range(50)])
+    recorder.on_arrival(str(number))
+    recorder.on_end(str(number), 16 * 50, number, [bytes([block]) for block in range(50)])
     if recorder.stats()["recorder.requests"] > 300:
         print(flush=True)
 """
@@ -193,8 +193,8 @@ def test_an_engine_that_is_killed_leaves_what_it_had_recorded(tmp_path: Path, na
 
 def test_a_recorder_s_own_lines_are_of_this_format(tmp_path: Path) -> None:
     recorder = TraceRecorder(TraceFile(tmp_path / "trace", 10**6), BLOCK_TOKENS, TraceSalt(bytes(32)))
-    recorder.note_arrival("a")
-    recorder.note_end("a", 20, 1, [b"block"])
+    recorder.on_arrival("a")
+    recorder.on_end("a", 20, 1, [b"block"])
     recorder.close()
 
     assert detect_format(tmp_path / "trace") == "kvtier"

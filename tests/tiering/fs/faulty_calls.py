@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 
-from kvtier.tiering.fs.block_file import BlockFiles
-from kvtier.tiering.fs.direct_io import FileSupport
+from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
 from kvtier.tiering.fs.owner import current_owner
 from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls
 

@@ -15,8 +15,7 @@ import pytest
 from tests.tiering.fs.faulty_calls import Way, publish_one, read_one
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, folder_mode, plan_batch_files
-from kvtier.tiering.fs.direct_io import FileSupport
+from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, FileSupport, folder_mode, plan_batch_files
 from kvtier.tiering.fs.owner import current_owner, parse_owner
 from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls, WholeFileCalls, status_of
 

@@ -10,9 +10,9 @@ from kvtier.base import OffloadKey
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
-from kvtier.tiering.evicted import MAX_UNTOLD_KEYS
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.kit.eviction_log import MAX_UNREPORTED_KEYS
 
 BLOCK_BYTES = ROW_BYTES + 4096
 TELLING = TierSettings(emit_events=True, max_in_flight_store_bytes=2**20)
@@ -27,7 +27,7 @@ def numbers_of(keys: list[OffloadKey]) -> set[int]:
 def take(driver: TierDriver) -> set[int]:
     """Return what a tier by itself says it has evicted."""
     assert isinstance(driver.tier, EvictionReporter)
-    return numbers_of(list(driver.tier.take_evicted()))
+    return numbers_of(list(driver.tier.drain_evicted()))
 
 
 def start_telling(start_tier: StartTier, model: str = "model-a", num_blocks: int = 2) -> TierDriver:
@@ -134,11 +134,11 @@ def test_a_damaged_block_is_told_once_as_gone_and_one_that_others_removed_is_not
 
 
 def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
-    index = KeyIndex(2 * MAX_UNTOLD_KEYS, is_complete=True, tells_evicted=lambda: True)
-    keys = [key_of(number) for number in range(MAX_UNTOLD_KEYS + 2)]
+    index = KeyIndex(2 * MAX_UNREPORTED_KEYS, is_complete=True, tells_evicted=lambda: True)
+    keys = [key_of(number) for number in range(MAX_UNREPORTED_KEYS + 2)]
     index.add(keys)
     index.evict(keys)
-    assert index.take_evicted(()) == keys[2:]
+    assert index.drain_evicted(()) == keys[2:]
 
 
 def settle(driver: TieringDriver, numbers: list[int]) -> None:

@@ -11,9 +11,9 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.book import Book, Change, MemberId, unpack_book
 from kvtier.tiering.fs.evictor import MAX_SPARES, SLACK_SHARE, WALK_TTL_S, plan_excess, plan_num_spares
 from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
+from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_book
 from kvtier.tiering.fs.system import SystemCalls
 
 BLOCK_BYTES = ROW_BYTES + 4096
@@ -62,7 +62,7 @@ def test_a_part_of_a_large_capacity_is_kept_free_or_spare(
 ) -> None:
     assert SLACK_SHARE == 32
     member = MemberId(current_owner(), 1)
-    book = Book(used_blocks * 10, is_counted=True).joined(member, capacity_blocks * 10, 0.0)
+    book = UsageRecord(used_blocks * 10, is_counted=True).joined(member, capacity_blocks * 10, 0.0)
     assert plan_excess(book, 10, num_spares * 10) == excess_blocks * 10
 
 
@@ -81,7 +81,7 @@ def test_a_part_of_a_large_capacity_is_kept_free_or_spare(
 def test_the_spare_files_of_all_together_fit_into_what_is_kept_free(
     capacity_blocks: int, num_members: int, num_spares: int
 ) -> None:
-    book = Book(is_counted=True)
+    book = UsageRecord(is_counted=True)
     for number in range(num_members):
         book = book.joined(MemberId(current_owner(), number), capacity_blocks * 10, 0.0)
     assert plan_num_spares(book, 10) == num_spares

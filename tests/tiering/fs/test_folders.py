@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.namespace import Namespace
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.fs import layout
+from kvtier.tiering.fs import folders
 from kvtier.tiering.fs.folders import (
     EMPTY_FOLDER_IDLE_S,
     make_block_folder,
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 def put_block(root: Path, number: int, namespace: Namespace = NAMESPACE) -> Path:
     """Write a block's file and return it."""
-    path = layout.block_path(layout.namespace_path(root, namespace.name), key_of(number))
+    path = folders.block_path(folders.namespace_path(root, namespace.name), key_of(number))
     make_block_folder(root, namespace, path, 0o600, current_owner())
     Path(path).write_bytes(b"x" * number)
     return Path(path)
@@ -86,7 +86,7 @@ def test_a_description_that_was_half_written_at_a_crash_is_swept(
 ) -> None:
     here = current_owner()
     dead = Owner(here.host, here.pid, here.start_ticks + 1)
-    path = layout.block_path(layout.namespace_path(root, NAMESPACE.name), key_of(1))
+    path = folders.block_path(folders.namespace_path(root, NAMESPACE.name), key_of(1))
 
     def crash(*_: object) -> int:
         os._exit(9)

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.book import Book, unpack_book
-from kvtier.tiering.fs.ledger import Ledger
 from kvtier.tiering.fs.owner import current_owner
+from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, unpack_book
 
 BLOCK_BYTES = 10
 CAPACITY_BLOCKS = 60
@@ -28,13 +27,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name) / ".usage"
         self._ledgers = [
-            Ledger(self._path, current_owner(), CAPACITY_BLOCKS * BLOCK_BYTES, 0o600, ManualClock(0.0))
+            SharedUsage(self._path, current_owner(), CAPACITY_BLOCKS * BLOCK_BYTES, 0o600, ManualClock(0.0))
             for _ in range(NUM_TIERS)
         ]
-        self._open: list[tuple[Ledger, int]] = []
+        self._open: list[tuple[SharedUsage, int]] = []
         self._num_on_disk = 0
         self._has_lost_book = self._has_recounted = False
-        self._begun: tuple[Ledger, Book, int] | None = None
+        self._begun: tuple[SharedUsage, UsageRecord, int] | None = None
         self._recount(self._ledgers[0])
 
     @rule(tier=TIERS, num_blocks=st.integers(1, 8))
@@ -116,7 +115,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert unpack_book(self._path.read_bytes()).in_flight_bytes == 0
         self._folder.cleanup()
 
-    def _recount(self, ledger: Ledger) -> None:
+    def _recount(self, ledger: SharedUsage) -> None:
         begun = ledger.begin_recount()
         assert begun is not None
         ledger.end_recount(self._num_on_disk * BLOCK_BYTES, begun)

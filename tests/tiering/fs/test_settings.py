@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS
 from kvtier.tiering.fs.settings import FSSettings, parse_settings, plan_num_store_threads
+from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS
 
 ROW_BYTES = 8192
 

@@ -12,9 +12,9 @@ import pytest
 from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering import envelope
-from kvtier.tiering.fs import block_reader, block_writer
+from kvtier.tiering.fs import block_writer, store
 from kvtier.tiering.fs.system import REAL_CALLS, STOPPED, Buffers, SystemCalls, WholeFileCalls
+from kvtier.tiering.kit import envelope
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -163,8 +163,8 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
 
 def set_batches(monkeypatch: pytest.MonkeyPatch, batch_blocks: int, num_ahead: int) -> None:
     """Have so many blocks be moved by one call, and so many batches be sealed ahead."""
-    monkeypatch.setattr(block_writer, "plan_num_ahead", lambda *_, **__: num_ahead)
-    for module in (block_writer, block_reader):
+    monkeypatch.setattr(block_writer, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
+    for module in (block_writer, store):
         monkeypatch.setattr(module, "plan_batch_files", lambda _: batch_blocks)
 
 

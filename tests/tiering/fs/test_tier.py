@@ -75,10 +75,10 @@ def test_the_questions_of_a_step_are_one_batch(start_tier: StartTier) -> None:
 
 def test_a_key_that_has_an_answer_is_named_once(start_tier: StartTier) -> None:
     driver = start_tier()
-    assert driver.tier.take_answered() == set()
+    assert driver.tier.drain_answered() == set()
     driver.lookup(1)
-    assert driver.tier.take_answered() == {key_of(1)}
-    assert driver.tier.take_answered() == set()
+    assert driver.tier.drain_answered() == {key_of(1)}
+    assert driver.tier.drain_answered() == set()
 
 
 def test_missing_room_and_missing_blocks_do_not_speak_against_the_tier(

@@ -20,7 +20,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.space import Space
+from kvtier.tiering.mooncake.store import MooncakeNamespace
 
 TIMEOUT_S = 1.0
 
@@ -76,7 +76,7 @@ def start_tier(salt: str) -> Iterator[StartTier]:
 @pytest.fixture
 def name_of(salt: str) -> Callable[[int], str]:
     """Return the name under which a block of model-a is kept."""
-    space = Space(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
+    space = MooncakeNamespace(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
     return lambda number: space.name_of(key_of(number))
 
 

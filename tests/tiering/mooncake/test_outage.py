@@ -33,10 +33,10 @@ def check_reachable(driver: TierDriver) -> None:
     driver.tier.check_reachable()
 
 
-def take_unanswered(driver: TierDriver) -> int:
+def drain_unanswered(driver: TierDriver) -> int:
     """Return what the circuit breaker would hear."""
     assert isinstance(driver.tier, ReachableTier)
-    return driver.tier.take_unanswered()
+    return driver.tier.drain_unanswered()
 
 
 def load_what_is_left(driver: TierDriver, numbers: list[int]) -> set[int]:
@@ -63,9 +63,9 @@ def test_nobody_at_the_address_is_said_so_and_costs_only_hits(start_tier: StartT
     for result in (driver.store([1]), driver.load([1])):
         assert not result.success
         assert result.is_fault
-    take_unanswered(driver)
+    drain_unanswered(driver)
     assert not driver.lookup(2)
-    assert take_unanswered(driver) == 1
+    assert drain_unanswered(driver) == 1
 
 
 def test_somebody_else_at_the_address_is_refused(start_tier: StartTier) -> None:

@@ -7,14 +7,13 @@ from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config, make_rows
-from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.mooncake.client import MooncakeClient
-from kvtier.tiering.mooncake.codes import MASTER_AWAY, Code, name_of
-from kvtier.tiering.mooncake.doomed import RETRY_S
-from kvtier.tiering.mooncake.headers import HeaderArea
+from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
+from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
-from kvtier.tiering.mooncake.store import MooncakeBlockStore
+from kvtier.tiering.mooncake.store import RETRY_S, MooncakeBlockStore
 
 UNKNOWN = -4711
 VALUE_BYTES = ENVELOPE_BYTES + ROW_BYTES
@@ -33,7 +32,7 @@ class Rig:
         self.clock = ManualClock()
         settings = MooncakeSettings("127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1)
         rows = rows_of(make_rows())
-        headers = HeaderArea(1, 16)
+        headers = HeaderPool(1, 16)
         memories = (rows.flat, headers.memory)
         client = MooncakeClient(settings, memories, self.clock, lambda _: self.native)
         self.store = MooncakeBlockStore(client, rows, headers, self.clock)

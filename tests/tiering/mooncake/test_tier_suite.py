@@ -15,7 +15,7 @@ from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.space import Space
+from kvtier.tiering.mooncake.store import MooncakeNamespace
 
 LEASE_MS = 300
 """Short, so that a damaged value can be removed soon after it was read."""
@@ -65,7 +65,9 @@ class ServerOfSuite(TierServer):
         return self._vandal
 
     def _name_of(self, config: OffloadingConfig, key: OffloadKey) -> str:
-        return Space(make_namespace(salted(config, self.salt), config.groups[0].page_size_bytes)).name_of(key)
+        return MooncakeNamespace(
+            make_namespace(salted(config, self.salt), config.groups[0].page_size_bytes)
+        ).name_of(key)
 
 
 @pytest.fixture(scope="module")

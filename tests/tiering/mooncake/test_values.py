@@ -8,7 +8,7 @@ from tests.tiering.mooncake.live import LiveStore, Vandal
 
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config
-from kvtier.tiering.envelope import ENVELOPE_BYTES, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, pack, seal
 
 NameOf = Callable[[int], str]
 

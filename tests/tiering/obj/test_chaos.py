@@ -5,8 +5,7 @@ import random
 import pytest
 from tests.tiering.obj.conftest import TIMEOUT_S, ServerOfSuite, StartTier
 
-from kvtier.testing.random_outage import NUM_CHAOS_BLOCKS, churn, churn_through
-from kvtier.testing.tier_server import Outage
+from kvtier.testing.tier_server import NUM_CHAOS_BLOCKS, Outage, churn, churn_through
 
 
 @pytest.mark.parametrize("outage", Outage, ids=lambda outage: outage.value)

@@ -26,7 +26,7 @@ def assert_out(driver: TierDriver) -> None:
     assert not loaded.success
     assert loaded.is_fault
     assert not driver.lookup(1)
-    assert driver.tier.take_unanswered() > 0  # type: ignore[attr-defined]  # every pooled tier has it
+    assert driver.tier.drain_unanswered() > 0  # type: ignore[attr-defined]  # every pooled tier has it
 
 
 def refusal(driver: TierDriver) -> str:

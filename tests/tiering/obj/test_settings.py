@@ -7,8 +7,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.testing.tier_suite import ROW_BYTES, make_config, make_rows
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj.place import Place, Service
 from kvtier.tiering.obj.settings import ObjSettings, parse_settings
+from kvtier.tiering.obj.target import Service, StoreTarget
 
 BLOCK_BYTES = ROW_BYTES + 128
 PASSWORD = "pa55word"  # noqa: S105  # refused, never used
@@ -33,7 +33,7 @@ def parse(**changes: object) -> ObjSettings:
 
 def test_good_settings_are_typed() -> None:
     assert parse() == ObjSettings(
-        place=Place(Service.S3, "bucket", "kvtier"),
+        place=StoreTarget(Service.S3, "bucket", "kvtier"),
         capacity_bytes=2**30,
         blocks_per_object=1,
         timeout_s=5.0,
@@ -48,16 +48,16 @@ def test_good_settings_are_typed() -> None:
 @pytest.mark.parametrize(
     ("url", "prefix", "place"),
     [
-        ("s3://bucket/team/a/", "x", Place(Service.S3, "bucket", "team/a/x")),
-        ("s3://bucket", "", Place(Service.S3, "bucket", "")),
-        ("gs://bucket", "/x/", Place(Service.GCS, "bucket", "x")),
-        ("az://container", "x", Place(Service.AZURE, "container", "x")),
-        ("https://host:8080/dav", "x", Place(Service.HTTP, "https://host:8080", "dav/x")),
-        ("file:///var/kvtier", "x", Place(Service.FILE, "/var/kvtier", "x")),
-        ("memory://", "x", Place(Service.MEMORY, "", "x")),
+        ("s3://bucket/team/a/", "x", StoreTarget(Service.S3, "bucket", "team/a/x")),
+        ("s3://bucket", "", StoreTarget(Service.S3, "bucket", "")),
+        ("gs://bucket", "/x/", StoreTarget(Service.GCS, "bucket", "x")),
+        ("az://container", "x", StoreTarget(Service.AZURE, "container", "x")),
+        ("https://host:8080/dav", "x", StoreTarget(Service.HTTP, "https://host:8080", "dav/x")),
+        ("file:///var/kvtier", "x", StoreTarget(Service.FILE, "/var/kvtier", "x")),
+        ("memory://", "x", StoreTarget(Service.MEMORY, "", "x")),
     ],
 )
-def test_a_url_and_a_prefix_name_a_place(url: str, prefix: str, place: Place) -> None:
+def test_a_url_and_a_prefix_name_a_place(url: str, prefix: str, place: StoreTarget) -> None:
     found = parse(url=url, prefix=prefix, endpoint=None, region=None, capacity_bytes=None)
     assert found.place == place
 

@@ -7,8 +7,8 @@ from tests.tiering.obj.conftest import Bucket, StartTier
 from kvtier.base import OffloadKey
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config
-from kvtier.tiering import envelope
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit import envelope
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 GROUPED = {"blocks_per_object": 4, "num_threads": 1}

@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, make_config, make_rows
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.superblock import Geometry
+from kvtier.tiering.slab.superblock import SlabGeometry
 
 HANG_GUARD_S = 60.0
 
@@ -16,12 +16,12 @@ StartTier = Callable[..., TierDriver]
 
 def capacity_of(num_slots: int) -> int:
     """Return the capacity that gives a slab so many slots of the suite's rows."""
-    return Geometry(ROW_BYTES, num_slots).file_bytes
+    return SlabGeometry(ROW_BYTES, num_slots).file_bytes
 
 
 def offset_of(slot: int) -> int:
     """Return where a slot of the suite's rows begins."""
-    return Geometry(ROW_BYTES, 0).offset_of(slot)
+    return SlabGeometry(ROW_BYTES, 0).offset_of(slot)
 
 
 @pytest.fixture

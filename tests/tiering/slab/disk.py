@@ -8,8 +8,8 @@ from tests.tiering.slab.conftest import offset_of
 
 from kvtier.base import OffloadKey
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.envelope import Envelope, unpack
-from kvtier.tiering.slab.system import Buffers
+from kvtier.tiering.kit.envelope import Envelope, unpack
+from kvtier.tiering.slab.slab_file import Buffers
 
 PAGE_BYTES = 4096
 

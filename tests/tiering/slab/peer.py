@@ -20,7 +20,7 @@ from pathlib import Path
 from kvtier.errors import KVTierError
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, make_config, make_rows
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
 
 HANG_GUARD_S = 60.0
 

@@ -19,7 +19,7 @@ from kvtier.testing.examples import num_examples
 from kvtier.testing.tier_suite import TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.system import SystemCalls
+from kvtier.tiering.slab.slab_file import SystemCalls
 
 NUM_SLOTS = 6
 NUM_BLOCKS = 10

@@ -16,9 +16,9 @@ from kvtier.testing.examples import num_examples
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import EvictionReporter, SecondaryTierManager, TierSettings
-from kvtier.tiering.evicted import MAX_UNTOLD_KEYS, EvictedKeys
+from kvtier.tiering.kit.eviction_log import MAX_UNREPORTED_KEYS, EvictionLog
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.superblock import Geometry
+from kvtier.tiering.slab.superblock import SlabGeometry
 
 NUM_BLOCKS = 12
 AT_ONCE_BYTES = 2**20
@@ -37,7 +37,7 @@ def manage(path: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDri
     """Give a manager of a small slab; its tier has ended afterwards."""
 
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
-        capacity_bytes = Geometry(ROW_BYTES, num_slots).file_bytes
+        capacity_bytes = SlabGeometry(ROW_BYTES, num_slots).file_bytes
         config = make_config(row_bytes=ROW_BYTES)
         tier = SlabTier(config, view, path=path, capacity_bytes=capacity_bytes, num_threads=3)
         tier.settings = own
@@ -79,7 +79,7 @@ def test_nothing_is_told_unless_asked_to(path: Path) -> None:
         assert told(driver) == []
         tier = driver.tiers[0]
         assert isinstance(tier, EvictionReporter)
-        assert not tier.take_evicted()
+        assert not tier.drain_evicted()
 
 
 def test_what_leaves_from_before_a_reset_is_not_told_after_it(path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_damaged_block_is_told_once_as_gone(path: Path, start_tier: StartTier)
 def take(driver: TierDriver) -> set[int]:
     """Return what a tier by itself says it has evicted, each once."""
     assert isinstance(driver.tier, EvictionReporter)
-    evicted = list(driver.tier.take_evicted())
+    evicted = list(driver.tier.drain_evicted())
     assert len(evicted) == len(set(evicted))
     return numbers_of(evicted)
 
@@ -155,11 +155,11 @@ def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None
 
 
 def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
-    evicted = EvictedKeys(lambda: True)
-    for number in range(MAX_UNTOLD_KEYS + 2):
+    evicted = EvictionLog(lambda: True)
+    for number in range(MAX_UNREPORTED_KEYS + 2):
         evicted.add(key_of(number))
     untold = evicted.take((), lambda key: False)
-    assert len(untold) == MAX_UNTOLD_KEYS
+    assert len(untold) == MAX_UNREPORTED_KEYS
     assert untold[0] == key_of(2)
 
 

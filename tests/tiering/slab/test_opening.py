@@ -14,8 +14,8 @@ from tests.tiering.slab.test_tier_suite import refuse_direct_io
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, make_config, make_rows
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.superblock import MAGIC, Geometry, pack_superblock
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
+from kvtier.tiering.slab.superblock import MAGIC, SlabGeometry, pack_superblock
 
 
 def open_fds(path: Path) -> int:
@@ -80,7 +80,7 @@ def test_a_slab_of_another_geometry_is_emptied_with_one_line(
     if change == "capacity":
         options["capacity_bytes"] = capacity_of(32)
     else:
-        geometry = Geometry(4096 if change == "rows" else ROW_BYTES, 64)
+        geometry = SlabGeometry(4096 if change == "rows" else ROW_BYTES, 64)
         page = bytearray(pack_superblock(geometry))
         page[len(MAGIC)] ^= change == "version"
         page[-1] ^= change == "damage"

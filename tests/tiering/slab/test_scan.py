@@ -9,11 +9,9 @@ from tests.tiering.slab.conftest import StartTier, capacity_of, end, offset_of
 from tests.tiering.slab.disk import change, envelopes, flip, slot_of
 
 from kvtier.testing.tier_suite import ROW_BYTES, content_of, key_of
-from kvtier.tiering import envelope
-from kvtier.tiering.slab.headers import FoundBlock
-from kvtier.tiering.slab.scan import sort_out
-from kvtier.tiering.slab.slot_header import oldest_unfinished
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.kit import envelope
+from kvtier.tiering.slab.scan import FoundBlock, oldest_unfinished, sort_out
+from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
 
 OURS, THEIRS = bytes(32), b"\1" * 32
 

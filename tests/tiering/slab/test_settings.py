@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.slab.settings import SlabSettings, parse_settings
-from kvtier.tiering.slab.superblock import Geometry
+from kvtier.tiering.slab.superblock import SlabGeometry
 
 ROW_BYTES = 8192
 
@@ -23,7 +23,7 @@ def parse(**changes: object) -> SlabSettings:
 
 
 def test_good_settings_are_typed() -> None:
-    assert parse() == SlabSettings(Path("/data/slab"), None, 4, Geometry(ROW_BYTES, 85))
+    assert parse() == SlabSettings(Path("/data/slab"), None, 4, SlabGeometry(ROW_BYTES, 85))
 
 
 def test_the_home_directory_is_understood() -> None:

@@ -13,9 +13,9 @@ from tests.tiering.slab.disk import change, envelopes, flip, slot_of
 from kvtier.base import ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering import envelope
 from kvtier.tiering.base import RequestAware, SecondaryTierManager, TierSettings
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.kit import envelope
+from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
 
 SLOT_BYTES = ROW_BYTES + 4096
 REQUEST = ReqContext("request")

@@ -5,14 +5,14 @@ import pytest
 from kvtier.tiering.slab.superblock import (
     MAGIC,
     SUPERBLOCK_BYTES,
-    Geometry,
     Origin,
+    SlabGeometry,
     fit_geometry,
     pack_superblock,
     unpack_superblock,
 )
 
-GEOMETRY = Geometry(row_bytes=8192, num_slots=7)
+GEOMETRY = SlabGeometry(row_bytes=8192, num_slots=7)
 PAGE = pack_superblock(GEOMETRY).ljust(SUPERBLOCK_BYTES, b"\0")
 
 

@@ -15,7 +15,7 @@ from kvtier.namespace import RANDOM_SEED
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
 
 REQUEST = ReqContext("request")
 
@@ -73,7 +73,7 @@ def test_while_the_index_is_rebuilt_an_unknown_key_is_asked_and_then_known(
     disk.opened.set()
     assert driver.lookup(1) is True
     assert driver.tier.wait_indexed(HANG_GUARD_S)  # type: ignore[attr-defined]  # of this tier only
-    driver.poll_until(lambda: key_of(1) in (driver.tier.take_answered() or ()))
+    driver.poll_until(lambda: key_of(1) in (driver.tier.drain_answered() or ()))
     assert driver.load([1]).success
 
 

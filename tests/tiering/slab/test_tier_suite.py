@@ -8,7 +8,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.system import REAL_CALLS, SystemCalls
+from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
 
 
 def refuse_direct_io(fd: int, flags: int) -> None:

@@ -9,8 +9,8 @@ from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer
 from kvtier.base import OffloadKey
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
-from kvtier.tiering.valkey.slot_map import slot_of
-from kvtier.tiering.valkey.space import ValkeySpace
+from kvtier.tiering.valkey.cluster import slot_of
+from kvtier.tiering.valkey.store import ValkeyNamespace
 
 NODE_OPTIONS = (
     "--cluster-enabled",
@@ -138,4 +138,4 @@ def name_of(number: int) -> bytes:
 
 def name_of_key(key: OffloadKey) -> bytes:
     """Return the server's name of a block of the suite's model."""
-    return ValkeySpace(make_namespace(make_config(), ROW_BYTES)).block_name(key)
+    return ValkeyNamespace(make_namespace(make_config(), ROW_BYTES)).block_name(key)

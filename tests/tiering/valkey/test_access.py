@@ -13,7 +13,7 @@ from kvtier.errors import TierError
 from kvtier.testing.tier_suite import TierDriver
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.endpoint import PASSWORD_VARIABLE, USERNAME_VARIABLE
-from kvtier.tiering.valkey.refusals import NEEDED_PERMISSIONS
+from kvtier.tiering.valkey.errors import NEEDED_PERMISSIONS
 
 PASSWORD = "sesame/open#now"  # noqa: S105  # of a server that lives for a second
 ESCAPED = "sesame%2Fopen%23now"

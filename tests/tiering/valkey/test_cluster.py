@@ -11,10 +11,9 @@ from tests.tiering.valkey.live_cluster import LiveCluster, name_of
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
-from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection
+from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.resp import Reply
-from kvtier.tiering.valkey.slot_map import slot_of
 
 NUMBERS = list(range(NUM_ROWS))
 SHORT_TIMEOUT_S = 1.0

@@ -12,12 +12,12 @@ from tests.tiering.valkey.live_proxy import CuttingProxy
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.connection import ServerConnections
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.link import LinkPool
-from kvtier.tiering.valkey.node import LEFT_ALONE_S
 from kvtier.tiering.valkey.resp import send_all
+from kvtier.tiering.valkey.servers import LEFT_ALONE_S
 from kvtier.tiering.valkey.settings import parse_settings
 
 SHORT_TIMEOUT_S = 0.5
@@ -34,11 +34,11 @@ def tier_of(driver: TierDriver) -> ValkeyTier:
 
 def assert_is_out(driver: TierDriver) -> None:
     """Check that everything fails, is a fault, and says so."""
-    tier_of(driver).take_unanswered()
+    tier_of(driver).drain_unanswered()
     loaded, stored = driver.load([1]), driver.store([2])
     assert [(result.success, result.is_fault) for result in (loaded, stored)] == [(False, True)] * 2
     assert not driver.lookup(99)
-    assert tier_of(driver).take_unanswered() == 1
+    assert tier_of(driver).drain_unanswered() == 1
 
 
 def test_nobody_at_the_address_is_said_and_costs_misses(start_tier: StartTier) -> None:
@@ -147,7 +147,7 @@ def test_a_value_cut_off_never_counts_and_those_before_it_do(
 
 
 def test_a_server_that_reads_no_more_ends_a_large_write_in_time(server: LiveServer) -> None:
-    link_pool = LinkPool(
+    link_pool = ServerConnections(
         parse_settings(
             url=server.url,
             cluster=False,

@@ -11,8 +11,8 @@ from tests.tiering.valkey.live_cluster import name_of
 from kvtier.base import OffloadKey
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Envelope, seal
-from kvtier.tiering.valkey import node, store
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, seal
+from kvtier.tiering.valkey import servers, store
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_block_that_cannot_be_sealed_fails_its_job_and_leaves_no_half_request(
         return seal(key, *args, **kwargs)
 
     with monkeypatch.context() as patches:
-        patches.setattr(node, "SEND_BYTES", 1)
+        patches.setattr(servers, "SEND_BYTES", 1)
         patches.setattr(store, "seal", seal_all_but_3)
         assert not driver.store([2, 3, 4]).success
     assert driver.store([5]).success

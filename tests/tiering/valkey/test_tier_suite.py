@@ -16,7 +16,7 @@ from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey.space import ValkeySpace
+from kvtier.tiering.valkey.store import ValkeyNamespace
 
 TIMEOUT_S = 0.5
 
@@ -56,7 +56,7 @@ class ServerOfSuite(TierServer):
 
 
 def _name_of(config: OffloadingConfig, key: OffloadKey) -> bytes:
-    return ValkeySpace(make_namespace(config, config.groups[0].page_size_bytes)).block_name(key)
+    return ValkeyNamespace(make_namespace(config, config.groups[0].page_size_bytes)).block_name(key)
 
 
 @pytest.fixture(scope="module")

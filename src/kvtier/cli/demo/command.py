@@ -1,10 +1,11 @@
-"""``kvtier demo``: answer questions about documents with a small device pool, with kvtier and without.
+"""Sizes a device pool for planned turns: room for the longest prompt and little more, so that the others spill.
 
-It parses, calls and prints. Everything that can be wrong with the arguments is found before torch is imported.
+It serves nothing; the answers' tokens count though nobody knows them yet.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,17 +15,49 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.demo.backends import open_backend
-from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations
+from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations, read_documents
 from kvtier.cli.demo.directory import open_directory
-from kvtier.cli.demo.documents import read_documents
-from kvtier.cli.demo.options import ModelOptions, PoolOptions, SetUp, read_size, require_new_file
-from kvtier.cli.demo.plan import choose_device_blocks
-from kvtier.cli.demo.plot import require_plot, write_plot
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp, read_size, require_new_file
 from kvtier.cli.demo.report import Report, to_json
 from kvtier.cli.demo.signals import ended_like_interrupted
-from kvtier.cli.demo.table import print_report
+from kvtier.cli.demo.table import print_report, require_plot, write_plot
 from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
 from kvtier.errors import ConfigError
+
+BLOCK_TOKENS = 16
+"""Tokens in a device block: the engine's default, which the demo does not change."""
+
+SPARE_RATIO = 1.1
+"""Pool over longest prompt. A pool that only just holds one prompt never shows a hit on the device; one that holds
+several shows little else."""
+
+
+def choose_device_blocks(turns: Iterable[Turn], num_asked: int | None) -> int:
+    """Return the size of the device pool in blocks. Pure.
+
+    Args:
+        turns: every turn.
+        num_asked: what the user wants; None takes a little more than the longest prompt.
+
+    Raises:
+        ConfigError: the longest prompt and its answer do not fit what the user wants.
+    """
+    num_needed = -(-count_longest_tokens(turns) // BLOCK_TOKENS)
+    if num_asked is None:
+        return int(num_needed * SPARE_RATIO) + 1
+    if num_asked < num_needed:
+        remedy = f"must be at least {num_needed}: the longest prompt and its answer need as many"
+        raise ConfigError("--device-blocks", num_asked, remedy)
+    return num_asked
+
+
+def count_longest_tokens(turns: Iterable[Turn]) -> int:
+    """Return the tokens of the longest conversation, its last answer included. Pure."""
+    totals: Counter[int] = Counter()
+    for turn in turns:
+        totals[turn.conversation] += len(turn.token_ids) + turn.num_answer_tokens
+    return max(totals.values(), default=0)
+
 
 DIFFERENT_TOKENS_STATUS = 1
 
@@ -72,7 +105,7 @@ def demo(
         planned = plan_conversations(read_documents(docs), shape)
     else:
         planned = _plan_trace(trace, TraceShape(requests, scale, answer_tokens))
-    pools = PoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
+    pools = DevicePoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
     _require_outputs(json_file, plot)
     with (
         ended_like_interrupted(),

@@ -44,7 +44,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOptions:
+class DevicePoolOptions:
     """How much memory each level gets.
 
     Attributes:
@@ -74,7 +74,7 @@ class SetUp:
     """
 
     model: ModelOptions
-    pools: PoolOptions
+    pools: DevicePoolOptions
     tier_settings: Mapping[str, Any]  # Any: JSON
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
@@ -88,7 +88,7 @@ class SetUp:
         Raises:
             ConfigError: a value that cannot work.
         """
-        model, pools = ModelOptions(**values["model"]), PoolOptions(**values["pools"])
+        model, pools = ModelOptions(**values["model"]), DevicePoolOptions(**values["pools"])
         return cls(model, pools, values["tier_settings"])
 
 

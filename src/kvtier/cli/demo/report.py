@@ -38,7 +38,7 @@ class ServedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """One turn, served with kvtier and without.
 
     Attributes:
@@ -99,8 +99,8 @@ class Report:
 
     tier: str
     model: str
-    turns: Sequence[Comparison]
-    restarted: Sequence[Comparison]
+    turns: Sequence[RunComparison]
+    restarted: Sequence[RunComparison]
     settings: Mapping[str, Any]  # Any: JSON
     wall_s: float
 
@@ -136,12 +136,12 @@ class Report:
         return all(compared.is_identical for compared in [*self.turns, *self.restarted])
 
 
-def compare(with_tiers: Iterable[ServedTurn], without: Iterable[ServedTurn]) -> list[Comparison]:
+def compare(with_tiers: Iterable[ServedTurn], without: Iterable[ServedTurn]) -> list[RunComparison]:
     """Pair turns with their counterparts, in order. Pure."""
-    return [Comparison(*pair) for pair in zip(with_tiers, without, strict=True)]
+    return [RunComparison(*pair) for pair in zip(with_tiers, without, strict=True)]
 
 
-def add_up(turns: Iterable[Comparison]) -> Total:
+def add_up(turns: Iterable[RunComparison]) -> Total:
     """Return several turns together. Pure."""
     compared = list(turns)
     sources: Counter[str] = Counter()
@@ -176,7 +176,7 @@ def to_json(report: Report) -> dict[str, Any]:  # Any: JSON
     }
 
 
-def _turn_to_json(compared: Comparison) -> dict[str, Any]:  # Any: JSON
+def _turn_to_json(compared: RunComparison) -> dict[str, Any]:  # Any: JSON
     return {
         "turn": compared.turn.label,
         "prompt_tokens": len(compared.with_tiers.prompt),

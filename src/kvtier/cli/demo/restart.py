@@ -1,6 +1,6 @@
 """Serves turns once more in a new process, which has nothing but the tier's directory in common with this one.
 
-It loads no model itself. The child is this interpreter running ``kvtier.cli.demo.restarted``; one JSON document
+It loads no model itself. The child is this interpreter running ``kvtier.cli.demo.restart``; one JSON document
 goes in, one JSON line per served turn comes out. However this block ends, the child has ended before it.
 """
 
@@ -17,9 +17,12 @@ from typing import IO, Any
 from kvtier.cli.demo.directory import TierDirectory
 from kvtier.cli.demo.options import SetUp
 from kvtier.cli.demo.report import ServedTurn
-from kvtier.errors import RestartError
+from kvtier.cli.demo.serving import build_model, config_with, warm_up
+from kvtier.cli.demo.signals import ended_like_interrupted
+from kvtier.engines.transformers import KVTierEngine
+from kvtier.errors import KVTierError, RestartError
 
-CHILD_MODULE = "kvtier.cli.demo.restarted"
+CHILD_MODULE = "kvtier.cli.demo.restart"
 
 SOURCE_FOLDER = Path(__file__).parents[3]
 """Where the child finds this very package, installed or not."""
@@ -115,3 +118,42 @@ def _read_end(messages: IO[bytes]) -> str:
     size_bytes = messages.seek(0, os.SEEK_END)
     messages.seek(max(0, size_bytes - MAX_MESSAGE_BYTES))
     return messages.read().decode(errors="replace").strip()
+
+
+FAILED_STATUS = 2
+INTERRUPTED_STATUS = 130
+
+
+def main() -> int:
+    """Serve what stdin asks for and return the exit status."""
+    try:
+        with ended_like_interrupted():
+            document = json.load(sys.stdin)
+            serve_requests(SetUp.from_json(document["set_up"]), document["requests"], sys.stdout)
+    except KVTierError as error:
+        sys.stderr.write(f"{error}\n")
+        return FAILED_STATUS
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+    return 0
+
+
+def serve_requests(
+    set_up: SetUp, requests: Iterable[Mapping[str, Any]], output: IO[str]
+) -> None:  # Any: JSON
+    """Serve every request on a new engine and write a line for each."""
+    with KVTierEngine(build_model(set_up.model), config_with(set_up)) as engine:
+        warm_up(engine)
+        for request in requests:
+            result = engine.run(request["prompt"], request["num_answer_tokens"])
+            answer = {
+                "token_ids": result.tokens,
+                "sources": dict(result.sources),
+                "first_token_s": result.time_to_first_token_s,
+            }
+            output.write(json.dumps(answer) + "\n")
+            output.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,11 +9,10 @@ from typing import Any
 
 from kvtier.cli.demo.conversation import Turn
 from kvtier.cli.demo.directory import TierDirectory
-from kvtier.cli.demo.model import build_model
 from kvtier.cli.demo.options import SetUp
 from kvtier.cli.demo.report import Report, compare
 from kvtier.cli.demo.restart import choose_last_turns, serve_after_restart
-from kvtier.cli.demo.serving import config_with, config_without, serve_turns, warm_up
+from kvtier.cli.demo.serving import build_model, config_with, config_without, serve_turns, warm_up
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.errors import EngineStateError
 

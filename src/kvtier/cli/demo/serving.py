@@ -1,17 +1,33 @@
-"""Serves planned turns on an engine, with kvtier's tiers or with the device's prefix cache alone.
+"""Makes the model that the demo talks to: random weights of the Llama architecture, or a local one.
 
-It plans nothing and compares nothing. The engine without is what its user has without kvtier: the same engine,
-the same device pool, the same prefix cache on the device, and no tier behind it.
+Tokens are bytes, whatever the model's own tokenizer says: the demo measures time and compares answers, it does not
+read them.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from transformers import PreTrainedModel
+
 from kvtier.cli.demo.conversation import Turn
-from kvtier.cli.demo.options import PoolOptions, SetUp
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.report import ServedTurn
 from kvtier.engines.transformers import EngineConfig, GenerationResult
+from kvtier.engines.transformers.local_model import NUM_BYTE_TOKENS, load_local_model, make_random_llama
+
+
+def build_model(options: ModelOptions) -> PreTrainedModel:
+    """Return the model, in evaluation mode on the CPU; equal options give equal weights.
+
+    Raises:
+        ModelError: there is no model of transformers at the path, or it has fewer tokens than there are bytes.
+    """
+    if options.path is None:
+        return make_random_llama(options.num_layers, options.hidden_size, options.seed)
+    return load_local_model(Path(options.path), min_vocabulary_size=NUM_BYTE_TOKENS)
+
 
 WARM_UP_TOKENS = tuple(range(8))
 """A prompt shorter than a block: it makes the libraries allocate their buffers and leaves nothing in a cache."""
@@ -32,7 +48,7 @@ class Engine(Protocol):
         """Generate every token and return the result."""
 
 
-def config_without(pools: PoolOptions) -> EngineConfig:
+def config_without(pools: DevicePoolOptions) -> EngineConfig:
     """Return the settings of an engine that has its own prefix cache and nothing else. Pure."""
     return EngineConfig(num_device_blocks=pools.num_device_blocks)
 

@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.option_names import said_of
+from kvtier.cli.output import check_writable, make_console, write_result
 from kvtier.cli.plan.options import DEFAULT_DTYPE, EngineOptions, ModelOptions, SearchOptions, make_question
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.result_file import check_writable, write_result
 from kvtier.cli.simulate.options import TRACE_OPTIONS, take_first
-from kvtier.cli.tables import make_console
+from kvtier.planning.assumptions import list_assumptions
+from kvtier.planning.plan import Plan, PlanRequest, make_plan
+from kvtier.planning.prices import read_prices
 from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
-from kvtier.sim.plan import Plan, Question, make_plan
-from kvtier.sim.plan_assumptions import list_assumptions
-from kvtier.sim.prices import read_prices
 
 GOAL_MISSED_STATUS = 1
 
@@ -86,7 +85,7 @@ def plan(
         raise typer.Exit(GOAL_MISSED_STATUS)
 
 
-def run_plan(question: Question, console: Console) -> Plan:
+def run_plan(question: PlanRequest, console: Console) -> Plan:
     """Plan under a progress bar that begins anew with each replay."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

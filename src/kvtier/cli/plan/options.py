@@ -1,4 +1,4 @@
-"""What a user of ``kvtier plan`` asked for, as a question to ``kvtier.sim.plan``. It plans nothing."""
+"""What a user of ``kvtier plan`` asked for, as a question to ``kvtier.planning.plan``. It plans nothing."""
 
 import re
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine
 from kvtier.config import parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.sim.mix import Goal
-from kvtier.sim.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
-from kvtier.sim.plan import Question
-from kvtier.sim.planner import Row, make_row
-from kvtier.sim.prices import HOST, Medium, PriceList
+from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
+from kvtier.planning.plan import PlanRequest
+from kvtier.planning.planner import Row, make_row
+from kvtier.planning.prices import HOST, Medium, PriceList
+from kvtier.planning.tier_mix import Goal
 from kvtier.sim.trace import Trace
 
 DEFAULT_DTYPE = "bfloat16"
@@ -90,7 +90,7 @@ class SearchOptions:
 
 def make_question(
     trace: Trace, model: ModelOptions, serving: EngineOptions, wanted: SearchOptions, prices: PriceList
-) -> Question:
+) -> PlanRequest:
     """Return the question that all options together ask.
 
     Raises:
@@ -122,7 +122,7 @@ def make_question(
         with said_of({} if max_bytes is None else {f"capacity of {medium.name}": "--host-max"}):
             return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
 
-    return Question(
+    return PlanRequest(
         trace,
         shape,
         engine,

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.tables import make_table
-from kvtier.sim.mix import Outcome, name_of
-from kvtier.sim.plan import EXAMPLE_TOKENS, Plan, Question, Shown, describe, format_bytes
-from kvtier.sim.plan_assumptions import list_assumptions
-from kvtier.sim.planner import KEEP_RATIO
-from kvtier.sim.prices import DAYS_PER_YEAR, HOST
+from kvtier.cli.output import make_table
+from kvtier.planning.assumptions import list_assumptions
+from kvtier.planning.plan import EXAMPLE_TOKENS, Plan, PlanRequest, Shown, describe, format_bytes
+from kvtier.planning.planner import KEEP_RATIO
+from kvtier.planning.prices import DAYS_PER_YEAR, HOST
+from kvtier.planning.tier_mix import MixOutcome, name_of
 
 NOTHING = "-"
 """Stands for a number that there is none of."""
@@ -19,7 +19,7 @@ LONG_YEARS = 100
 """Nobody keeps a disk for longer."""
 
 
-def print_plan(question: Question, plan: Plan, console: Console) -> None:
+def print_plan(question: PlanRequest, plan: Plan, console: Console) -> None:
     """Print the tables, the answer and the assumptions."""
     console.print(make_working_set_table(question, plan))
     console.print(make_curve_table(question, plan))
@@ -34,7 +34,7 @@ def print_plan(question: Question, plan: Plan, console: Console) -> None:
         console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
 
 
-def make_working_set_table(question: Question, plan: Plan) -> Table:
+def make_working_set_table(question: PlanRequest, plan: Plan) -> Table:
     """Return how much is in use within each window. Pure."""
     block_bytes = question.engine.block_bytes
     table = make_table("Blocks in use", ("window",), ("mean", "peak", "peak at"))
@@ -49,7 +49,7 @@ def make_working_set_table(question: Question, plan: Plan) -> Table:
     return table
 
 
-def make_curve_table(question: Question, plan: Plan) -> Table:
+def make_curve_table(question: PlanRequest, plan: Plan) -> Table:
     """Return what host memory alone would find. Pure."""
     title = f"Host memory alone, {question.cache_policy}"
     table = make_table(title, ("capacity",), ("hits", "writes per block", "$/month"))
@@ -74,7 +74,7 @@ def make_break_even_table(plan: Plan) -> Table:
     return table
 
 
-def make_mix_table(question: Question, plan: Plan, without: Outcome) -> Table:
+def make_mix_table(question: PlanRequest, plan: Plan, without: MixOutcome) -> Table:
     """Return the mixes that are worth showing, beside an engine without offloading. Pure."""
     headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
     table = make_table("Mixes", ("mix",), headings)
@@ -110,7 +110,7 @@ def make_wear_table(plan: Plan) -> Table:
     return table
 
 
-def answer(question: Question, plan: Plan) -> Iterator[str]:
+def answer(question: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield the answer in sentences. Pure."""
     trace = question.trace
     yield (
@@ -126,7 +126,7 @@ def answer(question: Question, plan: Plan) -> Iterator[str]:
         yield from _answer_goal(question, plan)
 
 
-def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
+def _answer_goal(question: PlanRequest, plan: Plan) -> Iterator[str]:
     goal = _goal_in_words(question)
     if plan.search is None:
         yield f"{goal}: the device cache alone reaches it, nothing to buy"
@@ -151,7 +151,7 @@ def _answer_goal(question: Question, plan: Plan) -> Iterator[str]:
     yield f"tried {found.num_tried} of {found.num_mixes} mixes"
 
 
-def _goal_in_words(question: Question) -> str:
+def _goal_in_words(question: PlanRequest) -> str:
     goal, parts = question.goal, []
     if goal is not None and goal.hit_ratio is not None:
         parts.append(f"{goal.hit_ratio:.1%} hits")
@@ -160,7 +160,7 @@ def _goal_in_words(question: Question) -> str:
     return " and ".join(parts)
 
 
-def _miss(question: Question, closest: Shown) -> str:
+def _miss(question: PlanRequest, closest: Shown) -> str:
     goal, outcome = question.goal, closest.timed
     missed = []
     if goal is not None and goal.hit_ratio is not None and outcome.hit_ratio < goal.hit_ratio:
@@ -174,7 +174,7 @@ def _miss(question: Question, closest: Shown) -> str:
     return f"{describe(closest.candidate.mix, question.engine.block_bytes)}: {' and '.join(missed)}"
 
 
-def _times(outcome: Outcome) -> Sequence[str]:
+def _times(outcome: MixOutcome) -> Sequence[str]:
     first = outcome.first_token
     times = (
         [NOTHING] * 3

@@ -1,27 +1,62 @@
-"""``kvtier record OUT``: write a trace of a live engine, so that ``kvtier simulate`` can replay its traffic.
-
-It parses, calls and prints. Two ways: run an engine with the recorder of its kvtier connector switched on, or listen to
-the KV events that a running vLLM publishes. What is said goes to stderr: stdout is the command's.
-"""
+"""What a recording holds, in words. It reads files that are closed and changes nothing."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvtier.cli.record.child import run_command
-from kvtier.cli.record.report import describe_recording, find_recordings, is_ended_without_requests
 from kvtier.config import parse_bytes
-from kvtier.connector.recorder import (
+from kvtier.errors import ConfigError, TraceError
+from kvtier.recording.recorder import (
     MAX_BYTES_VARIABLE,
     MIN_BYTES,
     SALT_FILE_VARIABLE,
     TRACE_VARIABLE,
 )
-from kvtier.connector.trace_file import TraceFile
-from kvtier.connector.trace_salt import draw_salt, read_salt_file
-from kvtier.errors import ConfigError, TraceError
+from kvtier.recording.trace_file import MAX_NUMBER, TraceFile, numbered
+from kvtier.recording.trace_salt import draw_salt, read_salt_file
+from kvtier.sim.formats.kvtier import KVTierFormat, read_end
+
+
+def find_recordings(out: Path) -> list[Path]:
+    """Return the files of a recording that exist, in the order of their numbers."""
+    names = (numbered(out, number) for number in range(1, MAX_NUMBER + 1))
+    return [path for path in names if path.exists()]
+
+
+def is_ended_without_requests(path: Path) -> bool:
+    """Return whether an engine has written a recording to its end and was asked nothing that could be in it.
+
+    One without an end may belong to an engine that still runs.
+
+    Raises:
+        TraceError: it cannot be read, or its last line is none that kvtier writes.
+    """
+    end = read_end(path)
+    return end is not None and not (end.num_requests or end.num_dropped)
+
+
+def describe_recording(path: Path) -> Iterator[str]:
+    """Yield what the user should know of a recording, and the command that simulates it.
+
+    Raises:
+        TraceError: it has not begun, or is damaged.
+    """
+    num_requests = sum(1 for _ in KVTierFormat.read(path))
+    yield f"{num_requests:,} requests are in {path}, blocks of {KVTierFormat.block_tokens_of(path)} tokens"
+    end = read_end(path)
+    if end is None:
+        yield "its engine did not end in order: requests of its last moment may be missing"
+    elif end.is_full:
+        yield "the file has reached its limit: later requests are not in it"
+    if end is not None and end.num_dropped:
+        yield f"{end.num_dropped:,} requests were dropped"
+    if num_requests:
+        yield f"kvtier simulate {path}"
+
 
 DEFAULT_MAX_SIZE = "1GiB"
 """That of the recorder itself."""

@@ -1,59 +1,101 @@
-"""``kvtier simulate TRACE``: how much would host memory and tiers help this traffic, under which policy?
+"""The files that a comparison is written to. They are tried before there is anything to write."""
 
-It parses, calls and prints. Everything that can be wrong with the arguments is found before a simulation begins.
-"""
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.option_names import said_of
-from kvtier.cli.simulate import arguments
+from kvtier.cli.output import check_writable, make_console, write_result
+from kvtier.cli.simulate import options
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.options import (
     TRACE_OPTIONS,
+    apply_tier_settings,
     blocks_of,
     make_engine,
     make_host,
     parse_load_if,
+    parse_sweep,
     parse_tier,
     split_names,
     take_first,
 )
-from kvtier.cli.simulate.output import Outputs
-from kvtier.cli.simulate.sweep_option import parse_sweep
+from kvtier.cli.simulate.report.page import make_page
+from kvtier.cli.simulate.report.svg import require_plot
 from kvtier.cli.simulate.table import print_comparison
-from kvtier.cli.simulate.tier_setting import apply_tier_settings
-from kvtier.cli.tables import make_console
 from kvtier.errors import ConfigError
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.results import Simulation
 from kvtier.sim.sweep import Case, plan_cases, run_cases
 from kvtier.sim.trace import Trace
 
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where results go.
+
+    Attributes:
+        json_file: gets the numbers; None for nowhere.
+        html_file: gets the page; None for nowhere.
+        command: the words of the command line, for the page.
+    """
+
+    json_file: Path | None
+    html_file: Path | None
+    command: tuple[str, ...]
+
+    def check_writable(self) -> None:
+        """Open each file before there are results, so that a wrong path costs no simulation.
+
+        Raises:
+            ConfigError: one cannot be written. What it holds stays until there are results.
+            MissingExtraError: the plots of the page cannot be drawn.
+        """
+        if self.html_file is not None:
+            require_plot()
+        for option, path in (("--json", self.json_file), ("--html", self.html_file)):
+            if path is not None:
+                check_writable(option, path)
+
+    def write(self, comparison: Comparison) -> None:
+        """Write each file.
+
+        Raises:
+            ConfigError: one cannot be written.
+        """
+        if self.json_file is not None:
+            write_result("--json", self.json_file, json.dumps(comparison.to_json(), indent=1) + "\n")
+        if self.html_file is not None:
+            write_result("--html", self.html_file, make_page(comparison, self.command))
+
+
 NOTHING_SERVED_STATUS = 1
 
 
 def simulate(
     context: typer.Context,
-    trace_file: arguments.TraceFile,
-    trace_format: arguments.TraceFormat = None,
-    device: arguments.Device = "64GiB",
-    host: arguments.Host = "512GiB",
-    tier: arguments.Tiers = None,
-    tier_setting: arguments.TierSettings = None,
-    policy: arguments.Policies = "lru",
-    store_threshold: arguments.StoreThreshold = 0,
-    load_if: arguments.LoadIfText = "always",
-    sweep: arguments.SweepText = None,
-    kv_bytes: arguments.KVBytes = "128KiB",
-    prefill: arguments.Prefill = 20_000.0,
-    decode: arguments.Decode = 40.0,
-    max_running: arguments.MaxRunning = 64,
-    requests: arguments.Requests = None,
-    jobs: arguments.Jobs = 1,
-    json_file: arguments.JSONFile = None,
-    html_file: arguments.HTMLFile = None,
+    trace_file: options.TraceFile,
+    trace_format: options.TraceFormat = None,
+    device: options.Device = "64GiB",
+    host: options.Host = "512GiB",
+    tier: options.Tiers = None,
+    tier_setting: options.TierSettings = None,
+    policy: options.Policies = "lru",
+    store_threshold: options.StoreThreshold = 0,
+    load_if: options.LoadIfText = "always",
+    sweep: options.SweepText = None,
+    kv_bytes: options.KVBytes = "128KiB",
+    prefill: options.Prefill = 20_000.0,
+    decode: options.Decode = 40.0,
+    max_running: options.MaxRunning = 64,
+    requests: options.Requests = None,
+    jobs: options.Jobs = 1,
+    json_file: options.JSONFile = None,
+    html_file: options.HTMLFile = None,
 ) -> None:
     """Replay a request trace through kvtier's own managers on simulated time, once without and once per policy.
 

@@ -1,16 +1,27 @@
 """What a user of ``kvtier simulate`` asked for, as values of ``kvtier.sim``. It runs nothing."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from kvtier.cli.option_names import said_of
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.sim.formats.registry import TRACE_FORMATS
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.sweep import Size, Sweep
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, make_trace
+from kvtier.tiering.admission import TierAdmission
+from kvtier.tiering.base import parse_tier_settings
 
 TIER_FORM = (
     "NAME:CAPACITY:BANDWIDTH[:LATENCY[:STREAMS]] such as fs:4TiB:3GB/s or obj:20TiB:1GB/s,500MB/s:15ms:64"
@@ -154,3 +165,161 @@ def _parse_seconds(text: str, value: str) -> float:
     if found is None:
         raise ConfigError("--tier", text, f"a latency is a number with us, ms or s: {TIER_FORM}")
     return float(found[1]) * TIME_UNITS_S[found[2]]
+
+
+SWEEP_FORM = "PLACE=SIZE,SIZE,... or PLACE=FROM..TO:HOW_MANY such as host=64GiB,128GiB or fs=1TiB..16TiB:5"
+
+MAX_SIZES = 16
+"""Sizes of one sweep. A page has four plots for each; with three policies and a tier it stays below
+two megabytes at so many, and is drawn in a quarter of a minute."""
+
+UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+
+def parse_sweep(text: str, block_bytes: int) -> Sweep:
+    """Return the sweep that ``text`` describes, see SWEEP_FORM; its sizes in ascending order.
+
+    Raises:
+        ConfigError: it does not have that form, a size holds no block, or two hold equally many.
+    """
+    place, equals, sizes = (part.strip() for part in text.partition("="))
+    if not place or not equals or not sizes:
+        raise ConfigError("--sweep", text, f"must be {SWEEP_FORM}")
+    labels = _spread_range(text, sizes) if ".." in sizes else [part.strip() for part in sizes.split(",")]
+    if len(labels) > MAX_SIZES:
+        raise ConfigError("--sweep", text, f"has {len(labels)} sizes: give at most {MAX_SIZES}")
+    found = sorted(
+        (Size(blocks_of("--sweep", label, block_bytes), label) for label in labels),
+        key=lambda size: size.num_blocks,
+    )
+    for smaller, size in pairwise(found):
+        if size.num_blocks == smaller.num_blocks:
+            remedy = (
+                f"{smaller.label} and {size.label} both hold {size.num_blocks} blocks: give sizes that differ"
+            )
+            raise ConfigError("--sweep", text, remedy)
+    return Sweep(place, tuple(found))
+
+
+def format_size(num_bytes: float) -> str:
+    """Return a number of bytes with a binary unit, to four digits, such as "1.5GiB". Pure."""
+    for unit, unit_bytes in UNITS.items():
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.4g}{unit}"
+    return f"{num_bytes:.4g}"
+
+
+def _spread_range(text: str, sizes: str) -> list[str]:
+    """Return sizes with equal ratios between them, both ends included."""
+    found = re.fullmatch(r"(.+?)\.\.(.+?):([0-9]+)", sizes)
+    if found is None:
+        raise ConfigError("--sweep", text, f"must be {SWEEP_FORM}")
+    first, last, num = parse_bytes("--sweep", found[1]), parse_bytes("--sweep", found[2]), int(found[3])
+    if not 2 <= num <= MAX_SIZES or first >= last:
+        raise ConfigError("--sweep", text, f"a range rises and has from 2 to {MAX_SIZES} sizes")
+    return [format_size(first * (last / first) ** (part / (num - 1))) for part in range(num)]
+
+
+TIER_SETTING_FORM = "NAME.SETTING=VALUE such as fs.cascade=on_evict or fs.store_threshold=2"
+
+SIMULATED_SETTINGS = (
+    "admission",
+    "cascade",
+    "fill",
+    "job_timeout_s",
+    "max_in_flight_store_bytes",
+    "policy",
+    "store_threshold",
+)
+"""Those of ``TierSettings`` that make a difference on simulated time."""
+
+PARSED_NAMES = {
+    **{
+        name: name
+        for name in (*SIMULATED_SETTINGS, *(f"admission.{field.name}" for field in fields(TierAdmission)))
+    },
+    "name in 'admission'": "admission",
+}
+"""What the production parser calls what it refuses -> the setting's name."""
+
+
+def apply_tier_settings(
+    tiers: Sequence[TierModel], texts: Iterable[str], block_bytes: int
+) -> list[TierModel]:
+    """Return ``tiers`` with the settings that ``texts`` give them, see TIER_SETTING_FORM. Pure.
+
+    Raises:
+        ConfigError: the form or a value is wrong, or a setting is given twice.
+        UnknownNameError: there is no such tier, setting or policy.
+    """
+    values: dict[str, dict[str, Any]] = {tier.name: {} for tier in tiers}  # Any: the parser gives them types
+    for text in texts:
+        place, equals, value = text.partition("=")
+        name, dot, setting = (part.strip() for part in place.partition("."))
+        if not equals or not dot:
+            raise ConfigError("--tier-setting", text, f"must be {TIER_SETTING_FORM}")
+        if name not in values:
+            raise UnknownNameError("tier for --tier-setting", name, values)
+        if setting not in SIMULATED_SETTINGS:
+            raise UnknownNameError("simulated setting for --tier-setting", setting, SIMULATED_SETTINGS)
+        if setting in values[name]:
+            raise ConfigError("--tier-setting", text, f"{name}.{setting} is given twice: give it once")
+        values[name][setting] = _parse_value(value.strip())
+    return [_apply(tier, values[tier.name], block_bytes) for tier in tiers]
+
+
+def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierModel:  # Any: as above
+    option = f"--tier-setting {tier.name}."
+    with said_of({parsed: option + name for parsed, name in PARSED_NAMES.items()}):
+        settings = parse_tier_settings(values)
+    policy = settings.policy or tier.cache_policy
+    if policy not in CACHE_POLICIES:
+        raise UnknownNameError(f"eviction policy for {option}policy", policy, CACHE_POLICIES.names())
+    if settings.max_in_flight_store_bytes is not None:
+        # A simulated block has one byte.
+        num_blocks = max(1, settings.max_in_flight_store_bytes // block_bytes)
+        settings = replace(settings, max_in_flight_store_bytes=num_blocks)
+    return replace(tier, cache_policy=policy, settings=settings)
+
+
+def _parse_value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")]
+TraceFormat = Annotated[
+    str | None,
+    typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; else it is found."),
+]
+Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
+
+Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
+Host = Annotated[str, typer.Option(help="Host memory behind it.")]
+Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind that, any number: {TIER_FORM}.")]
+TierSettings = Annotated[
+    list[str] | None, typer.Option(help=f"A setting of one tier, any number: {TIER_SETTING_FORM}.")
+]
+Policies = Annotated[str, typer.Option(help="Eviction policies of host memory, by comma.")]
+StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is stored.")]
+LoadIfText = Annotated[
+    str, typer.Option("--load-if", help="Load hits of tiers always, or if faster than computing them.")
+]
+SweepText = Annotated[
+    str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
+]
+
+KVBytes = Annotated[
+    str, typer.Option("--kv-bytes-per-token", help="Keys and values of a token, all layers and devices.")
+]
+Prefill = Annotated[float, typer.Option(help="Prompt tokens computed in a second.")]
+Decode = Annotated[float, typer.Option(help="Tokens a second of each answer.")]
+MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
+
+Jobs = Annotated[int, typer.Option(help="Simulations at the same time, each in a process of its own.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")]
+HTMLFile = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with tables and plots, viewable offline.")
+]

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.output import make_table
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.cli.tables import make_table
 from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
 

@@ -1,23 +1,93 @@
-"""What happens once when handlers for CUDA tensors start: rows are pinned, ways to copy are tried, one is chosen.
+"""The device queue of a CUDA device: a stream, and events that say how far it is.
 
-It holds nothing afterwards; scratch memory is given back. None of it has been confirmed on a device.
+It decides nothing about copies; ``queue_lane`` keeps their books. The launches have not been confirmed on a device;
+their order is tested with a runtime that writes it down.
 """
 
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvtier.config import CudaCopier
-from kvtier.cpu.cuda.candidates import list_candidates
-from kvtier.cpu.cuda.copier_choice import Choice, choose
+from kvtier.cpu.cuda.copy_autotune import (
+    PROOF_SHARE,
+    Choice,
+    Timer,
+    Trial,
+    TrialPlan,
+    choose,
+    list_candidates,
+    plan_trial,
+)
 from kvtier.cpu.cuda.pinned_region import PinnedRows, PinRuntime, pin_rows
-from kvtier.cpu.cuda.stream_queue import StreamQueue
-from kvtier.cpu.cuda.trial import PROOF_SHARE, Timer, Trial, TrialPlan, plan_trial
 from kvtier.cpu.row_layout import RowLayout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
+from kvtier.cpu.transfer_queue import CopyHandle
+
+cuda: Any = torch.cuda  # Any: torch does not annotate its CUDA interface
+
+
+class StreamQueue:
+    """A stream beside the compute stream, for the copies of one direction.
+
+    Args:
+        device: the CUDA device.
+        runtime: torch's interface to CUDA.
+    """
+
+    def __init__(self, device: torch.device, runtime: Any = cuda) -> None:  # noqa: ANN401  # Any: as above
+        self._device = device
+        self._cuda = runtime
+        self._stream = runtime.Stream(device)
+
+    def launch(self, copy: Callable[[], None]) -> CopyHandle:
+        """Launch ``copy`` after what the compute stream holds now.
+
+        A store needs what compute is still writing; a load must not overwrite what compute is still reading.
+        When ``copy`` raises, nothing of it is running any more by the time the error is passed on.
+        """
+        start = self._cuda.Event(enable_timing=True)
+        end = self._cuda.Event(enable_timing=True)
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        try:
+            with self._cuda.stream(self._stream):
+                start.record()
+                copy()
+                end.record()
+        except BaseException:
+            self._stream.synchronize()
+            raise
+        return StreamTicket(start, end, lambda: self._cuda.current_stream(self._device))
+
+
+class StreamTicket:
+    """A launched copy on a stream."""
+
+    def __init__(self, start: Any, end: Any, compute_stream: Callable[[], Any]) -> None:  # noqa: ANN401  # as above
+        self._start = start
+        self._end = end
+        self._compute_stream = compute_stream
+
+    def is_done(self) -> bool:
+        """Return True when the device has passed the copy."""
+        return bool(self._end.query())
+
+    def block(self) -> None:
+        """Block until the device has passed the copy."""
+        self._end.synchronize()
+
+    def publish(self) -> None:
+        """Order compute launched from now on after the copy."""
+        self._compute_stream().wait_event(self._end)
+
+    def elapsed_s(self) -> float:
+        """Return the seconds between the copy's first launch and its end, as the device measured them."""
+        return float(self._start.elapsed_time(self._end)) / 1000
+
 
 TRIAL_CHUNKS = 4 * PROOF_SHARE
 """Registrations of the scratch rows: a proof must meet spans that are cut where one ends, so that half of it which is

@@ -24,16 +24,16 @@ from kvtier.cpu.policies.base import (
     BlockStatus,
     CachePolicy,
     EvictionPreview,
-    IdleNews,
+    IdleListener,
     Renewal,
     check_same_blocks,
 )
 from kvtier.cpu.policies.ghosts import GhostList
-from kvtier.cpu.policies.set_aside import SetAside
+from kvtier.cpu.policies.parked_blocks import ParkedBlocks
 from kvtier.errors import InvariantError
 
 
-class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
+class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, Renewal):
     """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
 
     Attributes:
@@ -52,24 +52,20 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
         self.b1: GhostList[bool] = GhostList()
         self.b2: GhostList[bool] = GhostList()
         self.target_t1_size = 0.0
-        self.asides = (SetAside(self.t1), SetAside(self.t2))
+        self.asides = (ParkedBlocks(self.t1), ParkedBlocks(self.t2))
 
-    def expect_news(self) -> None:
-        """Set busy blocks aside from now on."""
+    def expect_idle(self) -> None:
         for aside in self.asides:
             aside.is_told = True
 
-    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Find blocks again that were set aside."""
+    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         for aside in self.asides:
-            aside.note_idle(keys)
+            aside.on_idle(keys)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self.t1.get(key) or self.t2.get(key)
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block``: in t2 when its key is a ghost, for then this is its second use, else in t1."""
         ghosts = self._ghosts_with(key)
         if ghosts is None:
             self._forget_for_a_new_block()
@@ -80,24 +76,17 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
         self.t2[key] = block
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``; while there is no ghost, in one pass: none can come back and none has to be forgotten."""
         if self.b1 or self.b2:
             super().insert_many(keys, blocks)
         else:
             self.t1.update(zip(keys, blocks, strict=True))
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
         if self.t1.pop(key, None) is None:
             self.t2.pop(key, None)
         self._forget_places((key,))
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Record a use: a ready block of t1 moves to t2, any other held one is renewed, a ghost adapts.
-
-        A block whose write is in flight is renewed and stays where it is: whoever stores it touches it too,
-        and that is still its first use.
-        """
         t1, t2 = self.t1, self.t2
         self._forget_places(keys)
         for key in reversed(tuple(keys)):
@@ -115,14 +104,12 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
                     self._adapt(key, ghosts)
 
     def renew(self, key: OffloadKey) -> None:
-        """Make ``key`` the most recent of the list that it is in."""
         self._forget_places((key,))
         for blocks in (self.t1, self.t2):
             if key in blocks:
                 blocks.move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        """Evict ``n`` idle blocks, each from the list that is then too long, or none at all."""
         victims = self._plan_eviction(n, protected)
         is_possible = len(victims) == n
         for key, _ in victims if is_possible else ():
@@ -131,19 +118,16 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleNews, Renewal):
         return victims if is_possible else None
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the ``n`` blocks that would leave, each from the list that is then too long."""
         victims = [key for key, _ in self._plan_eviction(n, ())]
         self._settle(())
         return victims
 
     def clear(self) -> None:
-        """Forget every block and ghost, and the target."""
         for part in (self.t1, self.t2, self.b1, self.b2, *self.asides):
             part.clear()
         self.target_t1_size = 0.0
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books, and its lists with each other."""
         check_same_blocks({**self.t1, **self.t2}, held)
         for aside in self.asides:
             aside.check()

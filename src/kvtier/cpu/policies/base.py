@@ -134,15 +134,15 @@ class Renewal(ABC):
         """Make a block the most recent of the queue that it is in; a key that is not held is no error."""
 
 
-class IdleNews(ABC):
+class IdleListener(ABC):
     """What else a policy can do: make use of being told which blocks become idle, whose ``ref_cnt`` it only sees."""
 
     @abstractmethod
-    def expect_news(self) -> None:
-        """Rely on ``note_idle`` from now on; called once, while nothing is held."""
+    def expect_idle(self) -> None:
+        """Rely on ``on_idle`` from now on; called once, while nothing is held."""
 
     @abstractmethod
-    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
+    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
 
 

@@ -19,12 +19,10 @@ class FIFOCachePolicy(OneQueuePolicy):
     """FIFO; as large as LRU, one entry of an ordered dictionary a block."""
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Make those of ``keys`` that are in flight the newest, the first of them most; ready ones stay."""
         for key in find_touched(self.blocks.get, keys).in_flight:
             self.blocks.move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        """Evict the ``n`` idle blocks stored first that are not protected, or none at all."""
         victims: list[tuple[OffloadKey, BlockStatus]] = []
         busy: list[OffloadKey] = []
         num_missing = n

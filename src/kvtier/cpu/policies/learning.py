@@ -39,7 +39,7 @@ class RequestLearner(ABC):
         """Learn that a request arrived; once for each, before any other call is made for it."""
 
     @abstractmethod
-    def note_finished(self, req_id: str) -> None:
+    def on_finished(self, req_id: str) -> None:
         """Forget what only the running request needed; unknown ones are ignored."""
 
 

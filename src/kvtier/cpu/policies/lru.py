@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, IdleNews
+from kvtier.cpu.policies.base import BlockStatus, IdleListener
 from kvtier.cpu.policies.one_queue import OneQueuePolicy
-from kvtier.cpu.policies.set_aside import Item, SetAside
+from kvtier.cpu.policies.parked_blocks import Item, ParkedBlocks
 
 
-class LRUCachePolicy(OneQueuePolicy, IdleNews):
+class LRUCachePolicy(OneQueuePolicy, IdleListener):
     """LRU; a stored block counts as used when its room is reserved.
 
     Attributes:
@@ -24,23 +24,19 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self.aside = SetAside(self.blocks)
+        self.aside = ParkedBlocks(self.blocks)
 
-    def expect_news(self) -> None:
-        """Set busy blocks aside from now on."""
+    def expect_idle(self) -> None:
         self.aside.is_told = True
 
-    def note_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Find blocks again that were set aside."""
-        self.aside.note_idle(keys)
+    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
+        self.aside.on_idle(keys)
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key``; unknown keys are ignored."""
         super().remove(key)
         self.aside.forget((key,))
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Make ``keys`` the most recent, the first of them most."""
         oldest_first = tuple(keys)[::-1]
         try:
             _exhaust(map(self.blocks.move_to_end, oldest_first))
@@ -49,11 +45,9 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
         self.aside.forget(oldest_first)
 
     def renew(self, key: OffloadKey) -> None:
-        """Make ``key`` the most recent: order is all that a use changes here."""
         self.touch((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[Item] | None:
-        """Evict the ``n`` oldest idle blocks that are not protected, or none at all."""
         # What is set aside is older than the old end.
         victims = [] if protected or len(self.aside) else self._pop_idle(n)
         others = list(islice(self.aside.walk(protected), n - len(victims))) if len(victims) < n else []
@@ -69,18 +63,15 @@ class LRUCachePolicy(OneQueuePolicy, IdleNews):
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the ``n`` oldest idle blocks."""
         victims = [key for key, _ in islice(self.aside.walk(()), n)]
         self.aside.settle(())
         return victims
 
     def clear(self) -> None:
-        """Forget every block."""
         super().clear()
         self.aside.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books."""
         super().check(held)
         self.aside.check()
 

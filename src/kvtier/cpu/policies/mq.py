@@ -70,19 +70,15 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self.num_uses = 0
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self.blocks.get(key)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``."""
         return self.blocks.get
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block``, used once more than its ghost, if there is one."""
         self.insert_many((key,), (block,))
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``, each used once more than its ghost."""
         for key, block in zip(keys, blocks, strict=True):
             self.blocks[key] = block
             self.num_uses += 1
@@ -90,12 +86,10 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self._sink()
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
         if self.blocks.pop(key, None) is not None:
             del self._queue_of(key)[key], self.uses[key]
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Count a use and renew, or, when the touch only orders what is being stored, renew alone."""
         touched = find_touched(self.blocks.get, keys)
         if not touched.is_use:
             self._renew(touched.held)
@@ -108,12 +102,10 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self._sink()
 
     def renew(self, key: OffloadKey) -> None:
-        """Renew ``key`` in its queue without a count."""
         if key in self.blocks:
             self._renew((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        """Evict the first ``n`` idle blocks, lowest queue first, or none at all."""
         victims: list[OffloadKey] = []
         busy: list[OffloadKey] = []
         for key in chain.from_iterable(self.queues) if n > 0 else ():
@@ -134,12 +126,10 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
         return [(key, self.blocks.pop(key)) for key in victims]
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the first ``n`` idle blocks, lowest queue first."""
         blocks = self.blocks
         return list(islice((key for key in chain.from_iterable(self.queues) if blocks[key].ref_cnt == 0), n))
 
     def clear(self) -> None:
-        """Forget every block, count and ghost, and what time it is."""
         for part in (self.blocks, self.uses, self.ghosts):
             part.clear()
         for queue in self.queues:
@@ -147,7 +137,6 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self.num_uses = 0
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books, and its parts with each other."""
         check_same_blocks(self.blocks, held)
         if sorted(chain.from_iterable(self.queues)) != sorted(held):
             raise InvariantError("the queues together do not hold each block once")

@@ -26,38 +26,29 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, Renewal):
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self.blocks.get(key)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``, which saves a Python call on every lookup."""
         return self.blocks.get
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block`` at the end of the queue."""
         self.blocks[key] = block
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``, the last of them at the end of the queue."""
         self.blocks.update(zip(keys, blocks, strict=True))
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key``; unknown keys are ignored."""
         self.blocks.pop(key, None)
 
     def renew(self, key: OffloadKey) -> None:
-        """Send ``key`` to the end of the queue; an unknown one is ignored."""
         if key in self.blocks:
             self.blocks.move_to_end(key)
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the first ``n`` idle blocks of the queue."""
         return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
 
     def clear(self) -> None:
-        """Forget every block."""
         self.blocks.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books."""
         check_same_blocks(self.blocks, held)

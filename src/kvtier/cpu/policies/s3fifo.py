@@ -73,15 +73,12 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self.small_capacity = max(1, cache_capacity // SMALL_SHARE)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self.blocks.get(key)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``."""
         return self.blocks.get
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block``: in ``main`` when its key is a ghost, for then it left too early, else in ``small``."""
         self.blocks[key] = block
         if key in self.ghosts:
             del self.ghosts[key]
@@ -90,13 +87,11 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
             self.small[key] = block
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key`` and leave no ghost of it; unknown keys are ignored."""
         if self.blocks.pop(key, None) is not None:
             self._queue_of(key).pop(key)
             self.uses.pop(key, None)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Count a use, or, when the touch only orders what is being stored, make those in flight the newest."""
         touched = find_touched(self.blocks.get, keys)
         if touched.is_use:
             uses = self.uses
@@ -105,12 +100,10 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
             self._queue_of(key).move_to_end(key)
 
     def renew(self, key: OffloadKey) -> None:
-        """Send ``key`` to the end of its queue without a count."""
         if key in self.blocks:
             self._queue_of(key).move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        """Evict ``n`` idle blocks, each from the queue whose turn it is then, or none at all."""
         steps, num_found = _Walk(self, protected).plan_steps(n)
         if num_found < n:
             return None
@@ -133,17 +126,14 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the next ``n`` blocks that would leave, each from the queue whose turn it is then."""
         steps, _ = _Walk(self, ()).plan_steps(n)
         return [key for key, fate in steps if fate is Fate.LEAVES]
 
     def clear(self) -> None:
-        """Forget every block, use and ghost."""
         for part in (self.blocks, self.small, self.main, self.uses, self.ghosts):
             part.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books, and its parts with each other."""
         check_same_blocks(self.blocks, held)
         check_same_blocks({**self.small, **self.main}, held)
         if len(self.small) + len(self.main) != len(held):

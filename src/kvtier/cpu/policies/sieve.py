@@ -45,32 +45,26 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
         self.marked: set[OffloadKey] = set()
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self.blocks.get(key)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``."""
         return self.blocks.get
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block`` as the newest, unmarked."""
         self.blocks[key] = self.ahead[key] = block
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``, the last of them as the newest."""
         pairs = list(zip(keys, blocks, strict=True))
         self.blocks.update(pairs)
         self.ahead.update(pairs)
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key``; unknown keys are ignored."""
         if self.blocks.pop(key, None) is not None:
             (self.ahead if key in self.ahead else self.passed).pop(key)
             self.marked.discard(key)
             self._turn_at_the_newest()
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Mark ``keys``, or, when the touch only orders what is being stored, make those in flight the newest."""
         touched = find_touched(self.blocks.get, keys)
         if touched.is_use:
             self.marked.update(touched.held)
@@ -78,13 +72,11 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
             self.renew(key)
 
     def renew(self, key: OffloadKey) -> None:
-        """Make ``key`` the newest, marked or not as it was."""
         if key in self.blocks:
             (self.ahead if key in self.ahead else self.passed).pop(key)
             self.ahead[key] = self.blocks[key]
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        """Evict the next ``n`` blocks that the hand does not spare, or none at all."""
         steps, num_found = self._plan_steps(n, protected)
         if num_found < n:
             return None
@@ -102,17 +94,14 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the next ``n`` blocks that the hand will not spare."""
         steps, _ = self._plan_steps(n, ())
         return [key for key, leaves in steps if leaves]
 
     def clear(self) -> None:
-        """Forget every block and mark."""
         for part in (self.blocks, self.ahead, self.passed, self.marked):
             part.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books, and its parts with each other."""
         check_same_blocks(self.blocks, held)
         check_same_blocks({**self.passed, **self.ahead}, held)
         if len(self.passed) + len(self.ahead) != len(held):

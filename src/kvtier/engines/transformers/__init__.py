@@ -14,11 +14,17 @@ earlier ones on the device, in host memory or in a secondary tier, and computes 
 another; there is no server, no batching and no tensor parallelism here.
 """
 
-from kvtier.engines.transformers import requirements as requirements  # isort: skip
+from kvtier.errors import MissingExtraError
+
+try:
+    import torch  # noqa: F401 - whether it is there is the question
+    import transformers  # noqa: F401 - whether it is there is the question
+except ImportError as error:
+    raise MissingExtraError(error.name or "transformers", "transformers") from error
+
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.engine import KVTierEngine
-from kvtier.engines.transformers.result import GenerationResult
-from kvtier.engines.transformers.stream import TokenStream
+from kvtier.engines.transformers.result import GenerationResult, TokenStream
 
 __all__ = ["EngineConfig", "GenerationResult", "KVTierCache", "KVTierEngine", "TokenStream"]

@@ -93,7 +93,7 @@ class ConnectorLink:
             self.step(StepPlan())
             self._pause(POLL_INTERVAL_S)
 
-    def note_allocated(
+    def on_allocated(
         self, request: Request, num_external_tokens: int, *, is_layerwise: bool
     ) -> Mapping[str, int]:
         """Tell the connector the request's blocks, and to load that many tokens into them.
@@ -127,7 +127,7 @@ class ConnectorLink:
         if not is_good:
             raise LayerLoadError("a load failed that the step has computed with")
 
-    def take_failed_blocks(self, request: Request) -> set[int]:
+    def drain_failed_blocks(self, request: Request) -> set[int]:
         """Return, once, the device blocks that did not get their bytes."""
         return self._failed_block_ids.pop(request.request_id, set())
 
@@ -138,7 +138,7 @@ class ConnectorLink:
             if request.request_id in self._loading:
                 with DeferredInterrupt():  # the books of those who copy must not be left half read
                     self._worker.wait_for_loads()
-        return self.take_failed_blocks(request)
+        return self.drain_failed_blocks(request)
 
     def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:
         """Do one step.
@@ -163,9 +163,9 @@ class ConnectorLink:
             finally:
                 self._end_step(plan, metadata, is_computed=is_computed)
 
-    def tell_prefill(self, num_tokens: int, time_s: float) -> None:
+    def report_prefill(self, num_tokens: int, time_s: float) -> None:
         """Tell the connector how long computing so many tokens of a prompt has taken."""
-        self._scheduler.load_choice.tell_prefill(num_tokens, time_s)
+        self._scheduler.load_choice.report_prefill(num_tokens, time_s)
 
     def finish(self, request: Request) -> None:
         """End the request; its last stores are started, in a step without tokens, and not waited for."""

@@ -24,11 +24,10 @@ from kvtier.engines.transformers.identity import make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import PagedKVCache
-from kvtier.engines.transformers.result import GenerationResult
+from kvtier.engines.transformers.result import GenerationResult, TokenStream
 from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
-from kvtier.engines.transformers.stream import TokenStream
 from kvtier.factory import OffloadingSpecFactory
 
 DEFAULT_SHUTDOWN_S = 10.0

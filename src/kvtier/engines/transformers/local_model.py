@@ -1,13 +1,64 @@
-"""Loads a causal language model from a directory; it downloads nothing and runs no code that came with the model."""
+"""A random model of the Llama architecture whose answers depend on its whole prompt, for demos and benchmarks.
+
+It generates nothing and loads nothing. Random weights of the usual small scale make a model that answers the same
+whatever it was asked. Here they are large enough for attention to choose between tokens, so that a wrong byte in
+the KV cache is a different answer. Its tokens are bytes.
+"""
 
 from pathlib import Path
 
-from kvtier.engines.transformers import requirements as requirements  # isort: skip
-from transformers import AutoModelForCausalLM
-from transformers import PreTrainedModel as PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, set_seed
 from transformers.utils import logging as transformers_logging
 
-from kvtier.errors import ModelError
+from kvtier.errors import ConfigError, ModelError
+
+NUM_BYTE_TOKENS = 256
+
+HEAD_SIZE = 64
+"""Width of one attention head, as in most models of this size."""
+
+HEADS_PER_KV_HEAD = 4
+"""Query heads that share keys and values, as in models of today. Fewer make the KV cache larger per token."""
+
+FEED_FORWARD_RATIO = 2.75
+"""Width of the feed-forward layers over the hidden size, as in Llama."""
+
+INITIALIZER_RANGE_AT_1024 = 0.05
+"""Standard deviation of the weights at hidden size 1024; it falls with the root of the width, so that attention
+scores spread alike at any width. A third of it makes attention an average that hardly depends on the prompt;
+several times as much lets the rounding of float32 decide between tokens."""
+
+MAX_PROMPT_TOKENS = 131_072
+"""Positions of the model. Rotary positions cost nothing, so this only has to be above any prompt."""
+
+
+def make_random_llama(num_layers: int, hidden_size: int, seed: int) -> PreTrainedModel:
+    """Return a model in evaluation mode, float32, on the CPU; equal arguments give equal weights.
+
+    Raises:
+        ConfigError: ``hidden_size`` is no multiple of four heads' width.
+    """
+    if hidden_size < 1 or hidden_size % (HEAD_SIZE * HEADS_PER_KV_HEAD):
+        remedy = f"must be a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}"
+        raise ConfigError("hidden_size", hidden_size, remedy)
+    num_heads = hidden_size // HEAD_SIZE
+    config = LlamaConfig(
+        vocab_size=NUM_BYTE_TOKENS,
+        hidden_size=hidden_size,
+        intermediate_size=int(hidden_size * FEED_FORWARD_RATIO),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // HEADS_PER_KV_HEAD,
+        head_dim=HEAD_SIZE,
+        initializer_range=INITIALIZER_RANGE_AT_1024 * (1024 / hidden_size) ** 0.5,
+        max_position_embeddings=MAX_PROMPT_TOKENS,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    set_seed(seed)
+    model: PreTrainedModel = LlamaForCausalLM(config)
+    model.train(mode=False)
+    return model
 
 
 def load_local_model(path: Path, min_vocabulary_size: int = 1) -> PreTrainedModel:

@@ -1,11 +1,14 @@
 """What a finished request has to say: its tokens, its first token's delay, where its prompt came from."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from kvtier.engines.transformers.request import Request
+from kvtier.errors import EngineStateError
 
 DEVICE = "device"
 """Origin of prompt tokens found in the device's own prefix cache."""
@@ -66,3 +69,55 @@ def make_result(request: Request) -> GenerationResult:
         num_failed_load_blocks=request.num_failed_load_blocks,
         logits=torch.stack(request.logits) if request.logits else None,
     )
+
+
+class TokenStream:
+    """An iterator over generated tokens. Used from the engine's thread.
+
+    The request starts at the first ``next`` and has ended when its last token is handed out; ending it earlier
+    is done by ``close``, by leaving its ``with`` block, or by dropping the stream.
+
+    Args:
+        request: filled by the engine.
+        tokens: what the engine generates.
+    """
+
+    def __init__(self, request: Request, tokens: Generator[int, None, None]) -> None:
+        self._request = request
+        self._tokens = tokens
+
+    @property
+    def result(self) -> GenerationResult:
+        """What the request has to say; of a request that was closed early, about the tokens it had.
+
+        Raises:
+            EngineStateError: the request has not ended.
+        """
+        if self._request.ended_s is None:
+            name = self._request.request_id
+            raise EngineStateError(
+                f"request {name!r} has not ended: take all its tokens, or close the stream"
+            )
+        return make_result(self._request)
+
+    def close(self) -> None:
+        """End the request now and free its device blocks; idempotent."""
+        self._tokens.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._tokens)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "open" if self._request.ended_s is None else "ended"
+        return f"TokenStream({self._request.request_id}: {len(self._request.output_ids)} tokens, {state})"

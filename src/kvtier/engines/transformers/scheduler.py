@@ -1,22 +1,36 @@
-"""Takes one request through its life: finds its prefix, makes room, computes step by step, lets go.
-
-It computes nothing itself: a step is given the function that does. A block is published to the device's
-prefix cache, and offered to kvtier, only when its bytes are in the pool.
-"""
+"""Tells where loaded tokens were: in host memory already, or in a tier that promoted them just now."""
 
 import logging
 from collections.abc import Callable, Mapping
 
+from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.connector_link import ConnectorLink
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
-from kvtier.engines.transformers.origin import split_origins
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
-from kvtier.engines.transformers.result import DEVICE
+from kvtier.engines.transformers.result import DEVICE, HOST
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.engines.transformers.step import plan_step
 from kvtier.errors import LayerLoadError
+
+
+def split_origins(num_loaded_tokens: int, sources: Mapping[str, int]) -> dict[str, int]:
+    """Divide loaded tokens among the tiers that promoted them and host memory. Pure.
+
+    Args:
+        num_loaded_tokens: tokens that arrived on the device.
+        sources: tokens by where they were to come from, host memory or the type of a tier; more than were loaded when
+            a block did not arrive.
+    """
+    origins: dict[str, int] = {}
+    num_left = num_loaded_tokens
+    for source, num_tokens in sources.items():
+        if source != CPULoadStoreSpec.medium():
+            origins[source] = min(num_tokens, num_left)
+            num_left -= origins[source]
+    return origins | {HOST: num_left}
+
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +72,7 @@ class RequestScheduler:
         self._grow(request, request.num_tokens)
         sources: Mapping[str, int] = {}
         if self._link is not None:
-            sources = self._link.note_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
+            sources = self._link.on_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
         num_loaded_tokens = num_external_tokens
         if is_layerwise:
             request.num_arriving_blocks = num_external_tokens // request.block_size_tokens
@@ -120,10 +134,10 @@ class RequestScheduler:
                 return
         request.num_computed_tokens += num_tokens
 
-    def tell_prefill(self, num_tokens: int, time_s: float) -> None:
+    def report_prefill(self, num_tokens: int, time_s: float) -> None:
         """Tell whoever decides between loading and computing how long so many tokens of a prompt have taken."""
         if self._link is not None:
-            self._link.tell_prefill(num_tokens, time_s)
+            self._link.report_prefill(num_tokens, time_s)
 
     def finish(self, request: Request) -> None:
         """End the request, done or not: its blocks are free whatever happens, its stores go on without it."""
@@ -147,7 +161,7 @@ class RequestScheduler:
     def _fall_back(self, request: Request, sequence: SequenceCache) -> None:
         """Let the request go on from what the device held before its load failed."""
         assert self._link is not None, "only a link brings blocks"
-        request.num_failed_load_blocks = len(self._link.take_failed_blocks(request))
+        request.num_failed_load_blocks = len(self._link.drain_failed_blocks(request))
         request.num_arriving_blocks = 0
         request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
         request.origins = {DEVICE: request.num_computed_tokens}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from kvtier.connector.trace_line import StopReason
 from kvtier.engines.transformers.block_hash import make_root_digest
 from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.config import EngineConfig
@@ -23,6 +22,7 @@ from kvtier.engines.transformers.sampling import Sampler, SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import DevicePoolError, EngineStateError
+from kvtier.recording.trace_line import StopReason
 
 
 class RequestServer:
@@ -178,7 +178,7 @@ class RequestServer:
         # The device has computed when a token is chosen, and not before.
         token_id = sampler.choose(self._logits)
         if num_missing_tokens > 1 and not is_load_awaited:
-            self._scheduler.tell_prefill(num_missing_tokens, self._clock() - begun_s)
+            self._scheduler.report_prefill(num_missing_tokens, self._clock() - begun_s)
         if request.logits is not None:
             request.logits.append(self._logits)
         request.append(token_id)

@@ -4,7 +4,13 @@
 "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'``; ``docs/vllm.md`` has the rest.
 """
 
-from kvtier.engines.vllm import requirements as requirements  # isort: skip
+from kvtier.errors import MissingExtraError
+
+try:
+    import vllm  # noqa: F401 - whether it is there is the question
+except ImportError as error:
+    raise MissingExtraError(error.name or "vllm", "vllm") from error
+
 from kvtier.engines.vllm.connector import KVTierConnector
 
 __all__ = ["KVTierConnector"]

@@ -1,10 +1,9 @@
-"""vLLM's KV connector interface on kvtier's own connector.
+"""Whether vLLM, as it is set up, can compute a request while kvtier loads it layer by layer.
 
-It decides nothing. vLLM builds one object in the scheduler's process and one in each worker's; each drives one half
-of ``kvtier.connector``. The hooks of the two processes stand in ``scheduler_hooks`` and ``worker_hooks``; here is
-what both have: construction, shutdown and metrics.
-
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+It loads nothing. vLLM calls ``wait_for_layer_load`` in front of each attention layer, and computes anew what a failed
+load has spoiled, but not in every setting. Where it does not, loads run beside the steps as they do by default. What
+cannot be read from the configuration, such as a layer whose kernel has no such hook, shows in the first step: a load
+whose layers were not all waited for counts as failed.
 """
 
 import logging
@@ -21,12 +20,34 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
+from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.groups import names_of_groups
-from kvtier.engines.vllm.layerwise import find_obstacle
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
+
+
+def find_obstacle(vllm_config: VllmConfig) -> str | None:
+    """Return why no request may compute while it is loaded, and the remedy; None when it may. Pure."""
+    if not compat.HAS_BLOCK_POOL_HOOK:
+        return f"vLLM {compat.release()} does not let a connector forget blocks: use a later one"
+    if vllm_config.scheduler_config.async_scheduling:
+        # The next step is planned, and computed, before this one's failed load is known.
+        return "with asynchronous scheduling a failed load is known too late: start vLLM with --no-async-scheduling"
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        # It keeps tokens that the scheduler has taken back after a failed load.
+        return "the second model runner cannot take tokens back: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
+    if vllm_config.speculative_config is not None:
+        return (
+            "a drafting model reads the cache when the step's loads have been reported: leave speculation out"
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        return "two halves of a batch wait for layers at the same time: leave --enable-dbo out"
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return "a graph of the whole model holds no hook: set cudagraph_mode to PIECEWISE"
+    return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +88,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         """Return a worker's transfers since the last call, or now and then the scheduler's counters."""
         worker, scheduler = self._connector.connector_worker, self._connector.connector_scheduler
         if worker is not None:
-            stats = worker.take_stats()
+            stats = worker.drain_stats()
             return None if stats is None else KVTierStats.of_transfers(stats)
         if scheduler is None or not self._stats_clock.is_due():
             return None

@@ -1,28 +1,117 @@
-"""The hooks that vLLM calls in its scheduler's process: one hook, one call to the scheduler half.
+"""Which adapter's weights made the blocks of a request.
 
-They decide nothing and see no tensor. What vLLM calls when, and with what promises, stands in
-``kvtier.connector.protocols``, which is modelled on it, so vLLM's own objects are handed on unchanged.
-
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+It loads no weights. vLLM's content hashes know an adapter by its name and, from 0.31, its path, and either may stand
+for other weights tomorrow, in this process or in the next one that reads the same disk. So the keys of such a
+request are salted with a fingerprint of the adapter's files; one whose adapter has no readable files is not offloaded.
 """
 
+import hashlib
+import logging
 from collections.abc import Iterable
+from pathlib import Path
 
+from vllm.distributed import kv_events
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.connector.common import OffloadingConnectorMetadata
+from kvtier.connector.common import BlockRemoved, BlockStored, OffloadingConnectorMetadata
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.connector.trace_line import StopReason
-from kvtier.engines.vllm.adapters import AdapterSalts
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
-from kvtier.engines.vllm.events import translate_events
+from kvtier.engines.vllm.identity import fingerprint_checkpoint
+from kvtier.recording.trace_line import StopReason
+
+logger = logging.getLogger(__name__)
+
+Signature = tuple[tuple[str, int, int], ...]
+"""Name, size and time of change of each file of an adapter; while it is equal the files are taken for unchanged."""
+
+NO_SALT = b""
+"""The salt of a request without an adapter."""
+
+CONFIG_NAME = "adapter_config.json"
+"""Holds the scaling of the adapter, which changes its effect without changing a weight."""
+
+
+class AdapterSalts:
+    """Fingerprints each adapter once, when a request first names it; one whose files change afterwards is given up.
+
+    vLLM may go on with the weights it has in memory, or read the new ones when it likes: it does not say which, so
+    from then on nobody knows what a block of that adapter holds. The next start of the engine does.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Signature, bytes]] = {}
+        self._refused: set[str] = set()
+
+    def salt_of(self, request: Request) -> bytes | None:
+        """Return the salt of a request's keys; None when its blocks must not be offloaded.
+
+        Args:
+            request: one of vLLM's.
+        """
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return NO_SALT
+        path = str(adapter.lora_path)
+        if path in self._refused:
+            return None
+        try:
+            return self._salt_at(path)
+        except OSError as error:
+            self._refused.add(path)
+            logger.warning("from here on no request of adapter %r is offloaded: %s", path, error)
+            return None
+
+    def _salt_at(self, path: str) -> bytes:
+        """Return the salt of an adapter whose files are what they were when they were first seen."""
+        folder = Path(path)
+        signature = tuple(sorted(_describe(file) for file in folder.iterdir() if file.is_file()))
+        if path not in self._known:
+            self._known[path] = signature, _fingerprint(folder)
+        first_signature, salt = self._known[path]
+        if signature != first_signature:
+            raise FileExistsError(f"its files have changed while the engine runs ({folder})")
+        return salt
+
+
+def _fingerprint(folder: Path) -> bytes:
+    weights = fingerprint_checkpoint(folder)
+    if not weights:
+        raise FileNotFoundError(f"{folder} holds no weights")
+    settings = (folder / CONFIG_NAME).read_bytes() if (folder / CONFIG_NAME).exists() else b""
+    return hashlib.sha256(weights.encode() + b"\0" + settings).digest()
+
+
+def _describe(file: Path) -> tuple[str, int, int]:
+    status = file.stat()
+    return file.name, status.st_size, status.st_mtime_ns
+
+
+def translate_events(events: Iterable[BlockStored | BlockRemoved]) -> list[kv_events.KVCacheEvent]:
+    """Return vLLM's form of each event, in the same order. Pure."""
+    return [_translate(event) for event in events]
+
+
+def _translate(event: BlockStored | BlockRemoved) -> kv_events.KVCacheEvent:
+    hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.block_hashes]
+    if isinstance(event, BlockRemoved):
+        return kv_events.BlockRemoved(block_hashes=hashes, medium=event.medium)
+    return kv_events.BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=event.block_size,
+        lora_id=None,
+        medium=event.medium,
+        lora_name=None,
+    )
 
 
 class SchedulerHooks:
@@ -50,7 +139,7 @@ class SchedulerHooks:
     def on_new_request(self, request: Request) -> None:
         """Note when the request came, if requests are recorded; otherwise it is known from its first search on."""
         if self._scheduler.recorder is not None:
-            self._scheduler.recorder.note_arrival(request.request_id)
+            self._scheduler.recorder.on_arrival(request.request_id)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

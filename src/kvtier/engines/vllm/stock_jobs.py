@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
 from kvtier.tiering.base import JobMetadata, JobResult
-from kvtier.tiering.guard import Submission, TierGuard
+from kvtier.tiering.guard import GuardedTier, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ afterwards, and a transfer that is still running would write into them."""
 
 
 @dataclass(frozen=True, slots=True)
-class OpenJob:
+class StockJob:
     """A job that has not been reported to vLLM.
 
     Attributes:
@@ -49,10 +49,10 @@ class StockJobs:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, guard: TierGuard, clock: Callable[[], float]) -> None:
+    def __init__(self, guard: GuardedTier, clock: Callable[[], float]) -> None:
         self._guard = guard
         self._clock = clock
-        self._open: dict[JobId, OpenJob] = {}
+        self._open: dict[JobId, StockJob] = {}
         self._reports: list[StockJobResult] = []
 
     def submit_store(self, job: TransferJob, *, is_wanted: bool) -> None:
@@ -80,7 +80,7 @@ class StockJobs:
         keys = tuple(job.keys)
         self._submit(job, keys, len(keys))
 
-    def take_reports(self) -> list[StockJobResult]:
+    def drain_reports(self) -> list[StockJobResult]:
         """Return the jobs that have ended since the last call, each once, whatever the tier reports."""
         self._collect()
         reports, self._reports = self._reports, []
@@ -107,7 +107,7 @@ class StockJobs:
         context = kvtier_context(job.req_context)
         block_ids = slots_of(job)[: len(keys)]
         metadata = JobMetadata(JobId(job.job_id), keys, block_ids, job.is_promotion, context)
-        opened = OpenJob(metadata, num_pinned_blocks, self._clock())
+        opened = StockJob(metadata, num_pinned_blocks, self._clock())
         self._open[metadata.job_id] = opened
         submission = self._guard.submit(metadata)
         if submission is not Submission.STARTED:
@@ -123,14 +123,14 @@ class StockJobs:
             for job in list(self._open.values()):
                 self._end(job, frozenset())
 
-    def _finish(self, job: OpenJob, result: JobResult) -> None:
+    def _finish(self, job: StockJob, result: JobResult) -> None:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
         is_well = result.success or bool(arrived) or not result.is_fault
         self._guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
         self._end(job, arrived)
 
-    def _end(self, job: OpenJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
+    def _end(self, job: StockJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
         """Close a job and have it reported.
 
         Args:

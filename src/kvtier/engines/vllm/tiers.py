@@ -43,7 +43,7 @@ from kvtier.engines.vllm.stock_jobs import StockJobs, kvtier_context
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager
 from kvtier.tiering.factory import NOT_SETTINGS, TIERS, create_secondary_tier
-from kvtier.tiering.guard import TierGuard
+from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S, EPOCH_BYTES
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class KVTierSecondaryTier(StockTier):
         )
         tier = self.build_tier(settings, primary_kv_view, config)
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
-        self._guard = TierGuard(tier, primary_kv_view.nbytes, row_bytes, clock)
+        self._guard = GuardedTier(tier, primary_kv_view.nbytes, row_bytes, clock)
         self._jobs = StockJobs(self._guard, clock)
         self._deadlines = Deadlines(deadline_s, clock)
         self._stats_clock = StatsClock(clock)
@@ -160,7 +160,7 @@ class KVTierSecondaryTier(StockTier):
 
     def get_finished_jobs(self) -> Iterable[StockJobResult]:
         """Return the jobs that have ended since the last call, each once, whatever the tier reports."""
-        return self._jobs.take_reports()
+        return self._jobs.drain_reports()
 
     def touch(self, keys: Collection[OffloadKey], req_context: StockReqContext) -> None:
         """Pass on what is in use."""
@@ -176,7 +176,7 @@ class KVTierSecondaryTier(StockTier):
         """Start what this step's lookups asked for, as one batch."""
         self._guard.end_step()
         # vLLM asks again by itself in each step, so nobody has to be told that an answer has come.
-        self._guard.take_answered(lambda _: False)
+        self._guard.drain_answered(lambda _: False)
 
     def drain_jobs(self) -> None:
         """Wait for every job, then open an epoch: what was stored before is not found by this engine any more.

@@ -1,26 +1,209 @@
-"""The hooks that vLLM calls in a worker's process: one hook, one call to the worker half.
+"""Turns the KV cache tensors that vLLM registers into the only form that kvtier's handlers know.
 
-They decide nothing but how a failed load is told to vLLM. With one full-attention group vLLM wants the device
-blocks that did not get their bytes, no later than the answer that ends the load, and computes from the first of
-them on. Otherwise it wants the request's name in that same answer, and computes from the first token: with several
-groups it dies of block numbers, which are not unique there, and with a window it would go on from a block whose
-predecessors were never allocated.
+It moves no byte and allocates none: everything here is a view. vLLM hands over one tensor a layer, in whatever
+shape its attention backend wants; all that matters is where the page of a layer for a device block starts, how
+long it is without padding, and how far the next block's is. Three shapes come out of that:
 
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+- separate: each layer has a region of its own, pages one after another;
+- overlaid: layers of different groups share a region, because a device block belongs to one group at a time;
+- packed: the pages of several layers for one device block lie next to each other. What is adjacent in a group
+  becomes one page, so a block of it is one copy.
+
+Rows outlive the process, so the order of a group's pages depends on the configuration alone: by position within
+an allocation, and allocations by the first layer in them, never by address.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
+from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.worker import OffloadingConnectorWorker
-from kvtier.engines.vllm.canonical import make_canonical_kv_caches
 from kvtier.engines.vllm.compat import TransferResults
-from kvtier.engines.vllm.groups import can_recompute_from_block
+from kvtier.engines.vllm.groups import can_recompute_from_block, page_bytes_of_layers
+from kvtier.errors import KVCacheLayoutError
+
+LAYOUT_REMEDY = (
+    "set VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC (NHD or HND in vLLM 0.28), or choose another attention "
+    "backend"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Pages of one layer, or of adjacent ones: block ``b`` starts at ``start_byte + b * stride_bytes``.
+
+    Attributes:
+        storage: the memory, as bytes.
+        start_byte: where block 0 starts in it.
+        stride_bytes: from one block to the next.
+        page_bytes: bytes of a block, unpadded.
+    """
+
+    storage: torch.UntypedStorage
+    start_byte: int
+    stride_bytes: int
+    page_bytes: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Memory address of block 0, and the stride: equal for layers that overlay each other."""
+        return self.storage.data_ptr() + self.start_byte, self.stride_bytes
+
+    def contains(self, other: "PageRun") -> bool:
+        """Return whether each page of ``other`` is part of this one's of the same block."""
+        return (
+            self.storage.data_ptr() == other.storage.data_ptr()
+            and self.stride_bytes == other.stride_bytes
+            and self.start_byte <= other.start_byte
+            and other.start_byte + other.page_bytes <= self.start_byte + self.page_bytes
+        )
+
+    def is_followed_by(self, other: "PageRun") -> bool:
+        """Return whether each page of ``other`` begins where this one's of the same block ends."""
+        return (
+            self.storage.data_ptr() == other.storage.data_ptr()
+            and self.stride_bytes == other.stride_bytes
+            and self.start_byte + self.page_bytes == other.start_byte
+            and self.page_bytes + other.page_bytes <= self.stride_bytes
+        )
+
+
+def make_canonical_kv_caches(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> CanonicalKVCaches:
+    """Return views of every group's pages.
+
+    Args:
+        kv_cache_config: the groups and the number of device blocks.
+        kv_caches: for each layer its KV cache, first dimension device blocks or equal parts of them.
+
+    Raises:
+        KVCacheLayoutError: a layer is missing, or its pages do not lie at one stride; the message names it.
+    """
+    runs_of_groups = [
+        find_runs(kv_cache_config, group, kv_caches) for group in kv_cache_config.kv_cache_groups
+    ]
+    widest: dict[tuple[int, int], PageRun] = {}
+    for run in (run for runs in runs_of_groups for run in runs):
+        known = widest.get(run.place)
+        if known is None or known.page_bytes < run.page_bytes:
+            widest[run.place] = run
+    order = {place: index for index, place in enumerate(widest)}
+    num_blocks = kv_cache_config.num_blocks
+    ref_of_layer: dict[str, int] = {}
+    if len(runs_of_groups) == 1:
+        ref_of_layer = find_refs(kv_cache_config, kv_caches, runs_of_groups[0])
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(view_pages(run, num_blocks), run.page_bytes) for run in widest.values()],
+        [[CanonicalKVCacheRef(order[run.place], run.page_bytes) for run in runs] for runs in runs_of_groups],
+        ref_of_layer,
+    )
+
+
+def find_refs(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], runs: Sequence[PageRun]
+) -> dict[str, int]:
+    """Return for each layer of the only group which of its runs holds the layer's page. Pure."""
+    (group,) = kv_cache_config.kv_cache_groups
+    pages = page_bytes_of_layers(kv_cache_config, group)
+    refs: dict[str, int] = {}
+    for name in group.layer_names:
+        page = find_pages(name, kv_caches.get(name), pages[name], kv_cache_config.num_blocks)
+        refs[name] = next(idx for idx, run in enumerate(runs) if run.contains(page))
+    return refs
+
+
+def find_runs(
+    kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, kv_caches: Mapping[str, torch.Tensor]
+) -> list[PageRun]:
+    """Return the pages of one group, adjacent ones joined, in the order of their bytes in a row. Pure.
+
+    Raises:
+        KVCacheLayoutError: as make_canonical_kv_caches.
+    """
+    pages = page_bytes_of_layers(kv_cache_config, group)
+    num_blocks = kv_cache_config.num_blocks
+    return merge_adjacent(
+        [find_pages(name, kv_caches.get(name), pages[name], num_blocks) for name in group.layer_names]
+    )
+
+
+def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> PageRun:
+    """Return where the pages of one layer are. Pure.
+
+    Args:
+        layer: its name, for messages.
+        cache: what vLLM registered for it.
+        page_bytes: bytes of a device block of it, unpadded.
+        num_blocks: device blocks.
+
+    Raises:
+        KVCacheLayoutError: nothing was registered for it, or its blocks are not at one stride.
+    """
+    if not isinstance(cache, torch.Tensor):
+        raise KVCacheLayoutError(
+            f"layer {layer!r}: vLLM registered {type(cache).__name__}, kvtier needs one tensor for each layer"
+        )
+    if cache.dim() == 0 or not cache.shape[0] or cache.shape[0] % num_blocks:
+        raise KVCacheLayoutError(
+            f"layer {layer!r}: its KV cache has shape {tuple(cache.shape)}, whose first dimension is no multiple of "
+            f"the {num_blocks} device blocks: {LAYOUT_REMEDY}"
+        )
+    parts_per_block = cache.shape[0] // num_blocks
+    item_bytes = cache.element_size()
+    part_stride_bytes = cache.stride(0) * item_bytes
+    stride_bytes = part_stride_bytes * parts_per_block
+    sizes_and_strides = zip(cache.shape[1:], cache.stride()[1:], strict=True)
+    reach_bytes = (1 + sum((size - 1) * stride for size, stride in sizes_and_strides)) * item_bytes
+    reach_bytes += part_stride_bytes * (parts_per_block - 1)
+    if max(page_bytes, reach_bytes) > stride_bytes or reach_bytes > page_bytes:
+        raise KVCacheLayoutError(
+            f"layer {layer!r}: a device block has {page_bytes} bytes, but its KV cache of shape {tuple(cache.shape)} "
+            f"spreads it over {reach_bytes} and has the next one {stride_bytes} bytes on, so blocks do not lie "
+            f"together: {LAYOUT_REMEDY}"
+        )
+    run = PageRun(cache.untyped_storage(), int(cache.storage_offset()) * item_bytes, stride_bytes, page_bytes)
+    end_byte = run.start_byte + stride_bytes * (num_blocks - 1) + page_bytes
+    if end_byte > run.storage.nbytes():
+        raise KVCacheLayoutError(
+            f"layer {layer!r}: its last device block ends at byte {end_byte} of an allocation of "
+            f"{run.storage.nbytes()}: vLLM's page size of {page_bytes} bytes contradicts what it allocated"
+        )
+    return run
+
+
+def merge_adjacent(runs: Sequence[PageRun]) -> list[PageRun]:
+    """Join pages of one group that follow each other in memory, so that they are copied at once. Pure.
+
+    Args:
+        runs: one for each layer, in the order of the layers.
+
+    Returns:
+        The same bytes by position within an allocation, allocations in the order in which layers name them.
+    """
+    storages = list(dict.fromkeys(run.storage.data_ptr() for run in runs))
+    in_order = sorted(runs, key=lambda run: (storages.index(run.storage.data_ptr()), run.start_byte))
+    merged: list[PageRun] = []
+    for run in in_order:
+        if merged and merged[-1].is_followed_by(run):
+            before = merged.pop()
+            joint_bytes = before.page_bytes + run.page_bytes
+            merged.append(PageRun(before.storage, before.start_byte, before.stride_bytes, joint_bytes))
+        else:
+            merged.append(run)
+    return merged
+
+
+def view_pages(run: PageRun, num_blocks: int) -> torch.Tensor:
+    """Return the pages as bytes, shape (num_blocks, page_bytes), int8, on the device; a view. Pure."""
+    raw = torch.empty(0, dtype=torch.int8, device=run.storage.device)
+    return raw.set_(run.storage, run.start_byte, (num_blocks, run.page_bytes), (run.stride_bytes, 1))
 
 
 class WorkerHooks:

@@ -54,12 +54,10 @@ class KVEventsFormat(TraceFormat):
 
     @staticmethod
     def recognises(line: Line) -> bool:
-        """Return whether the line is a batch of events."""
         return {"ts", "events"} <= line.values.keys()
 
     @classmethod
     def read(cls, path: Path) -> Iterator[TraceRequest]:
-        """Yield the requests in the order in which they ended: each has by then been silent for ``JOIN_GAP_S``."""
         joiner = _Joiner(cls.block_tokens_of(path))
         first_s: float | None = None
         for line in read_lines(path, may_be_cut=True):
@@ -74,7 +72,6 @@ class KVEventsFormat(TraceFormat):
 
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:
-        """Return the block size of the first store of the log."""
         for line in read_lines(path, may_be_cut=True):
             for event in _events_of(line):
                 if event.get("type") == STORED and _is_device_store(event):

@@ -24,12 +24,10 @@ class MooncakeFormat(TraceFormat):
 
     @staticmethod
     def recognises(line: Line) -> bool:
-        """Return whether the line has exactly the published fields."""
         return line.values.keys() == FIELDS
 
     @classmethod
     def read(cls, path: Path) -> Iterator[TraceRequest]:
-        """Yield the requests in the order of the file."""
         for line in read_lines(path):
             num_tokens, ids = line.whole("input_length"), line.hash_ids()
             check_num_blocks(line, num_tokens, len(ids), cls.block_tokens)

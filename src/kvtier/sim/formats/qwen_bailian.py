@@ -26,12 +26,10 @@ class QwenBailianFormat(TraceFormat):
 
     @staticmethod
     def recognises(line: Line) -> bool:
-        """Return whether the line speaks of chats."""
         return {"chat_id", "hash_ids"} <= line.values.keys()
 
     @classmethod
     def read(cls, path: Path) -> Iterator[TraceRequest]:
-        """Yield the requests in the order of the file, their ids chained."""
         chain = PrefixChain()
         for line in read_lines(path):
             num_tokens, ids = line.whole("input_length"), line.hash_ids()

@@ -26,7 +26,7 @@ from kvtier.tiering.base import (
 
 DEFAULT_POLICY = "lru"
 
-MAX_UNTOLD_KEYS = 65_536
+MAX_UNREPORTED_KEYS = 65_536
 """Evicted keys that are remembered until they are asked for; nobody asks where events are off."""
 
 
@@ -64,7 +64,7 @@ class KeyOrder:
             raise InvariantError("the tier is full and its policy holds nothing")
         return victims[0][0]
 
-    def tell_learner(self, tell: Callable[[RequestLearner], object]) -> None:
+    def report_to_learner(self, tell: Callable[[RequestLearner], object]) -> None:
         """Call ``tell`` with the policy if it is one that learns from requests."""
         if isinstance(self._policy, RequestLearner):
             tell(self._policy)
@@ -89,7 +89,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         completed_jobs: what the next poll will report.
     """
 
-    honours: ClassVar[frozenset[str]] = frozenset({"policy"})
+    supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
         self,
@@ -113,20 +113,17 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
             lambda: create_cache_policy(self.settings.policy or DEFAULT_POLICY, max_blocks)
         )
         self._begun: list[JobMetadata] = []
-        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNTOLD_KEYS)
+        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS)
         self._is_shut_down = False
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "example"."""
         return "example"
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return whether the block is held."""
         return key in self.blocks
 
     def submit_store(self, job: JobMetadata) -> None:
-        """Copy the job's slots into the tier."""
         if self._is_shut_down:
             raise TierError(self.get_tier_type(), f"job {job.job_id} came after shutdown: build a new tier")
         if self.simulate_async:
@@ -135,11 +132,9 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
             self._carry_out(job)
 
     def submit_load(self, job: JobMetadata) -> None:
-        """Copy the tier's blocks into the job's slots; a job says itself in which direction it goes."""
         self.submit_store(job)
 
     def get_finished(self) -> Iterable[JobResult]:
-        """Return what has ended since the last poll; begin what was submitted meanwhile."""
         finished, self.completed_jobs = self.completed_jobs, []
         begun, self._begun = self._begun, []
         for job in begun:
@@ -147,43 +142,36 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         return finished
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Make ``keys`` the most recent, the first of them most."""
         held = [key for key in keys if key in self.blocks]
         for key in reversed(held):
             self.blocks.move_to_end(key)
         self._order.touch(held)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell a policy that learns from requests of one that has arrived."""
         hints = req_context.kv_transfer_params or {}
         request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-        self._order.tell_learner(lambda policy: policy.note_request(request))
+        self._order.report_to_learner(lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Tell a policy that learns from requests that one has ended."""
-        self._order.tell_learner(lambda policy: policy.note_finished(req_context.req_id))
+        self._order.report_to_learner(lambda policy: policy.on_finished(req_context.req_id))
 
-    def take_evicted(self) -> Collection[OffloadKey]:
-        """Return what has been evicted since the last call, the oldest of very many left out."""
+    def drain_evicted(self) -> Collection[OffloadKey]:
         evicted = tuple(self._evicted)
         self._evicted.clear()
         return evicted
 
     def reset(self, epoch: bytes) -> None:
-        """Forget the blocks: this memory is private, so nobody else can miss them."""
         del epoch
         self._abandon_begun()
         self.clear()
 
     def shutdown(self, timeout_s: float) -> bool:
-        """End with nothing in flight: what had not begun is reported as failed."""
         del timeout_s
         self._is_shut_down = True
         self._abandon_begun()
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Carry out whatever has been submitted; there is nothing to wait for."""
         del timeout_s
         begun, self._begun = self._begun, []
         for job in begun:
@@ -191,7 +179,6 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         return True
 
     def stats(self) -> dict[str, float]:
-        """Return how full the tier is."""
         return {"blocks": float(len(self.blocks)), "max_blocks": float(self.max_blocks)}
 
     def get_num_blocks(self) -> int:

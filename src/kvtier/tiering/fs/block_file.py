@@ -1,12 +1,7 @@
-"""Publishing and reading the files of blocks.
+"""What a file system can do for us: direct I/O, and files without a name.
 
-It knows neither keys nor envelopes: a file is a list of buffers. A file is written without a name and linked when
-it is whole, so whoever finds the name finds all bytes, and a crash leaves nothing. Where the file system cannot do
-that, it is written under a name that tells its writer, in the folder for such names. A file that is no longer wanted
-may be set aside there and be written over: that spares the file system removing one and making another.
-
-Nothing is synced to the device: after a crash of the process the page cache still has every byte, after a loss of
-power a torn file fails its checksum.
+It decides nothing about policy. Some file systems refuse ``O_DIRECT`` or ``O_TMPFILE`` and say so only when
+asked, so they are asked once, when the tier is built.
 """
 
 import errno
@@ -14,11 +9,78 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tiering.fs.direct_io import FileSupport
 from kvtier.tiering.fs.owner import Owner
 from kvtier.tiering.fs.system import STOPPED, Buffers, FileStatus, SystemCalls, set_file_mode, status_of
+from kvtier.tiering.kit.disk import allocate_page
+
+
+@dataclass(frozen=True, slots=True)
+class FileSupport:
+    """What the tier uses of a file system.
+
+    Attributes:
+        has_direct_io: blocks bypass the page cache.
+        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
+    """
+
+    has_direct_io: bool
+    has_unnamed_files: bool
+
+    @property
+    def flags(self) -> int:
+        """Flags for ``open``."""
+        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
+
+
+def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
+    """Ask the file system of ``directory`` what it can do; leaves nothing behind.
+
+    Args:
+        directory: an existing, writable directory.
+        scratch_path: a free name on the same file system.
+        file_mode: permissions of files made for the question.
+        calls: the system.
+
+    Raises:
+        OSError: not even an ordinary file can be made.
+    """
+
+    def works(attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except OSError:
+            return False
+        finally:
+            scratch_path.unlink(missing_ok=True)
+        return True
+
+    def make_named(flags: int) -> int:
+        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
+
+    def write_direct() -> None:
+        fd = make_named(os.O_DIRECT)
+        try:
+            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
+            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
+        finally:
+            os.close(fd)
+
+    def link_unnamed() -> None:
+        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
+        try:
+            calls.link(fd, str(scratch_path))
+        finally:
+            os.close(fd)
+
+    try:
+        os.close(make_named(0))
+    finally:
+        scratch_path.unlink(missing_ok=True)
+    return FileSupport(works(write_direct), works(link_unnamed))
+
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;

@@ -1,29 +1,108 @@
-"""Writes blocks of the primary tier into files: seals them, finds room, and says what became of each.
+"""Room for the blocks of one part of a job: spare files, then what is reserved in the shared count.
 
-It knows no job and no index. Small blocks are published some at a time, so that a thread gives the interpreter's lock
-away once for all of them. A block that cannot be stored costs itself only.
+It asks nobody for room and writes nothing; it keeps the account of what was used and what was not.
 """
 
 import errno
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.aligned import ThreadPages
-from kvtier.tiering.block_store import Rows
-from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.envelope import ENVELOPE_BYTES, pack, seal
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
-from kvtier.tiering.fs.directory import Directory
+from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.folders import make_block_folder
-from kvtier.tiering.fs.room import Room, StoreOutcome
-from kvtier.tiering.fs.space import Space
-from kvtier.tiering.fs.spares import Spares
-from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
+from kvtier.tiering.fs.folders import FSNamespace, make_block_folder
+from kvtier.tiering.fs.recycled_files import RecycledFiles, Spare
+from kvtier.tiering.fs.shared_usage import SharedUsage
+from kvtier.tiering.kit.backend import Rows
+from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, RAW_CODEC, pack, seal
+
+Place = Spare | None
+"""Where one block may be written: over a spare file, or into a new one."""
+
+
+class StoreOutcome(Enum):
+    """What became of one block that was to be stored; of ``NO_SPARE``, that the file to be written over was gone."""
+
+    WRITTEN = "written"
+    EXISTED = "existed"
+    NO_ROOM = "no_room"
+    NO_SPARE = "no_spare"
+    FAILED = "failed"
+
+
+class Reservation:
+    """Where some blocks may be written; used by one thread.
+
+    The bytes of spare files are in the shared count already. One that is written over stays there under its new name;
+    one that was used up in vain stays until somebody counts anew, which is too much and never too little.
+
+    A place that is taken and not ended, because an exception came in between, counts as written too: its file may be
+    there.
+
+    Args:
+        spares: where spare files come from, and go when they were not used.
+        block_bytes: length of a block's file.
+    """
+
+    def __init__(self, spares: RecycledFiles, block_bytes: int) -> None:
+        self._all_spares = spares
+        self._block_bytes = block_bytes
+        self._spares: deque[Spare] = deque()
+        self._taken: set[Spare] = set()
+        self._num_reserved = self._num_new = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """For how many blocks there is some left."""
+        return self._num_new_left + len(self._spares)
+
+    def add(self, spares: Iterable[Spare], num_reserved: int) -> None:
+        """Have more of it."""
+        self._spares.extend(spares)
+        self._num_reserved += num_reserved
+
+    def take(self, num_blocks: int) -> list[Place]:
+        """Return up to ``num_blocks`` places, each of which is to be ended whatever becomes of its block."""
+        places: list[Place] = []
+        while self._spares and len(places) < num_blocks:
+            spare = self._spares.popleft()
+            self._taken.add(spare)
+            places.append(spare)
+        num_new = min(num_blocks - len(places), self._num_new_left)
+        self._num_new += num_new
+        places += [None] * num_new
+        return places
+
+    def end(self, place: Place, outcome: StoreOutcome) -> None:
+        """Note what became of the block that was to be written there."""
+        is_written = outcome is StoreOutcome.WRITTEN
+        if place is None:
+            self._num_new -= not is_written
+            return
+        self._taken.remove(place)
+        if outcome is StoreOutcome.EXISTED:
+            self._spares.append(place)
+        elif not is_written:
+            self._all_spares.discard(place)
+
+    def settle(self, ledger: SharedUsage) -> None:
+        """Give back what was not used, and have the count know the rest."""
+        for spare in self._taken:
+            self._all_spares.discard(spare)
+        self._all_spares.give_back(self._spares)
+        ledger.settle(self._num_reserved * self._block_bytes, self._num_new * self._block_bytes)
+
+    @property
+    def _num_new_left(self) -> int:
+        return self._num_reserved - self._num_new
+
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +131,7 @@ class BlockWriter:
         spares: files of evicted blocks, to be written over.
     """
 
-    def __init__(self, directory: Directory, rows: Rows, evictor: Evictor, spares: Spares) -> None:
+    def __init__(self, directory: FSDirectory, rows: Rows, evictor: Evictor, spares: RecycledFiles) -> None:
         self._directory = directory
         self._rows = rows
         self._files = directory.files
@@ -60,30 +139,30 @@ class BlockWriter:
         self._evictor = evictor
         self._spares = spares
         self._batch_blocks = plan_batch_files(rows.row_bytes)
-        self._num_ahead = plan_num_ahead(
+        self._num_ahead = plan_num_checksums_ahead(
             self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
         )
         self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
 
-    def write(self, space: Space, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
+    def write(self, space: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
         """Write blocks, given as keys and slots, and return what became of each.
 
         Thread: any of the pool's; blocks.
         """
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
-        room = Room(self._spares, self._directory.block_bytes)
+        room = Reservation(self._spares, self._directory.block_bytes)
         try:
             self._fill(room, space, len(blocks))
             seal_next = partial(self._seal, space, cycle(self._pages.of_this_thread()))
             batches = _cut(blocks[: room.num_blocks], self._batch_blocks)
-            for batch in seal_ahead(batches, seal_next, self._num_ahead):
+            for batch in checksum_ahead(batches, seal_next, self._num_ahead):
                 if not self._write_batch(space, room, batch, outcomes):
                     break
         finally:
             room.settle(self._ledger)
         return outcomes
 
-    def _fill(self, room: Room, space: Space, num_blocks: int) -> None:
+    def _fill(self, room: Reservation, space: FSNamespace, num_blocks: int) -> None:
         """Take room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
         self._add_room(room, space, num_blocks)
         num_missing = num_blocks - room.num_blocks
@@ -91,7 +170,7 @@ class BlockWriter:
             self._evictor.make_room(num_missing * self._directory.block_bytes)
             self._add_room(room, space, num_missing)
 
-    def _add_room(self, room: Room, space: Space, num_blocks: int) -> None:
+    def _add_room(self, room: Reservation, space: FSNamespace, num_blocks: int) -> None:
         spares = self._spares.take(num_blocks, space.namespace.name)
         if spares:
             self._evictor.ask()
@@ -104,17 +183,19 @@ class BlockWriter:
         room.add(spares, num_reserved)
 
     def _seal(
-        self, space: Space, pages: Iterator[memoryview], blocks: Sequence[tuple[OffloadKey, int]]
+        self, space: FSNamespace, pages: Iterator[memoryview], blocks: Sequence[tuple[OffloadKey, int]]
     ) -> list[_Sealed]:
         """Fill the next of ``pages`` with the headers of blocks, given as keys and slots."""
         sealed = []
         for key, slot in blocks:
             page, row = next(pages), self._rows.row(slot)
-            page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_NUMBER))
+            page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_CODEC))
             sealed.append(_Sealed(key, page, row))
         return sealed
 
-    def _write_batch(self, space: Space, room: Room, batch: Sequence[_Sealed], outcomes: Outcomes) -> bool:
+    def _write_batch(
+        self, space: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
+    ) -> bool:
         """Write blocks, those without room once more as long as some can be made; return whether all had room."""
         if self._try(space, room, batch, outcomes):
             return True
@@ -123,7 +204,7 @@ class BlockWriter:
             for sealed in batch
         )
 
-    def _try_again(self, space: Space, room: Room, sealed: _Sealed, outcomes: Outcomes) -> bool:
+    def _try_again(self, space: FSNamespace, room: Reservation, sealed: _Sealed, outcomes: Outcomes) -> bool:
         """Write a block that had no place into another, made if need be; False when there is none."""
         while outcomes[sealed.key] is StoreOutcome.NO_SPARE:
             self._try(space, room, [sealed], outcomes)
@@ -133,7 +214,9 @@ class BlockWriter:
             self._try(space, room, [sealed], outcomes)
         return outcomes[sealed.key] not in NO_PLACE
 
-    def _try(self, space: Space, room: Room, batch: Sequence[_Sealed], outcomes: Outcomes) -> bool:
+    def _try(
+        self, space: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
+    ) -> bool:
         """Write the first of some blocks, as many as have places, with one call; return whether all had room."""
         places = room.take(len(batch))
         files = []
@@ -151,7 +234,7 @@ class BlockWriter:
             outcomes[sealed.key] = StoreOutcome.NO_ROOM
         return had_room
 
-    def _publish(self, space: Space, files: Sequence[NewFile]) -> list[bool | OSError]:
+    def _publish(self, space: FSNamespace, files: Sequence[NewFile]) -> list[bool | OSError]:
         """Publish files, those without a folder again when there is one."""
         answers = self._files.publish(files)
         for index, answer in enumerate(answers):
@@ -159,7 +242,7 @@ class BlockWriter:
                 answers[index] = self._publish_in_new_folder(space, files[index])
         return answers
 
-    def _publish_in_new_folder(self, space: Space, file: NewFile) -> bool | OSError:
+    def _publish_in_new_folder(self, space: FSNamespace, file: NewFile) -> bool | OSError:
         path, directory = file[0], self._directory
         try:
             make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)

@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.aligned import ALIGNMENT_BYTES, is_aligned
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.fs.block_file import BlockFiles
-from kvtier.tiering.fs.direct_io import FileSupport, probe
-from kvtier.tiering.fs.folders import make_folder
-from kvtier.tiering.fs.layout import TEMPORARY_NAME, USAGE_NAME
-from kvtier.tiering.fs.ledger import Ledger
+from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, probe
+from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_folder
 from kvtier.tiering.fs.owner import Owner, current_owner
 from kvtier.tiering.fs.settings import FSSettings
+from kvtier.tiering.fs.shared_usage import SharedUsage
 from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
+from kvtier.tiering.kit.health import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ COUNTER_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class FSDirectory:
     """What the parts of a tier share.
 
     Attributes:
@@ -53,7 +51,7 @@ class Directory:
     block_bytes: int
     has_direct_io: bool
     files: BlockFiles
-    ledger: Ledger
+    ledger: SharedUsage
     owner: Owner
     counters: Counters
     clock: Callable[[], float]
@@ -66,7 +64,7 @@ def open_directory(
     calls: SystemCalls,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
-) -> Directory:
+) -> FSDirectory:
     """Make the directory ready for rows such as these.
 
     Args:
@@ -92,13 +90,13 @@ def open_directory(
     support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
     files = BlockFiles(support, temporary_path, owner, settings.file_mode, calls, wall_clock)
     usage_path = settings.root_dir / USAGE_NAME
-    return Directory(
+    return FSDirectory(
         root=settings.root_dir,
         file_mode=settings.file_mode,
         block_bytes=settings.block_bytes,
         has_direct_io=support.has_direct_io,
         files=files,
-        ledger=Ledger(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
+        ledger=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
         owner=owner,
         counters=Counters(*COUNTER_NAMES),
         clock=clock,

@@ -1,27 +1,61 @@
-"""Keeps a directory within its capacity, and finds out at the start what is in it.
+"""Who evicts from a directory that several processes share.
 
-It writes no block. One thread per tier does it; among the processes that share a directory the holder of a
-``flock`` evicts, and since the kernel releases the lock of a dead process, another takes over. The file that was
-used longest ago goes first, whichever namespace it belongs to. A walk over the directory remembers the oldest
-files, which serves for thousands of evictions: files written later are younger, and one that was used since is
-seen to be when its turn comes. Some files of evicted blocks are kept aside to be written over; they lie in the slack.
+It evicts nothing. The kernel releases the lock of a process that dies, so another takes over.
 """
 
+import fcntl
 import heapq
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.tiering.fs.book import Book
-from kvtier.tiering.fs.directory import Directory
-from kvtier.tiering.fs.folders import FoundBlock, remove_empty_folders, sweep_temporaries, walk_blocks
-from kvtier.tiering.fs.layout import TEMPORARY_NAME, namespace_of
-from kvtier.tiering.fs.leadership import leading
-from kvtier.tiering.fs.space import Space
-from kvtier.tiering.fs.spares import Spares
+from kvtier.tiering.fs.directory import FSDirectory
+from kvtier.tiering.fs.folders import (
+    LOCK_NAME,
+    TEMPORARY_NAME,
+    BlockFile,
+    FSNamespace,
+    namespace_of,
+    remove_empty_folders,
+    sweep_temporaries,
+    walk_blocks,
+)
+from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.shared_usage import UsageRecord
+from kvtier.tiering.fs.system import open_shared_file
+
+
+@contextmanager
+def leading(root: Path, file_mode: int) -> Iterator[bool]:
+    """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours.
+
+    Args:
+        root: the directory.
+        file_mode: permissions of the lock's file when it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = open_shared_file(root / LOCK_NAME, file_mode)
+    is_leader = False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_leader = True
+        except BlockingIOError:
+            pass
+        yield is_leader
+    finally:
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        if is_leader:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +130,9 @@ class Evictor:
         spares: takes files of evicted blocks that can be written over.
     """
 
-    def __init__(self, directory: Directory, current_space: Callable[[], Space], spares: Spares) -> None:
+    def __init__(
+        self, directory: FSDirectory, current_space: Callable[[], FSNamespace], spares: RecycledFiles
+    ) -> None:
         self._directory = directory
         self._current_space = current_space
         self._spares = spares
@@ -106,7 +142,7 @@ class Evictor:
         self._is_running = False
         self._is_closed = False
         self._num_rounds = 0
-        self._candidates: list[FoundBlock] = []
+        self._candidates: list[BlockFile] = []
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
         self._freed_since_walk_bytes = 0
@@ -117,7 +153,7 @@ class Evictor:
         """Start the thread; its first work is to see what is there."""
         self._thread.start()
 
-    def note(self, book: Book | None) -> None:
+    def note(self, book: UsageRecord | None) -> None:
         """Ask for an eviction, without waiting for it, when ``book`` says that the slack is being used up."""
         block_bytes = self._directory.block_bytes
         if book is not None and plan_excess(book, block_bytes, self._spares.num_bytes) > 0:
@@ -259,7 +295,7 @@ class Evictor:
             return False
         return self._directory.clock() - self._walked_s < BARREN_FACTOR * self._walk_took_s
 
-    def _walk(self, space: Space | None, *, is_recount: bool) -> Book | None:
+    def _walk(self, space: FSNamespace | None, *, is_recount: bool) -> UsageRecord | None:
         """See every block: who is oldest, how much there is, and what of it ``space`` should know.
 
         Returns:
@@ -272,7 +308,7 @@ class Evictor:
             directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock()
         )
 
-        def observe() -> Iterator[FoundBlock]:
+        def observe() -> Iterator[BlockFile]:
             nonlocal found_bytes
             for block in walk_blocks(directory.root):
                 if self._is_closed:
@@ -321,7 +357,7 @@ class Evictor:
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
         return evicted_bytes
 
-    def _evict_if_still_old(self, block: FoundBlock, heir: str | None) -> Evicted:
+    def _evict_if_still_old(self, block: BlockFile, heir: str | None) -> Evicted:
         """Keep the file for blocks of the namespace ``heir``, or remove it."""
         try:
             status = os.lstat(block.path)
@@ -337,7 +373,7 @@ class Evictor:
             return Evicted(0)
 
 
-def plan_excess(book: Book, block_bytes: int, spare_bytes: int) -> int:
+def plan_excess(book: UsageRecord, block_bytes: int, spare_bytes: int) -> int:
     """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
 
     Args:
@@ -349,11 +385,11 @@ def plan_excess(book: Book, block_bytes: int, spare_bytes: int) -> int:
     return book.used_bytes - spare_bytes - (book.limit_bytes - slack_bytes)
 
 
-def plan_num_spares(book: Book, block_bytes: int) -> int:
+def plan_num_spares(book: UsageRecord, block_bytes: int) -> int:
     """Return how many spare files one tier may keep: those of all together fit into the slack. Pure."""
     return min(MAX_SPARES, plan_slack_blocks(book, block_bytes) // max(1, len(book.members)))
 
 
-def plan_slack_blocks(book: Book, block_bytes: int) -> int:
+def plan_slack_blocks(book: UsageRecord, block_bytes: int) -> int:
     """Return for how many blocks a directory is to have room that is not used. Pure."""
     return book.limit_bytes // SLACK_SHARE // block_bytes

@@ -1,10 +1,15 @@
-"""The tier's folders on the disk: made when a block needs them, walked, and given back when empty.
+"""Names of everything in the tier's directory.
 
-It reads and writes no block. Folders are private as the files are; a walk sees what looks like ours and steps
-over everything else, also over what disappears meanwhile.
+It touches no file. ``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
+hex: 256 folders of a namespace hold 4,000 files each at a million blocks, which is little for a file system of
+today, and a new namespace is not busy making folders for its first thousands of blocks. Beside the namespaces
+stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and ``tmp``.
+
+Whatever does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -14,14 +19,62 @@ from pathlib import Path
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.fs.block_file import folder_mode
-from kvtier.tiering.fs.layout import (
-    FOLDER_PATTERNS,
-    NAMESPACE_DOCUMENT_NAME,
-    TEMPORARY_NAME,
-    namespace_path,
-    parse_block_name,
-)
+from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.owner import Owner, parse_owner
+
+LOCK_NAME = ".lock"
+USAGE_NAME = ".usage"
+TEMPORARY_NAME = "tmp"
+NAMESPACE_DOCUMENT_NAME = "namespace.json"
+
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_DIGIT = re.compile(r"[0-9a-f]")
+_BLOCK = re.compile(r"((?:[0-9a-f]{2}){1,40})\.kv")
+
+FOLDER_PATTERNS = (_NAMESPACE, _DIGIT, _DIGIT)
+"""What folders are called, from the root downwards to those that hold blocks."""
+
+
+def block_path(namespace_path: str, key: OffloadKey) -> str:
+    """Return where a namespace keeps the block of ``key``. Pure."""
+    digits = key.hex()
+    return f"{namespace_path}/{digits[0]}/{digits[1]}/{digits}.kv"
+
+
+def parse_block_name(file_name: str) -> OffloadKey | None:
+    """Return the key of the block in a file called so, None when it is no block. Pure."""
+    found = _BLOCK.fullmatch(file_name)
+    return OffloadKey(bytes.fromhex(found[1])) if found else None
+
+
+def namespace_path(root: Path, namespace_name: str) -> str:
+    """Return the folder of a namespace. Pure."""
+    return f"{root}/{namespace_name}"
+
+
+def namespace_of(path: str) -> str:
+    """Return the namespace's name in the path of a block. Pure."""
+    return path.split("/")[-4]
+
+
+@dataclass(frozen=True, slots=True)
+class FSNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Attributes:
+        namespace: the identity of its blocks.
+        path: its folder.
+        index: which blocks of it are on the disk.
+    """
+
+    namespace: Namespace
+    path: str
+    index: KeyIndex
+
+    def block_path(self, key: OffloadKey) -> str:
+        """Return where the block of ``key`` is."""
+        return block_path(self.path, key)
+
 
 EMPTY_FOLDER_IDLE_S = 3600.0
 """Seconds a folder must have been empty to be removed. Shorter makes writers create again what was just
@@ -29,7 +82,7 @@ removed; longer keeps a few MiB of folders of models that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBlock:
+class BlockFile:
     """A block's file, as a walk saw it.
 
     Attributes:
@@ -89,14 +142,14 @@ def make_block_folder(
     make_folder(leaf, file_mode)
 
 
-def walk_blocks(root: Path) -> Iterator[FoundBlock]:
+def walk_blocks(root: Path) -> Iterator[BlockFile]:
     """Yield the blocks of every namespace, in no order."""
     for folder in _walk_folders(root, depth=len(FOLDER_PATTERNS)):
         for entry in _entries(folder):
             key = parse_block_name(entry.name)
             status = _status(entry) if key is not None else None
             if key is not None and status is not None and stat.S_ISREG(status.st_mode):
-                yield FoundBlock(status.st_mtime_ns, entry.path, status.st_size, key)
+                yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, key)
 
 
 def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:

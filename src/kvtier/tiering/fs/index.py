@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.evicted import EvictedKeys
+from kvtier.tiering.kit.eviction_log import EvictionLog
 
 BATCH_KEYS = 1024
 """Keys added under one hold of the lock, some 100 us; more would keep the scheduler's lookups waiting."""
@@ -35,7 +35,7 @@ class KeyIndex:
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._evicted = EvictedKeys(tells_evicted)
+        self._evicted = EvictionLog(tells_evicted)
         self._complete = threading.Event()
         if is_complete:
             self._complete.set()
@@ -57,7 +57,7 @@ class KeyIndex:
                     del self._keys[key]
                     self._evicted.add(key)
 
-    def take_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
+    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
         with self._lock:
             return self._evicted.take(being_stored, self._keys.__contains__)

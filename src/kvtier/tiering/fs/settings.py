@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvtier.config import SettingsReader, parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.disk_settings import DEFAULT_NUM_THREADS, parse_direct_io, parse_num_threads
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S
+from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, parse_direct_io, parse_num_threads
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
 

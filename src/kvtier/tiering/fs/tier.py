@@ -11,23 +11,27 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.cores import count_usable_cores
-from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.disk_settings import plan_num_threads
-from kvtier.tiering.envelope import MAX_KEY_BYTES
-from kvtier.tiering.evicting import EvictingTier
+from kvtier.limits import count_usable_cores
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.folders import FSNamespace
+from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.settings import (
     DEFAULT_FILE_MODE,
     parse_settings,
     plan_num_store_threads,
 )
-from kvtier.tiering.fs.space import Space
-from kvtier.tiering.fs.spares import Spares
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
-from kvtier.tiering.pooled import DEFAULT_NEGATIVE_TTL_S, PoolOptions, require_lasting_keys
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.disk import plan_num_threads
+from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.threaded_tier import (
+    DEFAULT_NEGATIVE_TTL_S,
+    SelfEvictingTier,
+    ThreadOptions,
+    require_lasting_keys,
+)
 
 TIER_TYPE = "fs"
 
@@ -39,7 +43,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(EvictingTier[Space]):
+class FSTier(SelfEvictingTier[FSNamespace]):
     """One file per block in a directory that any number of engines may share.
 
     Args:
@@ -91,9 +95,9 @@ class FSTier(EvictingTier[Space]):
         )
         self._is_shared = own.shared
         directory = open_directory(own, primary_kv_view, calls, clock, wall_clock)
-        spares = Spares(directory.files, directory.file_mode, directory.block_bytes)
+        spares = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
         self._evictor = Evictor(directory, lambda: self._space, spares)
-        options = PoolOptions(
+        options = ThreadOptions(
             plan_num_threads(own.num_threads, rows.row_bytes, has_direct_io=directory.has_direct_io),
             max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             # What is found on the disk goes into the index, which knows when it is gone: no verdict is kept.
@@ -112,11 +116,9 @@ class FSTier(EvictingTier[Space]):
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "fs"."""
         return TIER_TYPE
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Answer from memory; what is not known there is asked of the disk, unless nobody else writes it."""
         index = self._space.index
         if key in index:
             return True
@@ -129,8 +131,7 @@ class FSTier(EvictingTier[Space]):
         return self._space.index.wait_complete(timeout_s)
 
     def stats(self) -> dict[str, float]:
-        """Return counts and gauges: loads by outcome, stores, evictions, lookups, the queue, the index."""
         return super().stats() | {"indexed_blocks": len(self._space.index)}
 
-    def _take_untold(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
-        return self._space.index.take_evicted(being_stored)
+    def _drain_unreported(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        return self._space.index.drain_evicted(being_stored)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import TierError
-from kvtier.tiering.mooncake.codes import MASTER_AWAY, Code, name_of
+from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
 from kvtier.tiering.mooncake.headers import address_of
 from kvtier.tiering.mooncake.native import (
     TIER_TYPE,

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class HeaderSlots:
     """Places for the envelopes of one call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Strip:
         return self.address + number * ENVELOPE_BYTES
 
 
-class HeaderArea:
+class HeaderPool:
     """Strips for as many calls as there are threads.
 
     Args:
@@ -48,12 +48,12 @@ class HeaderArea:
         strip_bytes = places_per_strip * ENVELOPE_BYTES
         self.memory = memoryview(mmap.mmap(-1, num_strips * strip_bytes))
         self.address = address_of(self.memory)
-        self._free: queue.SimpleQueue[Strip] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[HeaderSlots] = queue.SimpleQueue()
         for begin in range(0, len(self.memory), strip_bytes):
-            self._free.put(Strip(self.memory[begin : begin + strip_bytes], self.address + begin))
+            self._free.put(HeaderSlots(self.memory[begin : begin + strip_bytes], self.address + begin))
 
     @contextmanager
-    def borrow(self) -> Iterator[Strip]:
+    def borrow(self) -> Iterator[HeaderSlots]:
         """Lend a strip; waits for one when all are lent. Thread: any."""
         strip = self._free.get()
         try:

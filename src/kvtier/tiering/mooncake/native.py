@@ -14,7 +14,7 @@ import socket
 from typing import Protocol
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.mooncake.codes import Code, name_of
+from kvtier.tiering.mooncake.errors import Code, name_of
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 try:

@@ -1,29 +1,104 @@
-"""Moves blocks between rows of the primary tier and the store: envelopes, answers, and what becomes of failures.
-
-It decides nothing about when; threads of the tier call it with some blocks of a job. A value is an envelope and a
-row, written and read in one transfer without a copy of ours. A master that does not answer fails the call; anything
-else costs single blocks, and is counted with its reason.
-"""
+"""One namespace of the tier: its identity and the names of its blocks in the store."""
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.block_store import BlockStore, Rows
-from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Verdict, check, pack, seal
-from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
-from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    RAW_CODEC,
+    HeaderCheck,
+    check,
+    pack,
+    seal,
+)
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.mooncake.client import MooncakeClient, Places
-from kvtier.tiering.mooncake.codes import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
-from kvtier.tiering.mooncake.doomed import Doomed
-from kvtier.tiering.mooncake.headers import HeaderArea, Strip, address_of
-from kvtier.tiering.mooncake.space import Space
+from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
+from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Attributes:
+        namespace: the identity of its blocks.
+    """
+
+    namespace: Namespace
+
+    def name_of(self, key: OffloadKey) -> str:
+        """Return the name under which the store keeps the block of ``key``."""
+        return f"{self.namespace.name}/{key.hex()}"
+
+
+RETRY_S = 6.0
+"""Seconds until a removal is tried again: the store's leases last 5 unless its master says otherwise."""
+
+MAX_NAMES = 4096
+"""Names kept in mind. A forgotten one is found damaged again by the next load."""
+
+
+class PendingDeletes:
+    """A bounded set of names, each with the time of its next removal.
+
+    Mutable is the set. ``_lock`` guards it.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._due_s: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Keep ``names`` in mind; the next removal is due after a lease."""
+        due_s = self._clock() + RETRY_S
+        with self._lock:
+            for name in names:
+                self._due_s[name] = due_s
+                self._due_s.move_to_end(name)
+            while len(self._due_s) > MAX_NAMES:
+                self._due_s.popitem(last=False)
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Forget ``names``."""
+        with self._lock:
+            for name in names:
+                self._due_s.pop(name, None)
+
+    def among(self, names: Collection[str]) -> frozenset[str]:
+        """Return which of ``names`` are doomed."""
+        if not self._due_s:  # read without the lock: the usual case, and a late answer costs one lookup
+            return frozenset()
+        with self._lock:
+            return frozenset(name for name in names if name in self._due_s)
+
+    def take_due(self) -> list[str]:
+        """Return the names whose removal is due, and put it off for everybody else."""
+        now_s = self._clock()
+        with self._lock:
+            due = [name for name, due_s in self._due_s.items() if due_s <= now_s]
+            for name in due:
+                self._due_s[name] = now_s + RETRY_S
+        return due
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +109,7 @@ COUNTS = ("hits", "loaded_bytes", "stored_blocks", "stored_bytes", "declined", "
 MORE_COUNTS = ("absent", "damaged", "foreign", "io_error", "removed_damaged", "ask_errors", "unknown_answers")
 
 
-class MooncakeBlockStore(BlockStore[Space]):
+class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
     """Stores and loads some blocks at a time.
 
     Args:
@@ -45,26 +120,23 @@ class MooncakeBlockStore(BlockStore[Space]):
     """
 
     def __init__(
-        self, client: MooncakeClient, rows: Rows, headers: HeaderArea, clock: Callable[[], float]
+        self, client: MooncakeClient, rows: Rows, headers: HeaderPool, clock: Callable[[], float]
     ) -> None:
         self._client = client
         self._rows = rows
         self._rows_address = address_of(rows.flat)
         self._headers = headers
-        self._doomed = Doomed(clock)
+        self._doomed = PendingDeletes(clock)
         self._counters = Counters(*COUNTS, *MORE_COUNTS)
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
-        """Return what names the namespace's blocks; asks nobody."""
-        return Space(namespace)
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> MooncakeNamespace:
+        return MooncakeNamespace(namespace)
 
     def check_reachable(self) -> None:
-        """Join the store and ask its master once; may block."""
         self._client.exist([PROBE_NAME])
 
-    def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return which of ``keys`` have a whole value. Thread: the lookup's; blocks."""
+    def find(self, space: MooncakeNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         self._remove(self._doomed.take_due())
         names = {key: space.name_of(key) for key in keys}
         doomed = self._doomed.among(names.values())
@@ -76,8 +148,9 @@ class MooncakeBlockStore(BlockStore[Space]):
         self._counters.add(ask_errors=sum(answer < 0 for answer in answers))
         return [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
 
-    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Write blocks; those that have a value now have arrived. Thread: any of the pool's; blocks."""
+    def store(
+        self, space: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         todo = list(zip(keys, slots, [space.name_of(key) for key in keys], strict=True))
         if len(self._doomed):
             self._remove(self._doomed.among([name for _, _, name in todo]))
@@ -85,17 +158,18 @@ class MooncakeBlockStore(BlockStore[Space]):
             todo = [block for block in todo if block[2] not in doomed]
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
-            return Moved(())
+            return TransferOutcome(())
         digest = space.namespace.digest
         with self._headers.borrow() as strip:
             for number, (key, slot, _) in enumerate(todo):
-                strip.place(number)[:] = pack(seal(key, digest, self._rows.row(slot), codec=RAW_NUMBER))
+                strip.place(number)[:] = pack(seal(key, digest, self._rows.row(slot), codec=RAW_CODEC))
             places = self._places(strip, [slot for _, slot, _ in todo])
             answers = self._client.put([name for _, _, name in todo], places)
         return self._count_stored([key for key, _, _ in todo], answers)
 
-    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Read blocks; those whose bytes are there and right have arrived. Thread: any of the pool's; blocks."""
+    def load(
+        self, space: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         names = [space.name_of(key) for key in keys]
         with self._headers.borrow() as strip:
             answers = self._client.get(names, self._places(strip, slots))
@@ -112,29 +186,27 @@ class MooncakeBlockStore(BlockStore[Space]):
         return self._count_loaded(keys, failures)
 
     def stats(self) -> dict[str, float]:
-        """Return counts of loads by outcome and of stores, and how many damaged values wait for removal."""
         return self._counters.snapshot() | {"doomed_blocks": len(self._doomed)}
 
     def close(self) -> None:
-        """Leave the store."""
         self._client.close()
 
-    def _places(self, strip: Strip, slots: Sequence[int]) -> Places:
+    def _places(self, strip: HeaderSlots, slots: Sequence[int]) -> Places:
         begin, row_bytes = self._rows_address, self._rows.row_bytes
         addresses = [[strip.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
         return Places(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
 
     def _judge(
-        self, space: Space, key: OffloadKey, header: memoryview, row: memoryview, answer: int
+        self, space: MooncakeNamespace, key: OffloadKey, header: memoryview, row: memoryview, answer: int
     ) -> TierFailure | None:
         """Say why a block did not come, or None when it is there and right."""
         # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
         if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
             return self._explain(space.name_of(key), answer)
-        verdict = check(header, row, key, space.namespace.digest, codec=RAW_NUMBER)
-        if verdict is Verdict.OK:
+        verdict = check(header, row, key, space.namespace.digest, codec=RAW_CODEC)
+        if verdict is HeaderCheck.OK:
             return None
-        failure = FAILURE_OF_VERDICT[verdict]
+        failure = FAILURE_OF_CHECK[verdict]
         name = space.name_of(key)
         logger.warning("tier mooncake: block %s is %s (%s)", name, failure.value, verdict.value)
         return failure if answer == self._value_bytes else TierFailure.IO_ERROR
@@ -173,7 +245,7 @@ class MooncakeBlockStore(BlockStore[Space]):
         self._note_unknown(answers)
         self._counters.add(removed_damaged=answers.count(Code.OK))
 
-    def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> Moved:
+    def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> TransferOutcome:
         arrived = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
         failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
         self._log_failed("stored", failed)
@@ -184,13 +256,15 @@ class MooncakeBlockStore(BlockStore[Space]):
             declined=sum(answer in NO_ROOM for answer in answers),
             store_errors=failed.total(),
         )
-        return Moved(arrived, is_fault=failed.total() > 0)
+        return TransferOutcome(arrived, is_fault=failed.total() > 0)
 
-    def _count_loaded(self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]) -> Moved:
+    def _count_loaded(
+        self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]
+    ) -> TransferOutcome:
         arrived = [key for key, failure in zip(keys, failures, strict=True) if failure is None]
         reasons = Counter(failure.value for failure in failures if failure is not None)
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes, **reasons)
-        return Moved(arrived, is_fault=any(failure in FAULTS for failure in failures))
+        return TransferOutcome(arrived, is_fault=any(failure in FAULTS for failure in failures))
 
     def _log_failed(self, verb: str, counts: Counter[int]) -> None:
         for answer, count in counts.items():

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 
 from kvtier.config import OffloadingConfig
-from kvtier.tiering.block_store import rows_of
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
-from kvtier.tiering.mooncake.headers import HeaderArea
+from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import TIER_TYPE
 from kvtier.tiering.mooncake.settings import (
     DEFAULT_LOCAL_HOST,
@@ -20,9 +21,7 @@ from kvtier.tiering.mooncake.settings import (
     DEFAULT_TIMEOUT_S,
     parse_settings,
 )
-from kvtier.tiering.mooncake.space import Space
-from kvtier.tiering.mooncake.store import MooncakeBlockStore
-from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
+from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
 MAX_PART_BYTES = 16 * 2**20
 """Bytes that a thread moves in one call. Less pays for the master's answers more often; more keeps a load waiting
@@ -36,7 +35,7 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less asks again for the same prefix."""
 
 
-class MooncakeTier(PooledTier[Space]):
+class MooncakeTier(ThreadedTier[MooncakeNamespace]):
     """Blocks in the memory of a Mooncake store.
 
     Args:
@@ -81,9 +80,9 @@ class MooncakeTier(PooledTier[Space]):
             num_threads=num_threads,
         )
         part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes)))
-        headers = HeaderArea(own.num_threads, part_blocks)
+        headers = HeaderPool(own.num_threads, part_blocks)
         client = MooncakeClient(own, (rows.flat, headers.memory), clock)
-        options = PoolOptions(
+        options = ThreadOptions(
             own.num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
         )
         block_store = MooncakeBlockStore(client, rows, headers, clock)
@@ -91,5 +90,4 @@ class MooncakeTier(PooledTier[Space]):
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "mooncake"."""
         return TIER_TYPE

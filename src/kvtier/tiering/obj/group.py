@@ -1,23 +1,66 @@
-"""Objects that hold several blocks, and the pointers into them.
-
-A group is written before its pointers, so that a pointer never comes before what it points at; a writer that dies in
-between leaves a group that nobody finds, and that is deleted when it is old.
-"""
+"""Blocks on their way between rows of the primary tier and objects: sealed when they go, checked before they land."""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvtier.base import OffloadKey
-from kvtier.tiering.envelope import Verdict
+from kvtier.tiering.kit.backend import Rows
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, RAW_CODEC, Buffer, HeaderCheck, check, pack, seal
 from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.layout import draw_group_id
-from kvtier.tiering.obj.pointer import POINTER_BYTES, Location, pack_pointer, unpack_pointer
-from kvtier.tiering.obj.rows import Block, SealedRows
-from kvtier.tiering.obj.space import Space
+from kvtier.tiering.obj.layout import (
+    POINTER_BYTES,
+    Location,
+    ObjNamespace,
+    draw_group_id,
+    pack_pointer,
+    unpack_pointer,
+)
+
+Block = tuple[OffloadKey, int]
+"""A key and the slot of its row."""
 
 
-class Member(NamedTuple):
+class SealedRows:
+    """The primary's rows as the store sees them, an envelope in front of each.
+
+    Args:
+        rows: the primary's.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.row_bytes = rows.row_bytes
+        self.block_bytes = ENVELOPE_BYTES + rows.row_bytes
+
+    def seal(self, blocks: Sequence[Block], digest: bytes) -> list[Buffer]:
+        """Return the bytes of an object that holds ``blocks``: envelope, row, envelope, row; rows are not copied."""
+        buffers: list[Buffer] = []
+        for key, slot in blocks:
+            row = self._rows.row(slot)
+            buffers += [pack(seal(key, digest, row, codec=RAW_CODEC)), row]
+        return buffers
+
+    def land(self, body: memoryview, block: Block, digest: bytes) -> HeaderCheck:
+        """Copy what was read into the block's row if it is what was stored under its key.
+
+        Effects: the row is written when the verdict is OK, and only then.
+        """
+        key, slot = block
+        payload, row = body[ENVELOPE_BYTES:], self._rows.row(slot)
+        verdict = check(body, payload, key, digest, codec=RAW_CODEC)
+        if verdict is not HeaderCheck.OK:
+            return verdict
+        if len(payload) != len(row):
+            return HeaderCheck.DAMAGED
+        # numpy, because it lets other threads run while it copies.
+        np.copyto(np.frombuffer(row, np.uint8), np.frombuffer(payload, np.uint8))
+        return HeaderCheck.OK
+
+
+class GroupMember(NamedTuple):
     """A block that is to be read from a group; sorts by place."""
 
     location: Location
@@ -36,7 +79,7 @@ class Groups:
         self._client = client
         self._rows = rows
 
-    def write(self, space: Space, blocks: Sequence[Block]) -> set[OffloadKey]:
+    def write(self, space: ObjNamespace, blocks: Sequence[Block]) -> set[OffloadKey]:
         """Write one object and, once it is there, the pointers into it; return the keys that can be found now."""
         group_id, digest = draw_group_id(), space.namespace.digest
         self._client.put_new(space.group_path(group_id), self._rows.seal(blocks, digest))
@@ -47,7 +90,7 @@ class Groups:
         written = self._client.put_new_each(pointers)
         return {key for key, _ in blocks if space.block_path(key) in written}
 
-    def read_pointers(self, space: Space, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+    def read_pointers(self, space: ObjNamespace, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Read pointers and remember where they point; return the keys of the sound ones."""
         paths = {key: space.block_path(key) for key in keys}
         bodies = self._client.get_each(list(paths.values()), POINTER_BYTES) if paths else {}
@@ -57,27 +100,29 @@ class Groups:
             location = None if body is None else unpack_pointer(body, key, space.namespace.digest)
             if isinstance(location, Location):
                 found[key] = location
-        space.note_locations(found.items())
+        space.on_locations(found.items())
         return found
 
-    def load(self, space: Space, members: Sequence[Member]) -> dict[OffloadKey, Verdict | None]:
+    def load(
+        self, space: ObjNamespace, members: Sequence[GroupMember]
+    ) -> dict[OffloadKey, HeaderCheck | None]:
         """Read blocks, one request for each group; return what is wrong with those that have not arrived.
 
         Returns:
             None for a block whose group is gone.
         """
-        of_group: defaultdict[bytes, list[Member]] = defaultdict(list)
+        of_group: defaultdict[bytes, list[GroupMember]] = defaultdict(list)
         for member in sorted(members):
             of_group[member.location.group_id].append(member)
-        failures: dict[OffloadKey, Verdict | None] = {}
+        failures: dict[OffloadKey, HeaderCheck | None] = {}
         for group_id, group in of_group.items():
             failures |= self._load_one(space, group_id, group)
         space.forget_locations(failures)
         return failures
 
     def _load_one(
-        self, space: Space, group_id: bytes, members: Sequence[Member]
-    ) -> dict[OffloadKey, Verdict | None]:
+        self, space: ObjNamespace, group_id: bytes, members: Sequence[GroupMember]
+    ) -> dict[OffloadKey, HeaderCheck | None]:
         """Read from the first to the last wanted block; what lies between and is not wanted is read too."""
         block_bytes = self._rows.block_bytes
         first, last = members[0].location.position, members[-1].location.position
@@ -85,10 +130,10 @@ class Groups:
         body = self._client.get_range(path, first * block_bytes, (last - first + 1) * block_bytes)
         if body is None:
             return {member.block[0]: None for member in members}
-        failures: dict[OffloadKey, Verdict | None] = {}
+        failures: dict[OffloadKey, HeaderCheck | None] = {}
         for location, block in members:
             begin = (location.position - first) * block_bytes
             verdict = self._rows.land(body[begin : begin + block_bytes], block, space.namespace.digest)
-            if verdict is not Verdict.OK:
+            if verdict is not HeaderCheck.OK:
                 failures[block[0]] = verdict
         return failures

@@ -10,8 +10,15 @@ Whatever does not look like the first two is not ours to count or to remove.
 
 import re
 import secrets
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.namespace import Namespace
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HeaderCheck, check, pack, seal
 
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
 GROUP_ID_BYTES = 16
@@ -46,3 +53,106 @@ def is_own(root: str, path: str) -> bool:
     """Return whether ``path`` is a name that some instance of this tier gives under ``root``. Pure."""
     start = f"{root}/" if root else ""
     return path.startswith(start) and _OWN.fullmatch(path, len(start)) is not None
+
+
+POINTER_CODEC = 0xFFFF
+"""Far from the numbers of codecs, which count up from zero."""
+
+_PAYLOAD = struct.Struct(f"<{GROUP_ID_BYTES}sI")
+POINTER_BYTES = ENVELOPE_BYTES + _PAYLOAD.size
+
+
+class Location(NamedTuple):
+    """Where in which group a block is.
+
+    Attributes:
+        group_id: number of the group's object.
+        position: how many blocks stand before it.
+    """
+
+    group_id: bytes
+    position: int
+
+
+def pack_pointer(location: Location, key: OffloadKey, namespace_digest: bytes) -> bytes:
+    """Return the bytes of the pointer to the block of ``key``. Pure."""
+    payload = _PAYLOAD.pack(*location)
+    return pack(seal(key, namespace_digest, payload, codec=POINTER_CODEC)) + payload
+
+
+def unpack_pointer(body: memoryview, key: OffloadKey, namespace_digest: bytes) -> Location | HeaderCheck:
+    """Return where the block of ``key`` is, or what is wrong with its pointer. Pure."""
+    payload = body[ENVELOPE_BYTES:]
+    verdict = check(body, payload, key, namespace_digest, codec=POINTER_CODEC)
+    if verdict is not HeaderCheck.OK:
+        return verdict
+    if len(payload) != _PAYLOAD.size:
+        return HeaderCheck.DAMAGED
+    return Location(*_PAYLOAD.unpack(payload))
+
+
+MAX_LOCATIONS = 65_536
+"""Pointers remembered, about 300 bytes each; as many as verdicts are. One that is forgotten is read again."""
+
+
+class ObjNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Mutable are the locations and whether somebody has begun to write the description. ``_lock`` guards both.
+
+    Args:
+        namespace: the identity of its blocks.
+        path: what its objects' names begin with.
+    """
+
+    def __init__(self, namespace: Namespace, path: str) -> None:
+        self.namespace = namespace
+        self.path = path
+        self._lock = threading.Lock()
+        self._is_described = False
+        self._locations: OrderedDict[OffloadKey, Location] = OrderedDict()
+
+    @property
+    def document_path(self) -> str:
+        """Name of the readable description."""
+        return f"{self.path}/{NAMESPACE_DOCUMENT_NAME}"
+
+    def block_path(self, key: OffloadKey) -> str:
+        """Return the name of the block of ``key``, or of the pointer to it."""
+        return block_path(self.path, key)
+
+    def group_path(self, group_id: bytes) -> str:
+        """Return the name of an object of several blocks."""
+        return group_path(self.path, group_id)
+
+    def begin_description(self) -> bool:
+        """Return whether the caller is the one to write the readable description; True once.
+
+        Servers are slow when many create one object at once, and blocks need not wait for it.
+        """
+        with self._lock:
+            is_first, self._is_described = not self._is_described, True
+            return is_first
+
+    def drop_description(self) -> None:
+        """Leave the description to the next one, as it could not be written."""
+        with self._lock:
+            self._is_described = False
+
+    def location(self, key: OffloadKey) -> Location | None:
+        """Return where the block of ``key`` is known to share an object."""
+        with self._lock:
+            return self._locations.get(key)
+
+    def on_locations(self, locations: Iterable[tuple[OffloadKey, Location]]) -> None:
+        """Remember where blocks are; the oldest are forgotten first."""
+        with self._lock:
+            self._locations.update(locations)
+            while len(self._locations) > MAX_LOCATIONS:
+                self._locations.popitem(last=False)
+
+    def forget_locations(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget where blocks were."""
+        with self._lock:
+            for key in keys:
+                self._locations.pop(key, None)

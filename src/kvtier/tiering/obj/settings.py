@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvtier.config import SettingsReader, parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.envelope import ENVELOPE_BYTES
-from kvtier.tiering.obj.place import Place, Service, parse_place, parse_server, redacted
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.obj.target import Service, StoreTarget, parse_place, parse_server, redacted
 
 DEFAULT_PREFIX = "kvtier"
 
@@ -49,7 +49,7 @@ class ObjSettings:
         ca_file: PEM file of certificates that are trusted besides the system's.
     """
 
-    place: Place
+    place: StoreTarget
     capacity_bytes: int | None
     blocks_per_object: int
     timeout_s: float

@@ -11,24 +11,27 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.block_store import BlockStore
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import Envelope, Verdict, unpack
-from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
-from kvtier.tiering.io_pool import Moved
+from kvtier.tiering.kit.backend import BlockStore
+from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.group import Groups, Member
-from kvtier.tiering.obj.keeper import CapacityKeeper
-from kvtier.tiering.obj.layout import namespace_path
-from kvtier.tiering.obj.pointer import POINTER_BYTES, POINTER_CODEC, Location, unpack_pointer
-from kvtier.tiering.obj.rows import Block, SealedRows
+from kvtier.tiering.obj.evictor import Evictor
+from kvtier.tiering.obj.group import Block, GroupMember, Groups, SealedRows
+from kvtier.tiering.obj.layout import (
+    POINTER_BYTES,
+    POINTER_CODEC,
+    Location,
+    ObjNamespace,
+    namespace_path,
+    unpack_pointer,
+)
 from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.obj.space import Space
 
 logger = logging.getLogger(__name__)
 
 
-class ObjBlockStore(BlockStore[Space]):
+class ObjBlockStore(BlockStore[ObjNamespace]):
     """Stores and loads some blocks at a time; what it knows of a namespace is in its space.
 
     Args:
@@ -44,7 +47,7 @@ class ObjBlockStore(BlockStore[Space]):
         client: Client,
         rows: SealedRows,
         settings: ObjSettings,
-        keeper: CapacityKeeper | None,
+        keeper: Evictor | None,
         counters: Counters,
     ) -> None:
         self._client = client
@@ -54,31 +57,21 @@ class ObjBlockStore(BlockStore[Space]):
         self._groups = Groups(client, rows)
         self._keeper = keeper
         self._counters = counters
-        self._last_opened: Space | None = None
+        self._last_opened: ObjNamespace | None = None
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
-        """Return the namespace's names; nothing is asked."""
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> ObjNamespace:
         del is_new
-        self._last_opened = Space(namespace, namespace_path(self._root, namespace.name))
+        self._last_opened = ObjNamespace(namespace, namespace_path(self._root, namespace.name))
         return self._last_opened
 
     def check_reachable(self) -> None:
-        """Read and write the description of the namespace.
-
-        Raises:
-            TierError: no server, no bucket, or no leave to do either.
-        """
         space = self._last_opened
         assert space is not None, "a tier opens its namespace when it is built"
         self._client.require_bucket(space.document_path)
         space.drop_description()
         self._describe(space)
 
-    def find(self, space: Space, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return which of ``keys`` are held: one question about a length for each, in parallel.
-
-        Thread: the lookup's; blocks.
-        """
+    def find(self, space: ObjNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         paths = {key: space.block_path(key) for key in keys}
         sizes = self._client.sizes(list(paths.values()))
         size_of = {key: sizes.get(path) for key, path in paths.items()}
@@ -91,11 +84,7 @@ class ObjBlockStore(BlockStore[Space]):
             if size == self._rows.block_bytes or key in pointed.difference(unsound)
         ]
 
-    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Write blocks; those that are in the store now have arrived, held before or not.
-
-        Thread: any of the pool's; blocks.
-        """
+    def store(self, space: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self._describe(space)
         blocks = list(zip(keys, slots, strict=True))
         arrived: set[OffloadKey] = set()
@@ -105,15 +94,11 @@ class ObjBlockStore(BlockStore[Space]):
             blocks = [block for block in blocks if block[0] not in arrived]
         for begin in range(0, len(blocks), self._blocks_per_object):
             arrived.update(self._write(space, blocks[begin : begin + self._blocks_per_object]))
-        return Moved(arrived)
+        return TransferOutcome(arrived)
 
-    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Read blocks into slots; those whose bytes are there and right have arrived.
-
-        Thread: any of the pool's; blocks.
-        """
+    def load(self, space: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         blocks = list(zip(keys, slots, strict=True))
-        known = [Member(at, block) for block in blocks if (at := space.location(block[0])) is not None]
+        known = [GroupMember(at, block) for block in blocks if (at := space.location(block[0])) is not None]
         # What is remembered of a group may be older than the pointer: who is not found there is looked up afresh.
         missed = self._groups.load(space, known)
         there = {member.block[0] for member in known}.difference(missed)
@@ -122,18 +107,16 @@ class ObjBlockStore(BlockStore[Space]):
             self._counters.add(**{failure.value: 1})
         arrived = [key for key in keys if key not in failures]
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
-        return Moved(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
 
     def stats(self) -> dict[str, float]:
-        """Return counts of loads by outcome, of stores and of evictions."""
         return self._counters.snapshot()
 
     def close(self) -> None:
-        """End the thread that keeps the capacity."""
         if self._keeper is not None:
             self._keeper.close()
 
-    def _describe(self, space: Space) -> None:
+    def _describe(self, space: ObjNamespace) -> None:
         if not space.begin_description():
             return
         try:
@@ -142,7 +125,7 @@ class ObjBlockStore(BlockStore[Space]):
             space.drop_description()
             raise
 
-    def _write(self, space: Space, blocks: Sequence[Block]) -> Collection[OffloadKey]:
+    def _write(self, space: ObjNamespace, blocks: Sequence[Block]) -> Collection[OffloadKey]:
         """Write blocks as one object; return which are held now."""
         is_group = len(blocks) > 1
         num_bytes = len(blocks) * (self._rows.block_bytes + (POINTER_BYTES if is_group else 0))
@@ -163,14 +146,14 @@ class ObjBlockStore(BlockStore[Space]):
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
         return arrived
 
-    def _load_named(self, space: Space, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
+    def _load_named(self, space: ObjNamespace, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
         """Read the objects that have the blocks' names, and the groups that they point into."""
         failures: dict[OffloadKey, TierFailure] = {}
         members = []
         for block in blocks:
             found = self._load_single(space, block)
             if isinstance(found, Location):
-                members.append(Member(found, block))
+                members.append(GroupMember(found, block))
             elif found is not None:
                 failures[block[0]] = found
         for key, verdict in self._groups.load(space, members).items():
@@ -178,7 +161,7 @@ class ObjBlockStore(BlockStore[Space]):
             failures[key] = self._judge(space.block_path(key), verdict)
         return failures
 
-    def _load_single(self, space: Space, block: Block) -> TierFailure | Location | None:
+    def _load_single(self, space: ObjNamespace, block: Block) -> TierFailure | Location | None:
         """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
         key, digest = block[0], space.namespace.digest
         path = space.block_path(key)
@@ -189,15 +172,15 @@ class ObjBlockStore(BlockStore[Space]):
         if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
             pointed = unpack_pointer(fetched.body, key, digest)
             if isinstance(pointed, Location):
-                space.note_locations([(key, pointed)])
+                space.on_locations([(key, pointed)])
                 return pointed
             return self._judge(path, pointed)
         verdict = self._rows.land(fetched.body, block, digest)
-        return None if verdict is Verdict.OK else self._judge(path, verdict)
+        return None if verdict is HeaderCheck.OK else self._judge(path, verdict)
 
-    def _judge(self, path: str, verdict: Verdict | None) -> TierFailure:
+    def _judge(self, path: str, verdict: HeaderCheck | None) -> TierFailure:
         """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""
-        failure = TierFailure.ABSENT if verdict is None else FAILURE_OF_VERDICT[verdict]
+        failure = TierFailure.ABSENT if verdict is None else FAILURE_OF_CHECK[verdict]
         if verdict is not None:
             logger.warning("tier obj: object %s is %s (%s)", path, failure.value, verdict.value)
         if failure is not TierFailure.FOREIGN:

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.config import OffloadingConfig
-from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.keeper import CapacityKeeper
-from kvtier.tiering.obj.rows import SealedRows
+from kvtier.tiering.obj.evictor import Evictor
+from kvtier.tiering.obj.group import SealedRows
+from kvtier.tiering.obj.layout import ObjNamespace
 from kvtier.tiering.obj.settings import (
     DEFAULT_BLOCKS_PER_OBJECT,
     DEFAULT_NUM_THREADS,
@@ -22,9 +24,7 @@ from kvtier.tiering.obj.settings import (
     DEFAULT_TIMEOUT_S,
     parse_settings,
 )
-from kvtier.tiering.obj.space import Space
 from kvtier.tiering.obj.store import ObjBlockStore
-from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
 
 TIER_TYPE = "obj"
 
@@ -36,7 +36,7 @@ COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
 
 
-class ObjTier(PooledTier[Space]):
+class ObjTier(ThreadedTier[ObjNamespace]):
     """Objects in a bucket that any number of engines may share.
 
     Args:
@@ -97,13 +97,12 @@ class ObjTier(PooledTier[Space]):
         counters = Counters(*COUNTS, *(CAPACITY_COUNTS if own.capacity_bytes else ()))
         keeper = None
         if own.capacity_bytes is not None:
-            keeper = CapacityKeeper(client, own.place.root, own.capacity_bytes, counters)
+            keeper = Evictor(client, own.place.root, own.capacity_bytes, counters)
             self.capacity_blocks = own.capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         block_store = ObjBlockStore(client, SealedRows(rows), own, keeper, counters)
-        options = PoolOptions(own.num_threads, own.blocks_per_object, POSITIVE_TTL_S)
+        options = ThreadOptions(own.num_threads, own.blocks_per_object, POSITIVE_TTL_S)
         super().__init__(config, primary_kv_view, block_store, options, clock)
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "obj"."""
         return TIER_TYPE

@@ -13,17 +13,16 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.aligned import ALIGNMENT_BYTES, allocate_page, is_aligned
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, allocate_page, is_aligned
 from kvtier.tiering.slab.settings import SlabSettings
-from kvtier.tiering.slab.slab_file import SlabFile
+from kvtier.tiering.slab.slab_file import SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import (
     SUPERBLOCK_BYTES,
-    Geometry,
     Origin,
+    SlabGeometry,
     pack_superblock,
     unpack_superblock,
 )
-from kvtier.tiering.slab.system import SystemCalls
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> S
     )
 
 
-def plan_opening(found: Geometry | Origin, wanted: Geometry) -> Opening:
+def plan_opening(found: SlabGeometry | Origin, wanted: SlabGeometry) -> Opening:
     """Decide what to do with a file, given what its first page says. Pure."""
     if found is Origin.EMPTY:
         return Opening.FORMAT
@@ -148,7 +147,7 @@ def _require_room(fd: int, settings: SlabSettings) -> None:
         raise _no_room(settings, f"{room_bytes} are free")
 
 
-def _format(fd: int, geometry: Geometry) -> None:
+def _format(fd: int, geometry: SlabGeometry) -> None:
     os.ftruncate(fd, 0)
     page = allocate_page()
     superblock = pack_superblock(geometry)

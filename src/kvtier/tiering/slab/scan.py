@@ -1,22 +1,213 @@
-"""Finds out at the start what a slab holds, from the headers of its slots.
+"""The page in front of a block in its slot: the envelope, and what was not finished when it was written.
 
-It changes no slot but torn ones, which it erases. A header counts when its own checksum is right. Of a crash, the
-newest header says which writes had not ended then; the payloads of those, a few, are checked too, so that what is
-found is whole. Every other payload is checked when it is loaded.
+It reads and writes no file. Behind the envelope stands, in 8 bytes, the oldest generation whose write had not ended
+when this one began. The newest header of a slab therefore says which slots a crash can have left half written:
+those of that generation and later ones. It has no checksum of its own: when it is wrong, too many slots are looked
+at, or a torn one is found by the check of each load instead.
 """
 
 import logging
 import mmap
+import struct
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES, NAMESPACE_BYTES, Verdict, check
-from kvtier.tiering.slab.contents import Contents
-from kvtier.tiering.slab.header_reader import HeaderReader
-from kvtier.tiering.slab.headers import FoundBlock, Headers
+from kvtier.base import OffloadKey
+from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    HEADER_PAGE_BYTES,
+    NAMESPACE_BYTES,
+    RAW_CODEC,
+    Buffer,
+    HeaderCheck,
+    check,
+    pack,
+    seal,
+    unpack,
+)
 from kvtier.tiering.slab.slab_file import SlabFile
+from kvtier.tiering.slab.slot_table import Contents
+
+_OLDEST = struct.Struct("<Q")
+
+
+def write_header(
+    page: memoryview,
+    key: OffloadKey,
+    namespace_digest: bytes,
+    row: Buffer,
+    generation: int,
+    oldest_generation: int,
+) -> None:
+    """Fill ``page`` for a block.
+
+    Args:
+        page: a header page, format 'B'; what is behind the header stays as it is.
+        key: the block.
+        namespace_digest: its namespace's.
+        row: its bytes.
+        generation: of this write.
+        oldest_generation: of the writes that have not ended, this one included.
+    """
+    page[:ENVELOPE_BYTES] = pack(seal(key, namespace_digest, row, codec=RAW_CODEC, generation=generation))
+    _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
+
+
+def oldest_unfinished(page: Buffer) -> int:
+    """Return the oldest generation that was being written when the header in ``page`` was. Pure."""
+    oldest: int = _OLDEST.unpack_from(page, ENVELOPE_BYTES)[0]
+    return oldest
+
+
+class FoundBlock(NamedTuple):
+    """A slot whose header is right.
+
+    Attributes:
+        generation: of its write; first, so that blocks sort by age.
+        slot: its number.
+        namespace: first bytes of its namespace's digest.
+        key: the block.
+    """
+
+    generation: int
+    slot: int
+    namespace: bytes
+    key: OffloadKey
+
+
+@dataclass(slots=True)
+class Headers:
+    """What the headers of a slab, or of a part of it, say; slots in any order.
+
+    Attributes:
+        blocks: one for each slot whose header is right.
+        free: slots that hold nothing.
+        unknown: slots with headers of another version or codec.
+        unreadable: slots that the disk did not give, and why.
+        newest: the highest generation.
+        oldest_unfinished: generation from which on a crash can have left half a block, as the newest header says.
+    """
+
+    blocks: list[FoundBlock] = field(default_factory=list)
+    free: list[int] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+    unreadable: list[tuple[int, OSError]] = field(default_factory=list)
+    newest: int = 0
+    oldest_unfinished: int = 0
+
+    def add(self, part: "Headers") -> None:
+        """Take over what other headers of the same slab say."""
+        self.blocks += part.blocks
+        self.free += part.free
+        self.unknown += part.unknown
+        self.unreadable += part.unreadable
+        self.note(part.newest, part.oldest_unfinished)
+
+    def note(self, generation: int, oldest_unfinished: int) -> None:
+        """Take over what one header says of unfinished writes, if it is the newest."""
+        if generation >= self.newest:
+            self.newest, self.oldest_unfinished = generation, oldest_unfinished
+
 
 logger = logging.getLogger(__name__)
+
+NUM_READERS = 16
+"""Threads that read headers. Fewer leave a device idle that does many small reads at a time; more wait for the
+interpreter, and keep it from everything else that starts up then."""
+
+STRETCH_SLOTS = 16
+"""Neighbouring slots that a thread reads before it takes the next ones. Fewer are taken all the time; more leave
+threads without work at the end."""
+
+
+class HeaderReader:
+    """Reads the headers of a slab once.
+
+    Mutable are the stretches to go and the errors of threads; taking from a deque and appending to it are atomic. What
+    a thread finds is its own until it has ended.
+
+    Args:
+        file: the slab; nobody writes to it meanwhile.
+        is_stopped: asked before each slot.
+    """
+
+    def __init__(self, file: SlabFile, is_stopped: Callable[[], bool]) -> None:
+        self._file = file
+        self._is_stopped = is_stopped
+        self._num_slots = file.geometry.num_slots
+        self._stretches = deque(range(0, self._num_slots, STRETCH_SLOTS))
+        self._errors: deque[Exception] = deque()
+
+    def read(self) -> Headers:
+        """Return what the headers say, of fewer slots once the reading is stopped; its threads have ended then.
+
+        Raises:
+            Exception: whatever stopped one of the threads, but for slots that cannot be read.
+        """
+        num_threads = max(1, min(NUM_READERS, len(self._stretches)))
+        parts = [Headers() for _ in range(num_threads)]
+        threads = self._start_threads(parts[1:])
+        self._read_stretches(parts[0])
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            raise self._errors[0]
+        headers = Headers()
+        for part in parts:
+            headers.add(part)
+        return headers
+
+    def _start_threads(self, parts: list[Headers]) -> list[threading.Thread]:
+        """Start a thread for each of ``parts``; what cannot be started is work for the others."""
+        threads = []
+        for number, part in enumerate(parts):
+            name = f"kvtier-slab-index-{number}"
+            thread = threading.Thread(target=self._read_stretches, args=(part,), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("tier slab: only %d threads read %s: %s", number + 1, self._file.path, error)
+                break
+            threads.append(thread)
+        return threads
+
+    def _read_stretches(self, headers: Headers) -> None:
+        page = allocate_page()
+        try:
+            while (first := self._take_stretch()) is not None:
+                for slot in range(first, min(first + STRETCH_SLOTS, self._num_slots)):
+                    if self._is_stopped():
+                        return
+                    self._read_header(slot, page, headers)
+        except Exception as error:  # noqa: BLE001  # thread top: raised where the threads are waited for
+            self._errors.append(error)
+
+    def _take_stretch(self) -> int | None:
+        try:
+            return self._stretches.popleft()
+        except IndexError:
+            return None
+
+    def _read_header(self, slot: int, page: memoryview, headers: Headers) -> None:
+        try:
+            is_read = self._file.read_header(slot, page)
+        except OSError as error:
+            headers.unreadable.append((slot, error))
+            return
+        found = unpack(page) if is_read else HeaderCheck.DAMAGED
+        if found is HeaderCheck.OTHER_VERSION:
+            headers.unknown.append(slot)
+        elif isinstance(found, HeaderCheck) or found.stored_bytes != self._file.geometry.row_bytes:
+            headers.free.append(slot)
+        elif found.codec != RAW_CODEC:
+            headers.unknown.append(slot)
+        else:
+            headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key))
+            headers.note(found.generation, oldest_unfinished(page))
 
 
 def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]) -> Contents:
@@ -77,7 +268,7 @@ def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool
         try:
             is_read = file.read(block.slot, [page, row]) == slot_bytes
             is_whole = (
-                is_read and check(page, row, block.key, block.namespace, codec=RAW_NUMBER) is Verdict.OK
+                is_read and check(page, row, block.key, block.namespace, codec=RAW_CODEC) is HeaderCheck.OK
             )
             if not is_whole:
                 file.erase(block.slot)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.disk_settings import parse_direct_io, parse_num_threads
-from kvtier.tiering.slab.superblock import Geometry, fit_geometry
+from kvtier.tiering.kit.disk import parse_direct_io, parse_num_threads
+from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SlabSettings:
     path: Path
     direct_io: bool | None
     num_threads: int | None
-    geometry: Geometry
+    geometry: SlabGeometry
 
 
 def parse_settings(
@@ -66,10 +66,10 @@ def _parse_path(value: object) -> Path:
     return path
 
 
-def _parse_capacity(value: object, row_bytes: int) -> Geometry:
+def _parse_capacity(value: object, row_bytes: int) -> SlabGeometry:
     geometry = fit_geometry(parse_bytes("capacity_bytes", value), row_bytes)
     if geometry.num_slots < 1:
-        least_bytes = Geometry(row_bytes, 1).file_bytes
+        least_bytes = SlabGeometry(row_bytes, 1).file_bytes
         remedy = f"a file with one block takes {least_bytes} bytes with its headers; give many times that"
         raise ConfigError("capacity_bytes", value, remedy)
     return geometry

@@ -1,20 +1,49 @@
-"""The open file of a slab: reads, writes and erases slots; a slot is a list of buffers to it.
+"""The system calls of the tier, as values that a test can replace by failing ones.
 
-It knows no key and keeps no books. Neighbouring slots are one piece of the file, so several of them are moved with
-one call. Nothing is synced to the device: after a crash of the process the kernel still has every byte that a
-finished call has written, after a loss of power a torn slot fails its checksum.
+It adds nothing to them. Opening and locking are not here: no fault of theirs needs to be planted.
 """
 
 import errno
 import fcntl
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tiering.aligned import allocate_page
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.slab.superblock import Geometry
-from kvtier.tiering.slab.system import Buffers, SystemCalls
+from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.slab.superblock import SlabGeometry
+
+Buffers = Sequence[memoryview]
+
+
+def set_flags(fd: int, flags: int) -> None:
+    """Give an open file the status flags ``flags`` in place of those it has.
+
+    Raises:
+        OSError: the file system refuses one of them, ``O_DIRECT`` for example.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCalls:
+    """What the kernel is asked to do with the file.
+
+    Attributes:
+        allocate: file descriptor, offset, length; reserves the room.
+        set_flags: file descriptor, status flags such as ``O_DIRECT``.
+        pwritev: file descriptor, buffers, offset -> bytes written.
+        preadv: file descriptor, buffers, offset -> bytes read.
+    """
+
+    allocate: Callable[[int, int, int], None] = os.posix_fallocate
+    set_flags: Callable[[int, int], None] = set_flags
+    pwritev: Callable[[int, Buffers, int], int] = os.pwritev
+    preadv: Callable[[int, Buffers, int], int] = os.preadv
+
+
+REAL_CALLS = SystemCalls()
 
 
 class SlabFile:
@@ -33,7 +62,7 @@ class SlabFile:
         self,
         path: Path,
         fd: int,
-        geometry: Geometry,
+        geometry: SlabGeometry,
         *,
         is_new: bool,
         has_direct_io: bool,

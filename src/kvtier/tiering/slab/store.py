@@ -1,36 +1,128 @@
-"""Moves blocks between rows of the primary tier and slots: headers, runs, and what becomes of failures.
-
-It decides nothing about room, the book does; threads of the tier call it with some blocks of a job. A block that
-cannot be stored or loaded costs itself only, and is counted with its reason.
-"""
+"""Neighbouring slots, to be moved with one call. Pure."""
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError, UnknownNameError
 from kvtier.namespace import Namespace
-from kvtier.tiering.aligned import allocate_pages
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.block_store import BlockStore, Rows
-from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES, Verdict, check
-from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
-from kvtier.tiering.io_pool import Moved
-from kvtier.tiering.sealing import plan_num_ahead, seal_ahead
-from kvtier.tiering.slab.book import SlotBook
-from kvtier.tiering.slab.era import Hold
-from kvtier.tiering.slab.indexer import Indexer
-from kvtier.tiering.slab.runs import Move, join_runs
+from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import (
+    FAILURE_OF_CHECK,
+    FAULTS,
+    HEADER_PAGE_BYTES,
+    RAW_CODEC,
+    HeaderCheck,
+    check,
+)
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.slab.scan import scan, write_header
 from kvtier.tiering.slab.slab_file import SlabFile
-from kvtier.tiering.slab.slot_header import write_header
-from kvtier.tiering.slab.space import Space
+from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin, SlotTable
+
+
+class Move(NamedTuple):
+    """A block's two places.
+
+    Attributes:
+        hold: its slot in the file.
+        row: its bytes in the primary tier.
+    """
+
+    hold: SlotPin
+    row: memoryview
+
+
+def join_runs(moves: Iterable[Move], max_blocks: int) -> list[Sequence[Move]]:
+    """Return the moves ordered by slot, cut wherever a slot does not follow the one before. Pure.
+
+    Args:
+        moves: of slots that differ.
+        max_blocks: moves in a run.
+    """
+    runs: list[list[Move]] = []
+    for move in sorted(moves, key=lambda move: move.hold.slot):
+        if runs and len(runs[-1]) < max_blocks and runs[-1][-1].hold.slot + 1 == move.hold.slot:
+            runs[-1].append(move)
+        else:
+            runs.append([move])
+    return list(runs)
+
 
 logger = logging.getLogger(__name__)
+
+
+class Indexer:
+    """Scans a slab once, in the background.
+
+    Mutable are two events and the thread; events guard themselves, and only the scheduler's thread starts and stops.
+
+    Args:
+        file: the slab; a new one holds nothing and is not scanned.
+        book: takes over what is found.
+    """
+
+    def __init__(self, file: SlabFile, book: SlotTable) -> None:
+        self._file = file
+        self._book = book
+        self._ended = threading.Event()
+        self._is_stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if file.is_new:
+            self._ended.set()
+
+    def start(self, space: SlabNamespace) -> None:
+        """Begin to look for the blocks of ``space``; a new slab has none."""
+        if self._ended.is_set() or self._thread is not None:
+            return
+        self._thread = threading.Thread(
+            target=self._work, args=(space,), name="kvtier-slab-index", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("tier slab: no thread to read %s, it is not used: %s", self._file.path, error)
+            self._thread = None
+            self._ended.set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that can be found has been found."""
+        return self._ended.is_set()
+
+    def wait_complete(self, timeout_s: float) -> bool:
+        """Block until everything has been found, or nobody looks any more; False when ``timeout_s`` passed first."""
+        return self._ended.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the scan before its time; does not wait. Lookups that wait for it go on."""
+        self._is_stopped.set()
+        self._ended.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Block until the thread has ended; False when ``timeout_s`` passed first."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self, space: SlabNamespace) -> None:
+        try:
+            contents = scan(self._file, space.namespace.digest, self._is_stopped.is_set)
+            if not self._is_stopped.is_set():
+                self._book.adopt(space, contents)
+        except Exception:  # thread top
+            logger.exception("tier slab: reading %s failed, it is not used", self._file.path)
+        finally:
+            self._ended.set()
+
 
 COUNTER_NAMES = (
     "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error",
@@ -54,7 +146,7 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the thread that reads headers is waited for; it stops at its next slot."""
 
 
-class SlabBlockStore(BlockStore[Space]):
+class SlabBlockStore(BlockStore[SlabNamespace]):
     """Stores and loads some blocks at a time in slots; keeps no state but header pages per thread.
 
     Args:
@@ -64,7 +156,7 @@ class SlabBlockStore(BlockStore[Space]):
         max_part_blocks: blocks in a call of ``store`` or ``load``.
     """
 
-    def __init__(self, file: SlabFile, rows: Rows, book: SlotBook, max_part_blocks: int) -> None:
+    def __init__(self, file: SlabFile, rows: Rows, book: SlotTable, max_part_blocks: int) -> None:
         self.book = book
         self.indexer = Indexer(file, book)
         self._file = file
@@ -74,37 +166,27 @@ class SlabBlockStore(BlockStore[Space]):
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> Space:
-        """Return the namespace as jobs carry it; the blocks of the one before are the first to leave."""
-        space = Space(namespace)
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> SlabNamespace:
+        space = SlabNamespace(namespace)
         self.book.open_space(space)
         return space
 
     def check_reachable(self) -> None:
-        """See whether the eviction policy that was asked for exists; the file is open already.
-
-        Raises:
-            TierError: it does not.
-        """
         try:
             self.book.require_policy()
         except UnknownNameError as error:
             raise TierError("slab", str(error)) from error
 
-    def find(self, space: Space, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-        """Return which of ``keys`` are there; waits a little for the index at the start."""
+    def find(self, space: SlabNamespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self.indexer.wait_complete(INDEX_WAIT_S)
         return [key for key in keys if self.book.is_held(space, key)]
 
-    def touch(self, space: Space, keys: Collection[OffloadKey]) -> None:
-        """Mark ``keys`` as recently used."""
+    def touch(self, space: SlabNamespace, keys: Collection[OffloadKey]) -> None:
         self.book.touch(space, keys)
 
-    def store(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Write blocks; those that are there now have arrived, held before or not.
-
-        Thread: any of the pool's; blocks.
-        """
+    def store(
+        self, space: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         slot_of = dict(zip(keys, slots, strict=True))
         plan = self.book.begin_store(space, tuple(slot_of))
         written: set[OffloadKey] = set()
@@ -113,7 +195,7 @@ class SlabBlockStore(BlockStore[Space]):
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.holds), is_write=True))
             seal = partial(_seal, pages, space.namespace.digest, plan.oldest_generation)
-            for run_pages, run in seal_ahead(runs, seal, self._plan_num_ahead(runs)):
+            for run_pages, run in checksum_ahead(runs, seal, self._plan_num_ahead(runs)):
                 written.update(self._write(run_pages, run))
         finally:
             self.book.end_store(plan.holds, written)
@@ -126,13 +208,9 @@ class SlabBlockStore(BlockStore[Space]):
             declined=len(slot_of) - len(arrived) - num_failed,
             store_errors=num_failed,
         )
-        return Moved(arrived, is_fault=num_failed > 0)
+        return TransferOutcome(arrived, is_fault=num_failed > 0)
 
-    def load(self, space: Space, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Read blocks into rows; those whose bytes are there and right have arrived.
-
-        Thread: any of the pool's; blocks.
-        """
+    def load(self, space: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         held = self.book.begin_load(space, keys)
         moves = [
             Move(hold, self._rows.row(slot))
@@ -149,14 +227,12 @@ class SlabBlockStore(BlockStore[Space]):
             self.book.end_load([move.hold for move in moves], lost)
         arrived = [move.hold.key for move in moves if move.hold.key not in failures]
         self._count_loads(len(arrived), len(keys) - len(moves), failures.values())
-        return Moved(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
 
     def stats(self) -> dict[str, float]:
-        """Return counts of loads by outcome and of stores, and what the slots hold."""
         return self._counters.snapshot() | self.book.stats()
 
     def close(self) -> None:
-        """End the thread that reads headers, then give the file and its lock back."""
         self.indexer.stop()
         if self.indexer.join(CLOSE_TIMEOUT_S):
             self._file.close()
@@ -184,9 +260,9 @@ class SlabBlockStore(BlockStore[Space]):
         if not num_blocks:
             return 0
         bytes_a_call = num_blocks * self._rows.row_bytes // len(runs)
-        return plan_num_ahead(bytes_a_call, has_direct_io=self._file.has_direct_io)
+        return plan_num_checksums_ahead(bytes_a_call, has_direct_io=self._file.has_direct_io)
 
-    def _read(self, space: Space, run: Sequence[Move]) -> dict[OffloadKey, TierFailure]:
+    def _read(self, space: SlabNamespace, run: Sequence[Move]) -> dict[OffloadKey, TierFailure]:
         """Read neighbouring slots, and say what is wrong with which; when that fails, each by itself."""
         pages = self._header_pages(len(run), is_write=False)
         try:
@@ -201,16 +277,16 @@ class SlabBlockStore(BlockStore[Space]):
         for number, (page, (hold, row)) in enumerate(zip(pages, run, strict=True)):
             is_whole = number < num_whole
             verdict = (
-                check(page, row, hold.key, space.namespace.digest, codec=RAW_NUMBER)
+                check(page, row, hold.key, space.namespace.digest, codec=RAW_CODEC)
                 if is_whole
-                else Verdict.DAMAGED
+                else HeaderCheck.DAMAGED
             )
-            if verdict is not Verdict.OK:
-                failures[hold.key] = FAILURE_OF_VERDICT[verdict]
+            if verdict is not HeaderCheck.OK:
+                failures[hold.key] = FAILURE_OF_CHECK[verdict]
                 logger.warning("tier slab: slot %d is %s", hold.slot, verdict.value)
         return failures
 
-    def _erase(self, holds: Sequence[Hold]) -> None:
+    def _erase(self, holds: Sequence[SlotPin]) -> None:
         """Make slots empty that nobody else uses now, so that no later start finds what is in them."""
         for hold in holds:
             try:

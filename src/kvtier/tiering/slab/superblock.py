@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 
-from kvtier.tiering.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 MAGIC = b"kvtier-slab\r\n\x1a\n\xf3"
 VERSION = 1
@@ -21,7 +21,7 @@ _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class SlabGeometry:
     """How a slab is divided.
 
     Attributes:
@@ -55,19 +55,19 @@ class Origin(Enum):
     UNREADABLE = "unreadable"
 
 
-def fit_geometry(capacity_bytes: int, row_bytes: int) -> Geometry:
+def fit_geometry(capacity_bytes: int, row_bytes: int) -> SlabGeometry:
     """Return the largest slab of such rows within ``capacity_bytes``; it may have no slot. Pure."""
-    slot_bytes = Geometry(row_bytes, 0).slot_bytes
-    return Geometry(row_bytes, max(0, capacity_bytes - SUPERBLOCK_BYTES) // slot_bytes)
+    slot_bytes = SlabGeometry(row_bytes, 0).slot_bytes
+    return SlabGeometry(row_bytes, max(0, capacity_bytes - SUPERBLOCK_BYTES) // slot_bytes)
 
 
-def pack_superblock(geometry: Geometry) -> bytes:
+def pack_superblock(geometry: SlabGeometry) -> bytes:
     """Return the used bytes of the first page; the rest of it is zero. Pure."""
     fields = _FIELDS.pack(MAGIC, VERSION, geometry.row_bytes, geometry.num_slots)
     return fields + _digest(fields)
 
 
-def unpack_superblock(page: bytes) -> Geometry | Origin:
+def unpack_superblock(page: bytes) -> SlabGeometry | Origin:
     """Say how the file is divided whose first bytes are ``page``, or whose it is. Pure.
 
     A page with our magic is ours whatever else is wrong with it: damaged, or of another version.
@@ -80,7 +80,7 @@ def unpack_superblock(page: bytes) -> Geometry | Origin:
     if page[_FIELDS.size : _FIELDS.size + _DIGEST_BYTES] != _digest(fields):
         return Origin.UNREADABLE
     _, version, row_bytes, num_slots = _FIELDS.unpack(fields)
-    return Geometry(row_bytes, num_slots) if version == VERSION else Origin.UNREADABLE
+    return SlabGeometry(row_bytes, num_slots) if version == VERSION else Origin.UNREADABLE
 
 
 def _digest(fields: bytes) -> bytes:

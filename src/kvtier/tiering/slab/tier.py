@@ -1,10 +1,10 @@
-"""The secondary tier in one file of slots.
+"""The readable identity of the engine's blocks, in a file beside the slab.
 
-It decides what to ask of the file and never asks it on the scheduler's thread: an index in memory answers lookups,
-since nobody else writes the file. Only while the index is being rebuilt is an unknown key a question for a thread,
-which waits a moment for it.
+Nothing reads it but people: whoever wonders why nothing is found after a restart compares two of them.
 """
 
+import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -14,19 +14,43 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.namespace import Namespace
 from kvtier.tiering.base import RequestAware
-from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.disk_settings import plan_num_threads
-from kvtier.tiering.envelope import MAX_KEY_BYTES
-from kvtier.tiering.evicting import EvictingTier
-from kvtier.tiering.pooled import PoolOptions, require_lasting_keys
-from kvtier.tiering.slab.book import SlotBook
-from kvtier.tiering.slab.document import write_document
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.disk import plan_num_threads
+from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.threaded_tier import SelfEvictingTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.settings import parse_settings
-from kvtier.tiering.slab.space import Space
+from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
+from kvtier.tiering.slab.slot_table import SlabNamespace, SlotTable
 from kvtier.tiering.slab.store import SlabBlockStore
-from kvtier.tiering.slab.system import REAL_CALLS, SystemCalls
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+
+
+def document_path(slab_path: Path) -> Path:
+    """Return where the document of the slab at ``slab_path`` is. Pure."""
+    return slab_path.with_name(f"{slab_path.name}.namespace.json")
+
+
+def write_document(slab_path: Path, namespace: Namespace) -> None:
+    """Replace the document beside a slab by that of ``namespace``; one that cannot be written is named in the log."""
+    path = document_path(slab_path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        fd = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
+        )
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(namespace.document + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("tier slab: %s was not written: %s", path, error)
+
 
 TIER_TYPE = "slab"
 
@@ -40,7 +64,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class SlabTier(EvictingTier[Space], RequestAware):
+class SlabTier(SelfEvictingTier[SlabNamespace], RequestAware):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
     Args:
@@ -58,7 +82,7 @@ class SlabTier(EvictingTier[Space], RequestAware):
         TierError: the file belongs to a tier that is running.
     """
 
-    honours: ClassVar[frozenset[str]] = frozenset({"policy"})
+    supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
         self,
@@ -83,7 +107,7 @@ class SlabTier(EvictingTier[Space], RequestAware):
         )
         max_part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // rows.row_bytes))
         file = open_slab(own, primary_kv_view, calls)
-        self._book = SlotBook(
+        self._book = SlotTable(
             own.geometry.num_slots,
             self._make_policy,
             is_empty=file.is_new,
@@ -93,18 +117,16 @@ class SlabTier(EvictingTier[Space], RequestAware):
         self._num_slots = self.capacity_blocks = own.geometry.num_slots
         # The index knows what is held and what is not: no verdict is kept beyond the moment of the start.
         threads = plan_num_threads(own.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io)
-        options = PoolOptions(threads, max_part_blocks, positive_ttl_s=0.0)
+        options = ThreadOptions(threads, max_part_blocks, positive_ttl_s=0.0)
         super().__init__(config, primary_kv_view, self._slab, options, clock)
         write_document(own.path, self._space.namespace)
         self._slab.indexer.start(self._space)
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "slab"."""
         return TIER_TYPE
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Answer from memory; a key that is not known while the index is being rebuilt is asked later."""
         # Whether it is complete is asked first: what is adopted between the two questions is found.
         is_complete = self._slab.indexer.is_complete
         if self._book.is_held(self._space, key):
@@ -114,25 +136,18 @@ class SlabTier(EvictingTier[Space], RequestAware):
         return super().lookup(key, req_context)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell a policy that learns from requests of one that has arrived."""
         hints = req_context.kv_transfer_params or {}
         request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-        self._book.tell_learner(self._space, lambda policy: policy.note_request(request))
+        self._book.report_to_learner(self._space, lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Tell a policy that learns from requests that one has ended."""
-        self._book.tell_learner(self._space, lambda policy: policy.note_finished(req_context.req_id))
+        self._book.report_to_learner(self._space, lambda policy: policy.on_finished(req_context.req_id))
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""
         return self._slab.indexer.wait_complete(timeout_s)
 
     def shutdown(self, timeout_s: float) -> bool:
-        """End the threads, then give the file and its lock back; idempotent.
-
-        Returns:
-            False when ``timeout_s`` passed and a thread may still touch the primary's rows; the file stays ours.
-        """
         self._slab.indexer.stop()
         return super().shutdown(timeout_s)
 
@@ -140,5 +155,5 @@ class SlabTier(EvictingTier[Space], RequestAware):
         # Not before its first use: the settings that every tier has are assigned after the construction.
         return create_cache_policy(self.settings.policy or DEFAULT_POLICY, self._num_slots)
 
-    def _take_untold(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
-        return self._book.take_evicted(being_stored)
+    def _drain_unreported(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
+        return self._book.drain_evicted(being_stored)

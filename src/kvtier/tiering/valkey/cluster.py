@@ -1,29 +1,77 @@
-"""A cluster: each name has its node, which may change, be away, or hand a name over just now.
+"""Which node of a cluster has which hash slot, as redis-py reads it from the first node that answers.
 
-It moves no bytes itself. The map of slots is a value that is replaced as a whole; a node that says "not me" or does
-not answer makes it stale, and the next call reads it anew. A node that is away costs its own blocks only, so it is
-no fault of the tier as long as some node still says where everything is.
+It keeps no connection and no state: the map is a value, read anew when it has turned out to be wrong.
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
-from kvtier.errors import TierError
-from kvtier.tiering.outage import OutageLog
-from kvtier.tiering.valkey.call import Call, Outcome, error_code
+from kvtier.errors import MissingExtraError, TierError
+from kvtier.tiering.kit.health import OutageLog
+from kvtier.tiering.valkey.connection import Command, Outcome, connection_arguments, error_code, tls_arguments
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.node import Node
-from kvtier.tiering.valkey.refusals import TIER_TYPE, refused
+from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
 from kvtier.tiering.valkey.resp import Reply
 from kvtier.tiering.valkey.servers import (
     PROBE,
+    ServerNode,
     Servers,
     raise_if_away,
     raise_if_refused,
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
-from kvtier.tiering.valkey.slot_map import SlotMap, fetch_slot_map, slot_of
+
+try:
+    from redis.cluster import ClusterNode, RedisCluster
+    from redis.crc import key_slot
+    from redis.exceptions import ClusterDownError, RedisClusterException, RedisError
+except ImportError as error:
+    raise MissingExtraError("redis", "valkey") from error
+
+SlotMap: TypeAlias = dict[int, Address]
+"""The primary of each hash slot; a slot that nobody serves is not in it."""
+
+
+def slot_of(name: bytes) -> int:
+    """Return the hash slot of a name: of what stands in its braces. Pure."""
+    return int(key_slot(name))
+
+
+def fetch_slot_map(settings: ValkeySettings, addresses: Iterable[Address]) -> SlotMap:
+    """Ask the nodes at ``addresses`` one after another until one says who has which slots.
+
+    Raises:
+        TierError: none of them did.
+
+    Thread: any; blocks, for the time-outs of each node that does not answer.
+    """
+    error: TierError | None = None
+    for address in addresses:
+        try:
+            return _fetch_from(settings, address)
+        except (RedisError, RedisClusterException, OSError) as cause:
+            error = unreachable(address, cause)
+            error.__cause__ = cause
+    assert error is not None, "the address that the user gave is one of them"
+    raise error
+
+
+def _fetch_from(settings: ValkeySettings, address: Address) -> SlotMap:
+    # One node at a time: redis-py would ask them in an order of its own, the one that hangs first.
+    node = ClusterNode(address.host, address.port)  # type: ignore[no-untyped-call]  # redis-py 8.1 has none there
+    is_tls = settings.endpoint.is_tls
+    arguments = connection_arguments(settings) | ({"ssl": True, **tls_arguments(settings)} if is_tls else {})
+    del arguments["db"]
+    try:
+        cluster = RedisCluster(startup_nodes=[node], require_full_coverage=False, **arguments)
+    except IndexError as error:  # 2026-11, redis-py 8.1: takes the first primary of a cluster without slots
+        raise ClusterDownError("CLUSTERDOWN no slots") from error
+    slots = cluster.nodes_manager.slots_cache
+    slot_map = {slot: Address(str(owners[0].host), int(owners[0].port)) for slot, owners in slots.items()}
+    cluster.close()
+    return slot_map
+
 
 MAX_HOPS = 4
 """Nodes that a call is sent to before it is given up: the one of the map, the one that has the slot by now, and the
@@ -73,16 +121,11 @@ class Cluster(Servers):
         self._is_stale = True
         self._next_refresh_s = float("-inf")
         self._unread: TierError | None = None
-        self._nodes: dict[Address, tuple[Node, OutageLog]] = {}
+        self._nodes: dict[Address, tuple[ServerNode, OutageLog]] = {}
         self._members: frozenset[Address] = frozenset()
         self._troubled: set[Address] = set()
 
-    def run(self, calls: Sequence[Call], end_s: float | None = None) -> list[Outcome]:
-        """Return one outcome for each call, in order; a node that is away costs the calls that it has.
-
-        Raises:
-            TierError: no node says where anything is.
-        """
+    def run(self, calls: Sequence[Command], end_s: float | None = None) -> list[Outcome]:
         slot_map = self._current_map()
         unserved = TierError(TIER_TYPE, "no node of the cluster serves the block's slot")
         outcomes: list[Outcome] = [unserved] * len(calls)
@@ -100,18 +143,12 @@ class Cluster(Servers):
         return outcomes
 
     def is_fault(self, outcome: Outcome) -> bool:
-        """Return whether it is more than the trouble of some nodes: of another kind, or of all of them."""
         if isinstance(outcome, Reply) and outcome.error_code not in TROUBLE_OF_ONE_NODE:
             return True
         with self._lock:
             return self._troubled >= self._members
 
     def check_reachable(self) -> None:
-        """Try everything that a block will need on each node; one that answers is enough.
-
-        Raises:
-            TierError: it does not work, and why.
-        """
         slot_map = self._read_map()
         nodes = [self._node(address)[0] for address in sorted(set(slot_map.values()))]
         probes = {node.address: node.run(PROBE, is_probe=True) for node in nodes}
@@ -121,7 +158,6 @@ class Cluster(Servers):
             raise_if_refused(address, outcomes, allowed={"OOM", *TROUBLE_OF_ONE_NODE} - {"CLUSTERDOWN"})
 
     def close(self) -> None:
-        """Close every connection."""
         with self._lock:
             nodes = list(self._nodes.values())
         for node, _ in nodes:
@@ -129,7 +165,7 @@ class Cluster(Servers):
 
     def _run_each(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[Command],
         waiting: dict[Destination, list[int]],
         outcomes: list[Outcome],
         end_s: float | None,
@@ -146,7 +182,9 @@ class Cluster(Servers):
                         self._note_stale()
         return moved
 
-    def _run_at(self, destination: Destination, calls: Sequence[Call], end_s: float | None) -> list[Outcome]:
+    def _run_at(
+        self, destination: Destination, calls: Sequence[Command], end_s: float | None
+    ) -> list[Outcome]:
         node, outages = self._node(destination.address)
         outcomes = node.run(calls, end_s, is_asking=destination.is_asking)
         trouble = next((outcome for outcome in outcomes if isinstance(outcome, TierError)), None)
@@ -156,16 +194,16 @@ class Cluster(Servers):
         with self._lock:
             (self._troubled.discard if trouble is None else self._troubled.add)(destination.address)
         if trouble is None:
-            outages.note_success(f"{TIER_TYPE}, node {destination.address}")
+            outages.on_success(f"{TIER_TYPE}, node {destination.address}")
         else:
-            outages.note_failure(trouble)
+            outages.on_failure(trouble)
             self._note_stale()
         return outcomes
 
-    def _node(self, address: Address) -> tuple[Node, OutageLog]:
+    def _node(self, address: Address) -> tuple[ServerNode, OutageLog]:
         with self._lock:
             if address not in self._nodes:
-                self._nodes[address] = (Node(self._settings, address, self._clock), OutageLog())
+                self._nodes[address] = (ServerNode(self._settings, address, self._clock), OutageLog())
             return self._nodes[address]
 
     def _note_stale(self) -> None:

@@ -1,8 +1,4 @@
-"""Moves blocks between rows of the primary tier and values of a server: envelope, expiry, and what becomes of failures.
-
-It decides nothing about when; threads of the tier call it with some blocks of a job. A block that cannot be stored
-or loaded costs itself only, and is counted with its reason.
-"""
+"""One namespace of the tier, and the names of its blocks on the server."""
 
 import copy
 import logging
@@ -13,16 +9,44 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.block_store import BlockStore, Rows
-from kvtier.tiering.codecs.raw import RAW_NUMBER
-from kvtier.tiering.counters import Counters
-from kvtier.tiering.envelope import ENVELOPE_BYTES, Buffer, Verdict, check, pack, seal, unpack
-from kvtier.tiering.failures import FAILURE_OF_VERDICT, FAULTS
-from kvtier.tiering.io_pool import Moved
-from kvtier.tiering.valkey.call import Call, Outcome, command, error_code
+from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    RAW_CODEC,
+    Buffer,
+    HeaderCheck,
+    check,
+    pack,
+    seal,
+    unpack,
+)
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.valkey.connection import Command, Outcome, command, error_code
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
-from kvtier.tiering.valkey.space import ValkeySpace
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Attributes:
+        namespace: the identity of its blocks.
+    """
+
+    namespace: Namespace
+
+    def block_name(self, key: OffloadKey) -> bytes:
+        """Return the name under which the server has the block.
+
+        The braces are a cluster's hash tag: what stands in them decides the node, so anything else that may ever
+        be kept of one block goes to the same node, and blocks spread over all of them.
+        """
+        return f"kvtier:{{{self.namespace.name}:{key.hex()}}}".encode()
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +67,7 @@ COUNTS = (
 
 
 @dataclass(slots=True)
-class Landing:
+class ReadTarget:
     """Where the value of one block goes, and what is thought of it there.
 
     Attributes:
@@ -58,7 +82,7 @@ class Landing:
     row: memoryview
     namespace_digest: bytes
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
-    verdict: Verdict = Verdict.DAMAGED
+    verdict: HeaderCheck = HeaderCheck.DAMAGED
 
     def read(self, reader: ReplyReader) -> Reply:
         """Read the value into both, and judge it while the processor's cache has it and the next one is on its way."""
@@ -67,12 +91,12 @@ class Landing:
             self.verdict = self._judge(reply.number)
         return reply
 
-    def _judge(self, num_bytes: int) -> Verdict:
+    def _judge(self, num_bytes: int) -> HeaderCheck:
         if num_bytes == ENVELOPE_BYTES + len(self.row):
-            return check(self.header, self.row, self.key, self.namespace_digest, codec=RAW_NUMBER)
+            return check(self.header, self.row, self.key, self.namespace_digest, codec=RAW_CODEC)
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
-        envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else Verdict.DAMAGED
-        return envelope if isinstance(envelope, Verdict) else Verdict.DAMAGED
+        envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
+        return envelope if isinstance(envelope, HeaderCheck) else HeaderCheck.DAMAGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +121,11 @@ class SetRequest:
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        header = pack(seal(self.key, self.namespace_digest, self.row, codec=RAW_NUMBER))
+        header = pack(seal(self.key, self.namespace_digest, self.row, codec=RAW_CODEC))
         yield from encode_set(self.name, header, self.row, self.ttl_ms)
 
 
-class ValkeyBlockStore(BlockStore[ValkeySpace]):
+class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     """Stores and loads some blocks at a time; keeps no state but counts.
 
     Args:
@@ -121,29 +145,24 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         self.end_s: float | None = None
         self._counters = Counters(*COUNTS, *(failure.value for failure in TierFailure))
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> ValkeySpace:
-        """Return the names of the namespace's blocks."""
-        return ValkeySpace(namespace)
+    def open_space(self, namespace: Namespace, *, is_new: bool) -> ValkeyNamespace:
+        return ValkeyNamespace(namespace)
 
     def until(self, end_s: float) -> "ValkeyBlockStore":
-        """Return the same store, whose calls give up on replies that come too slowly to be there by ``end_s``."""
         bound = copy.copy(self)
         bound.end_s = end_s
         return bound
 
-    def find(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return which of ``keys`` have a value of the right length. Thread: the lookup's; blocks."""
+    def find(self, space: ValkeyNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found: list[OffloadKey] = []
         for begin in range(0, len(keys), MAX_QUESTIONS):
             part = keys[begin : begin + MAX_QUESTIONS]
             found += self._ask(part, [space.block_name(key) for key in part])
         return found
 
-    def store(self, space: ValkeySpace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Write blocks; those that the server has now have arrived, held before or not.
-
-        Thread: any of the pool's; blocks.
-        """
+    def store(
+        self, space: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         try:
             # The question costs some dozen bytes, the block that another engine has written already a million.
             names = [space.block_name(key) for key in keys]
@@ -167,18 +186,18 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
             store_errors=num_failed,
         )
         failed = [outcome for outcome in outcomes if not _is_done(outcome) and error_code(outcome) != "OOM"]
-        return Moved([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
+        return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
 
-    def load(self, space: ValkeySpace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> Moved:
-        """Read blocks into slots; those whose bytes are there and right have arrived.
-
-        Thread: any of the pool's; blocks.
-        """
+    def load(
+        self, space: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         digest = space.namespace.digest
-        landings = [Landing(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)]
+        landings = [
+            ReadTarget(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)
+        ]
         names = [space.block_name(key) for key in keys]
         calls = [
-            Call(name, (encode(b"GET", name),), landing.read)
+            Command(name, (encode(b"GET", name),), landing.read)
             for name, landing in zip(names, landings, strict=True)
         ]
         try:
@@ -201,25 +220,18 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
                 damaged.append(landing.key)
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
         self._remove(space, damaged)
-        return Moved(arrived, is_fault)
+        return TransferOutcome(arrived, is_fault)
 
     def check_reachable(self) -> None:
-        """Try everything that a block will need, once.
-
-        Raises:
-            TierError: it does not work, and why.
-        """
         self._servers.check_reachable()
 
     def stats(self) -> dict[str, float]:
-        """Return counts of loads by outcome, and of stores."""
         return self._counters.snapshot()
 
     def close(self) -> None:
-        """Close every connection."""
         self._servers.close()
 
-    def _run(self, calls: Sequence[Call], extras: Sequence[Call] = ()) -> list[Outcome]:
+    def _run(self, calls: Sequence[Command], extras: Sequence[Command] = ()) -> list[Outcome]:
         """Return the outcomes of ``calls``; those of ``extras``, sent with them, change nothing.
 
         Raises:
@@ -232,7 +244,7 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         return outcomes
 
     def _ask(
-        self, keys: Sequence[OffloadKey], names: Sequence[bytes], extras: Sequence[Call] = ()
+        self, keys: Sequence[OffloadKey], names: Sequence[bytes], extras: Sequence[Command] = ()
     ) -> list[OffloadKey]:
         replies = self._run([command(b"STRLEN", name) for name in names], extras)
         return [key for key, reply in zip(keys, replies, strict=True) if self._is_held(reply)]
@@ -240,17 +252,19 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
     def _is_held(self, outcome: Outcome) -> bool:
         return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
 
-    def _set_call(self, space: ValkeySpace, key: OffloadKey, slot: int, name: bytes) -> Call:
-        return Call(name, SetRequest(key, self._rows.row(slot), space.namespace.digest, name, self._ttl_ms))
+    def _set_call(self, space: ValkeyNamespace, key: OffloadKey, slot: int, name: bytes) -> Command:
+        return Command(
+            name, SetRequest(key, self._rows.row(slot), space.namespace.digest, name, self._ttl_ms)
+        )
 
-    def _renewals(self, names: Sequence[bytes]) -> list[Call]:
+    def _renewals(self, names: Sequence[bytes]) -> list[Command]:
         """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
         if self._ttl_ms is None:
             return []
         ttl = b"%d" % self._ttl_ms
         return [command(b"PEXPIRE", name, ttl) for name in names]
 
-    def _remove(self, space: ValkeySpace, keys: Sequence[OffloadKey]) -> None:
+    def _remove(self, space: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
         try:
@@ -261,7 +275,7 @@ class ValkeyBlockStore(BlockStore[ValkeySpace]):
         self._counters.add(removed=sum(map(_is_done, outcomes)))
 
 
-def _failure_of(landing: Landing, outcome: Outcome) -> TierFailure | None:
+def _failure_of(landing: ReadTarget, outcome: Outcome) -> TierFailure | None:
     """Return why a block did not arrive, None when it did."""
     if not isinstance(outcome, Reply):
         return TierFailure.IO_ERROR
@@ -269,10 +283,10 @@ def _failure_of(landing: Landing, outcome: Outcome) -> TierFailure | None:
         return TierFailure.FOREIGN if outcome.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
     if outcome.number < 0:
         return TierFailure.ABSENT
-    if landing.verdict is Verdict.OK:
+    if landing.verdict is HeaderCheck.OK:
         return None
     logger.warning("tier valkey: block %s is %s", landing.key.hex(), landing.verdict.value)
-    return FAILURE_OF_VERDICT[landing.verdict]
+    return FAILURE_OF_CHECK[landing.verdict]
 
 
 def _is_done(outcome: Outcome) -> bool:

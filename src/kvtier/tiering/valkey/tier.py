@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.config import OffloadingConfig
-from kvtier.tiering.block_store import rows_of
-from kvtier.tiering.pooled import PooledTier, PoolOptions, require_lasting_keys
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
-from kvtier.tiering.valkey.refusals import TIER_TYPE
+from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.servers import SingleServer
 from kvtier.tiering.valkey.settings import (
     DEFAULT_NUM_THREADS,
@@ -21,8 +21,7 @@ from kvtier.tiering.valkey.settings import (
     DEFAULT_TTL_S,
     parse_settings,
 )
-from kvtier.tiering.valkey.space import ValkeySpace
-from kvtier.tiering.valkey.store import ValkeyBlockStore
+from kvtier.tiering.valkey.store import ValkeyBlockStore, ValkeyNamespace
 
 POSITIVE_TTL_S = 2.0
 """Seconds for which a block is believed to be held. Longer promises more blocks that were evicted meanwhile, each of
@@ -36,7 +35,7 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class ValkeyTier(PooledTier[ValkeySpace]):
+class ValkeyTier(ThreadedTier[ValkeyNamespace]):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
     Args:
@@ -80,7 +79,7 @@ class ValkeyTier(PooledTier[ValkeySpace]):
             environ=os.environ,
         )
         servers = Cluster(own, clock) if own.cluster else SingleServer(own, clock)
-        options = PoolOptions(
+        options = ThreadOptions(
             own.num_threads,
             max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
             positive_ttl_s=POSITIVE_TTL_S,
@@ -91,5 +90,4 @@ class ValkeyTier(PooledTier[ValkeySpace]):
 
     @staticmethod
     def get_tier_type() -> str:
-        """Return "valkey"."""
         return TIER_TYPE

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kvtier.cli.simulate.report.chart import BarChart, Line, LineChart, Panel, Segment
+from kvtier.cli.simulate.report.plots import BarChart, LineChart, Panel, PlotLine, Segment
 from kvtier.cli.simulate.report.svg import NUM_COLOURS, draw
 
 LINES = LineChart(
@@ -16,9 +16,12 @@ LINES = LineChart(
     "capacity",
     "%",
     (
-        Panel("one", (Line("lru", 1, (1.0, 10.0), (0.123456, 5.0)), Line("arc", 2, (1.0, 10.0), (1.0, 2.0)))),
-        Panel("two", (Line("lru", 1, (1.0, 10.0), (3.0, 4.0)),)),
-        Panel("three", (Line("bound", 0, (1.0, 10.0), (9.0, 9.0), is_bound=True),)),
+        Panel(
+            "one",
+            (PlotLine("lru", 1, (1.0, 10.0), (0.123456, 5.0)), PlotLine("arc", 2, (1.0, 10.0), (1.0, 2.0))),
+        ),
+        Panel("two", (PlotLine("lru", 1, (1.0, 10.0), (3.0, 4.0)),)),
+        Panel("three", (PlotLine("bound", 0, (1.0, 10.0), (9.0, 9.0), is_bound=True),)),
     ),
     ((1.0, "1GiB"), (10.0, "10GiB")),
     is_log_x=True,
@@ -55,7 +58,7 @@ def test_each_colour_is_one_of_the_page() -> None:
 
 def test_policies_beyond_the_colours_begin_again_with_another_stroke() -> None:
     def of(series: int) -> str:
-        line = Line("policy", series, (1.0, 2.0), (1.0, 2.0), is_step=True)
+        line = PlotLine("policy", series, (1.0, 2.0), (1.0, 2.0), is_step=True)
         drawing = draw(dataclasses.replace(LINES, panels=(Panel("", (line,)),)))
         found = re.search(rf'<g class="series series-{series}">\n<path[^>]*style="([^"]*)"', drawing)
         assert found is not None
@@ -103,7 +106,7 @@ def test_a_chart_without_lines_is_drawn() -> None:
     ["1.587TiB", "0.123456", "a$b$c", r"$\frac$", "#000000", "_hidden", '<g id="series_1_0">', "url(#a)"],
 )
 def test_labels_are_shown_as_they_are(label: str) -> None:
-    line = Line(label, 1, (1.0, 10.0), (1.0, 2.0))
+    line = PlotLine(label, 1, (1.0, 10.0), (1.0, 2.0))
     lines = dataclasses.replace(LINES, panels=(Panel(label, (line,)),), x_ticks=((1.0, label), (10.0, "end")))
     bars = dataclasses.replace(BARS, bars=(label,), segments=(Segment(label, (40.0,)), *BARS.segments[1:]))
 
@@ -112,7 +115,7 @@ def test_labels_are_shown_as_they_are(label: str) -> None:
 
 
 def test_small_numbers_on_an_axis_keep_their_digits() -> None:
-    line = Line("lru", 1, (0.0004, 0.003, 0.02), (1.0, 2.0, 3.0))
+    line = PlotLine("lru", 1, (0.0004, 0.003, 0.02), (1.0, 2.0, 3.0))
 
     assert {"0.001", "0.01"} <= set(
         shown_texts(dataclasses.replace(LINES, panels=(Panel("", (line,)),), x_ticks=()))

@@ -89,7 +89,7 @@ def test_the_blocks_of_an_answer_are_known_once_they_are_stored() -> None:
     forecaster.note_request(arrived(2_000.0, 1, 2, 3, req_id="chat"))
     assert forecaster.reuse_probabilities(keys_of(4), 1_000.0) == [None]
 
-    forecaster.note_stored(keys_of(1, 2, 3, 4, 5), "chat")
+    forecaster.on_stored(keys_of(1, 2, 3, 4, 5), "chat")
 
     assert expected(forecaster, 4) == expected(forecaster, 3)
     assert 0 < expected(forecaster, 5)[0] < 1
@@ -99,6 +99,6 @@ def test_after_its_end_a_request_adds_nothing() -> None:
     forecaster = ReuseForecaster(10_000)
     teach(forecaster)
     forecaster.note_request(arrived(2_000.0, 1, 2, 3, req_id="chat"))
-    forecaster.note_finished("chat")
-    forecaster.note_stored(keys_of(4), "chat")
+    forecaster.on_finished("chat")
+    forecaster.on_stored(keys_of(4), "chat")
     assert forecaster.reuse_probabilities(keys_of(4), 1_000.0) == [None]

@@ -225,8 +225,8 @@ def test_each_group_has_its_own_chain() -> None:
 def test_what_a_running_request_needs_is_forgotten_at_its_end() -> None:
     policy = HazardCachePolicy(20)
     policy.note_request(arrived(0.0, 1, 2))
-    policy.note_finished("r")
-    policy.note_finished("r")
+    policy.on_finished("r")
+    policy.on_finished("r")
 
     assert list(policy.admit([key_of(3)], "r")) == [key_of(3)]
     assert key_of(3) not in policy._shadow.directory.nodes
@@ -247,7 +247,7 @@ def test_ghosts_are_at_most_four_for_each_block_and_nothing_else_grows() -> None
     policy = HazardCachePolicy(50)
     for number in range(4_000):
         policy.note_request(arrived(0.1 * number, *range(10 * number, 10 * number + 8)))
-        policy.note_finished("r")
+        policy.on_finished("r")
         shadow = policy._shadow
         assert shadow.directory.num_ghosts <= GHOSTS_PER_BLOCK * 50
         assert len(shadow.directory.nodes) <= (1 + GHOSTS_PER_BLOCK) * 50

@@ -1,19 +1,18 @@
-"""Puts the page together: one HTML file with its style, its script and its plots in it.
-
-It loads nothing, and its policy of content lets a browser refuse what would: no source but the file itself. The script
-only sorts tables and hides lines; without it everything is there.
-"""
+"""What the page says in sentences: what was asked, what was made up, and what its numbers do not tell. No tables."""
 
 import base64
 import hashlib
 import html
 import importlib.metadata
+import shlex
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.cli.simulate.report.chart import BarChart, LineChart
+from kvtier.cli.simulate.options import format_size
 from kvtier.cli.simulate.report.plots import (
+    BarChart,
+    LineChart,
     plot_first_token,
     plot_hits,
     plot_occupancy,
@@ -28,8 +27,103 @@ from kvtier.cli.simulate.report.tables import (
     tabulate_traffic,
     tabulate_watched,
 )
-from kvtier.cli.simulate.report.words import list_facts, list_limits, list_warnings
+from kvtier.cli.simulate.table import breaker_openings, group_rejected, is_saturated
+from kvtier.config import LoadIf
 from kvtier.sim.sweep import Size
+from kvtier.sim.tier import TierModel
+
+
+def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what was simulated. Pure."""
+    trace, engine, host = comparison.trace, comparison.engine, comparison.host
+    block_bytes = engine.block_bytes
+
+    def memory(num_blocks: int) -> str:
+        return f"{num_blocks:,} blocks, {format_size(num_blocks * block_bytes)}"
+
+    yield "command", shlex.join(command)
+    yield "kvtier", version
+    yield "trace", comparison.trace_name
+    yield "requests", f"{len(trace.requests):,} in {trace.duration_s:,.0f} s"
+    yield (
+        "blocks",
+        (
+            f"{trace.num_accesses:,} of {trace.block_tokens} tokens and {format_size(block_bytes)}, "
+            f"{trace.num_unique_blocks:,} of them unique ({format_size(trace.num_unique_blocks * block_bytes)})"
+        ),
+    )
+    yield "device", memory(engine.num_device_blocks)
+    yield "host", f"{memory(host.num_blocks)}, {host.speed.read_bytes_per_s / 1e9:g} GB/s each way"
+    for tier in host.tiers:
+        yield f"tier {tier.name}", f"{memory(tier.num_blocks)}, {_describe_tier(tier)}"
+    is_chosen = host.load_if is LoadIf.FASTER
+    loaded = "a hit that would sooner be computed is computed" if is_chosen else "every hit is loaded"
+    yield "load_if", f"{host.load_if.value}: {loaded}"
+    if host.store_threshold > 1:
+        yield "stored", f"blocks from access {host.store_threshold} on"
+    if comparison.sweep is not None:
+        sizes = ", ".join(size.label for size in comparison.sweep.sizes)
+        yield "swept", f"{comparison.sweep.place}: {sizes} in place of the above"
+    yield "prefill", f"{engine.prefill_tokens_per_s:,.0f} prompt tokens a second, all requests together"
+    yield "decode", f"{engine.decode_tokens_per_s:,.0f} tokens a second for each running request"
+    yield "running", f"at most {engine.max_running} requests at the same time"
+
+
+def list_limits() -> Iterator[str]:
+    """Yield what the simulation makes up, and what follows for its numbers."""
+    yield (
+        "What is found, loaded, stored, promoted, cascaded and evicted is decided by the production connector, "
+        "managers and policies. The engine and the speed of links are made up by the rules below."
+    )
+    yield (
+        "Requests come at the trace's times whatever the answers take. Prompts are computed one after another at the "
+        "prefill rate; answers are generated at the decode rate, undisturbed by prompts. Nobody is pre-empted."
+    )
+    yield (
+        "A link has a bandwidth, a latency and so many transfers at a time. It has no other users, no file system and "
+        "no checksums to compute."
+    )
+    yield (
+        "Only full blocks are stored and at least one token of a prompt is computed; answers have no ids in a trace "
+        "and are not stored. A trace with long blocks has coarser hits than an engine with short ones."
+    )
+    yield "Device memory, host memory and tiers are empty at the beginning; the numbers include that."
+    yield (
+        '"Not computed" counts prompt tokens. "At most" is Belady\'s bound: device, host and tiers taken for one '
+        "memory of all their blocks, without any transfer times, that knows which block is needed when. Requests come "
+        "in the order in which this very simulation admitted them; where several share a point of the plot it is the "
+        "highest. No policy passes it; none is expected to reach it."
+    )
+    yield "There is no chance in a simulation: equal input gives equal numbers."
+
+
+def list_warnings(comparison: Comparison) -> Iterator[str]:
+    """Yield what a reader must know before believing a number. Pure."""
+    found = comparison.by_label
+    if saturated := [label for label, one in found.items() if is_saturated(comparison.engine, one)]:
+        yield (
+            f"The engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt takes, so "
+            "times tell of the queue and not of the cache."
+        )
+    for num_rejected, labels in group_rejected(found).items():
+        yield f"{num_rejected:,} requests need more device blocks than there are and were left out ({labels})."
+    for label, one in found.items():
+        for tier, number in breaker_openings(one).items():
+            yield f"{label}: {tier} was overloaded {number} times and left out for some seconds each."
+
+
+def _describe_tier(tier: TierModel) -> str:
+    speed, settings = tier.speed, tier.settings
+    wanted = settings.admission
+    admission = f", admission {wanted.min_reuse_probability:g} in {wanted.horizon_s:g} s" if wanted else ""
+    read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
+    return (
+        f"reads {read:g} GB/s, writes {write:g} GB/s, {speed.latency_s * 1e3:g} ms, {speed.num_streams} at a time, "
+        f"ordered by {tier.cache_policy}, cascade {settings.cascade.value}, "
+        f"store_threshold {settings.store_threshold}, fill {'on' if settings.fill else 'off'}, "
+        f"job_timeout_s {settings.job_timeout_s:g}{admission}"
+    )
+
 
 STYLE_FILE, SCRIPT_FILE = "page.css", "page.js"
 

@@ -1,11 +1,109 @@
-"""Which lines and bars a comparison is shown by. It draws nothing and rounds nothing."""
+"""What a plot shows, as values: lines on panels, or bars. It draws nothing, so that a test can read what is plotted."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.cli.simulate.report.chart import BarChart, Line, LineChart, Panel, Segment
 from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.sweep import Case, Size
+
+
+@dataclass(frozen=True, slots=True)
+class PlotLine:
+    """One line.
+
+    Attributes:
+        name: what the legend calls it.
+        series: number of its colour, equal for equal policies on each plot; 0 is the engine without offloading.
+        x: positions, ascending.
+        y: values, one for each position.
+        is_step: whether a value holds until the next one.
+        is_bound: whether it bounds the others: drawn in the colour of the text.
+    """
+
+    name: str
+    series: int
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    is_step: bool = False
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Lines on one pair of axes.
+
+    Attributes:
+        title: what they are about; "" where the chart's title says it.
+        lines: the lines.
+    """
+
+    title: str
+    lines: tuple[PlotLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of each bar.
+
+    Attributes:
+        name: what the legend calls it.
+        widths: its width on each bar.
+    """
+
+    name: str
+    widths: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Panels with common axes.
+
+    Attributes:
+        name: unique on a page, of letters, digits and "-".
+        title: what it is.
+        description: what can be seen in words, for who cannot see it.
+        x_label: with the unit.
+        y_label: with the unit.
+        panels: at least one.
+        x_ticks: positions with labels; none leaves them to the axis.
+        is_log_x: whether equal distances are equal ratios.
+        y_max: upper end of the axis; None leaves it to the values.
+    """
+
+    name: str
+    title: str
+    description: str
+    x_label: str
+    y_label: str
+    panels: tuple[Panel, ...]
+    x_ticks: tuple[tuple[float, str], ...] = ()
+    is_log_x: bool = False
+    y_max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """Bars side by side, each put together from the same segments.
+
+    Attributes:
+        name: unique on a page, of letters, digits and "-".
+        title: what it is.
+        description: what can be seen in words.
+        x_label: with the unit.
+        bars: their names, the first on top.
+        segments: from left to right.
+        marks: where a bar could end at most; None leaves the mark out.
+    """
+
+    name: str
+    title: str
+    description: str
+    x_label: str
+    bars: tuple[str, ...]
+    segments: tuple[Segment, ...]
+    marks: tuple[float | None, ...]
+
 
 COMPUTED = "computed"
 BOUND = "Belady's bound"
@@ -24,11 +122,11 @@ def plot_hits(comparison: Comparison) -> LineChart | None:
     sizes = sweep.sizes
     x = tuple(float(size.num_blocks * comparison.engine.block_bytes) for size in sizes)
     lines = [
-        Line(policy, series, x, tuple(_found_percent(comparison, policy, size) for size in sizes))
+        PlotLine(policy, series, x, tuple(_found_percent(comparison, policy, size) for size in sizes))
         for series, policy in enumerate(comparison.policies)
     ]
     bounds = [max(one.bound_ratio or 0.0 for _, one in comparison.pairs(size)) * 100 for size in sizes]
-    lines.append(Line(BOUND, 0, x, tuple(bounds), is_bound=True))
+    lines.append(PlotLine(BOUND, 0, x, tuple(bounds), is_bound=True))
     ends = ", ".join(f"{line.name} {line.y[0]:.1f} to {line.y[-1]:.1f} %" for line in lines)
     return LineChart(
         "hits",
@@ -69,7 +167,7 @@ def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> Li
         if times_s:
             shares = tuple(100 * part / len(times_s) for part in range(len(times_s) + 1))
             series = comparison.policies.index(case.policy)
-            lines.append(Line(case.policy, series, (times_s[0], *times_s), shares, is_step=True))
+            lines.append(PlotLine(case.policy, series, (times_s[0], *times_s), shares, is_step=True))
     medians = ", ".join(
         f"{case.policy} {one.total.first_token.p50_s:.2f} s and {one.total.first_token.p90_s:.2f} s"
         for case, one in pairs
@@ -157,7 +255,7 @@ def _over_time(
             values = read(case, one, place)
             if values is not None:
                 x = tuple((at_s - begin_s) / unit_s for at_s in one.history.at_s)
-                lines.append(Line(case.policy, comparison.policies.index(case.policy), x, values))
+                lines.append(PlotLine(case.policy, comparison.policies.index(case.policy), x, values))
         panels.append(Panel(place, tuple(lines)))
     return LineChart(
         name, title, description, f"{unit} from the first request", y_label, tuple(panels), y_max=y_max

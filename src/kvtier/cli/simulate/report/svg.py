@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-from kvtier.cli.simulate.report.chart import BarChart, Line, LineChart
+from kvtier.cli.simulate.report.plots import BarChart, LineChart, PlotLine
 from kvtier.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _draw_legend(figure: "Figure", drawn: "dict[str, Artist]", *, num_columns: i
         text.set_text(name)
 
 
-def _draw_line(axes: "Axes", line: Line, number: int) -> "Artist":
+def _draw_line(axes: "Axes", line: PlotLine, number: int) -> "Artist":
     stroke = (0, (1, 1)) if line.is_bound else STROKES[line.series % len(STROKES)]
     colour = TEXT_COLOUR if line.is_bound else _colour(line.series)
     style = "steps-post" if line.is_step else "default"

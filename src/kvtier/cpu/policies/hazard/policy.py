@@ -1,29 +1,81 @@
-"""Hazard: the block that is least likely to come back for the room that it takes leaves first.
+"""Which of two policies to follow: whichever found more of the recent requests' blocks.
 
-It orders real blocks; what it would like to hold is decided by its shadow, from requests alone. The real cache
-follows the shadow: what the shadow has released leaves first, and what it did not take is not stored. A guard watches
-two shadows, this one and LRU's, and while LRU finds more, the policy *is* LRU: its order, and nothing refused. It
-begins so, and a policy that is told of no request stays so.
-
-Following makes the cost independent of what is pinned or in flight, and the order of leaving that of the shadow:
-children before parents, because only leaves leave it. When what the shadow released is all busy or gone, the oldest
-block leaves.
+It knows neither; what they hold is kept by shadows. The counts fade, so that old merits are forgotten.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
-from kvtier.cpu.policies.hazard.answers import Answers
 from kvtier.cpu.policies.hazard.directory import Node
-from kvtier.cpu.policies.hazard.guard import Guard, LRUShadow
-from kvtier.cpu.policies.hazard.hints import HintReader
+from kvtier.cpu.policies.hazard.features import HintReader
+from kvtier.cpu.policies.hazard.forecaster import Answers
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
+
+WINDOW_REQUESTS = 1000
+"""Requests after which a hit counts 1/e. A shorter window follows luck, a longer one clings to what works no more."""
+
+
+class Guard:
+    """Two faded counts of hits.
+
+    Attributes:
+        num_lru_hits: blocks that LRU would have found.
+        num_hazard_hits: blocks that the hazard policy would have found.
+    """
+
+    def __init__(self) -> None:
+        self.num_lru_hits = self.num_hazard_hits = 0.0
+
+    @property
+    def prefers_hazard(self) -> bool:
+        """Whether the hazard policy is ahead; LRU is followed until then."""
+        return self.num_hazard_hits > self.num_lru_hits
+
+    def count(self, num_lru_hits: int, num_hazard_hits: int) -> None:
+        """Count the hits of one request."""
+        kept = 1 - 1 / WINDOW_REQUESTS
+        self.num_lru_hits = kept * self.num_lru_hits + num_lru_hits
+        self.num_hazard_hits = kept * self.num_hazard_hits + num_hazard_hits
+
+
+class LRUShadow:
+    """What LRU would hold, the tail of a prefix leaving before its head: keys alone.
+
+    Args:
+        num_blocks: its capacity.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def serve(self, keys: Sequence[OffloadKey]) -> int:
+        """Serve a request of distinct ``keys``, head first; return the length of its held prefix before it."""
+        held = self._held
+        num_hits = next((number for number, key in enumerate(keys) if key not in held), len(keys))
+        self.renew(islice(reversed(keys), max(0, len(keys) - self._num_blocks), None))
+        return num_hits
+
+    def renew(self, keys: Iterable[OffloadKey]) -> None:
+        """Make ``keys`` the most recent, the last of them most, held before or not."""
+        held = self._held
+        for key in keys:
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
+        while len(held) > self._num_blocks:
+            held.popitem(last=False)
+
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
@@ -49,19 +101,15 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         return not self._guard.prefers_hazard
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None."""
         return self._recent.get(key)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the dictionary's own ``get``."""
         return self._recent.getter()
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """Hold ``block`` as the most recent."""
         self.insert_many([key], [block])
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
-        """Hold ``blocks``, the last of them as the most recent."""
         keys = list(keys)
         self._recent.insert_many(keys, blocks)
         nodes = self._shadow.directory.nodes
@@ -71,17 +119,14 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
                     self._surplus[key] = None
 
     def remove(self, key: OffloadKey) -> None:
-        """Stop holding ``key``; unknown keys are ignored."""
         self._recent.remove(key)
         self._surplus.pop(key, None)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Make ``keys`` the most recent of LRU's order, the first of them most; the shadow learns from requests."""
         # Requests name blocks that were refused, so that LRU, which expects to hold what is touched, would do it twice.
         self._recent.touch(list(filter(self._recent.blocks.__contains__, keys)))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
-        """Evict ``n`` idle blocks that are not protected, or none at all."""
         victims = self._surplus_victims(n, protected)
         if len(victims) < n:
             idle = self._idle()
@@ -98,17 +143,14 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return the ``n`` idle blocks that would leave next."""
         return [key for key, _ in islice(self._idle(), n)]
 
     def clear(self) -> None:
-        """Forget every block, and what was learned."""
         self._recent.clear()
         self._surplus.clear()
         self._begin()
 
     def note_request(self, request: ArrivedRequest) -> None:
-        """Let both shadows serve the request."""
         hint = self._hints.read(request.hints)
         num_lru_hits = num_hazard_hits = 0
         tails: dict[int, Node] = {}
@@ -123,12 +165,10 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._answers.begin(request.req_id, tails)
         self._guard.count(num_lru_hits, num_hazard_hits)
 
-    def note_finished(self, req_id: str) -> None:
-        """Forget where the request's prompt ended."""
+    def on_finished(self, req_id: str) -> None:
         self._answers.end(req_id)
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        """Return those of ``keys`` that the shadow holds, and those of requests that it was not told of."""
         groups = self._answers.groups_of(req_id)
         if groups is None:
             return keys
@@ -146,11 +186,9 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         return admitted if len(admitted) < len(keys) else keys
 
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
-        """Return how likely each of ``keys`` comes back; the model tells it in either mode."""
         return self._shadow.reuse_probabilities(keys, horizon_s)
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books, and its shadow with itself."""
         check_same_blocks(self._recent.blocks, held)
         nodes = self._shadow.directory.nodes
         for key in self._surplus:

@@ -1,17 +1,21 @@
-"""What the hazard policy would hold, decided at each request from its keys alone: no byte, no pin, no delay.
+"""The cohorts whose blocks wait to be named again, as columns that a fit reads at once.
 
-It holds no block; the real cache follows it. A request names its blocks, which ends their last wait and sets their
-class; then the missing ones are held head first, each in place of the leaf with the lowest index, until the first
-whose own index is lower.
+It decides nothing. A cohort's class and time never change and stand in arrays; how many of its blocks are left changes
+with every block that comes back, and stands in the cohort.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from itertools import chain as chained
+from itertools import compress
 from math import inf
+from operator import attrgetter
+
+import numpy as np
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.hazard.candidates import Candidates
-from kvtier.cpu.policies.hazard.cohorts import CohortTable
 from kvtier.cpu.policies.hazard.directory import UNNAMED, Cohort, Directory, Naming, Node
 from kvtier.cpu.policies.hazard.features import (
     BRANCHING_CHILDREN,
@@ -23,7 +27,150 @@ from kvtier.cpu.policies.hazard.features import (
     RequestFactors,
     request_code,
 )
-from kvtier.cpu.policies.hazard.model import HazardModel
+from kvtier.cpu.policies.hazard.model import EDGES_S, NUM_BINS, HazardModel, Ints, Waits
+
+MIN_COHORTS = 1024
+"""Cohorts below which empty ones are not worth looking for."""
+
+NUM_OF = attrgetter("num")
+
+
+class CohortTable:
+    """Cohorts in the order in which they were named, those without blocks until they are dropped."""
+
+    def __init__(self) -> None:
+        self._cohorts: list[Cohort] = []
+        self._codes = array("q")
+        self._times_s = array("d")
+        self._max_cohorts = MIN_COHORTS
+
+    def add(self, cohorts: Mapping[int, Cohort], time_s: float) -> None:
+        """Add the cohorts of a request, by class."""
+        self._cohorts += cohorts.values()
+        self._codes.extend(cohorts)
+        self._times_s.extend([time_s] * len(cohorts))
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are twice as many as were left when the empty ones were dropped."""
+        return len(self._cohorts) > self._max_cohorts
+
+    def drop_empty(self) -> Ints:
+        """Drop the cohorts without blocks; return how many blocks the others have."""
+        nums = np.fromiter(map(NUM_OF, self._cohorts), np.int64, len(self._cohorts))
+        has_blocks = nums > 0
+        self._cohorts = list(compress(self._cohorts, has_blocks.tolist()))
+        self._codes = array("q", np.array(self._codes)[has_blocks].tobytes())
+        self._times_s = array("d", np.array(self._times_s)[has_blocks].tobytes())
+        self._max_cohorts = 2 * len(self._cohorts) + MIN_COHORTS
+        return nums[has_blocks]
+
+    def take_stock(self, now_s: float) -> Waits:
+        """Return how long the blocks of each cohort have waited by now; those without blocks are dropped."""
+        nums = self.drop_empty()
+        return Waits(np.array(self._codes), now_s - np.array(self._times_s), nums, np.zeros(len(nums)))
+
+    def __len__(self) -> int:
+        return len(self._cohorts)
+
+
+MIN_STALE = 64
+"""Entries below which stale ones are not worth looking for."""
+
+
+class Candidates:
+    """Leaves that may leave.
+
+    Args:
+        indices: what orders them: the index of each class in each bin of age.
+    """
+
+    def __init__(self, indices: Mapping[int, Sequence[float]]) -> None:
+        self._indices = indices
+        # The index, a ticket, the naming.
+        self._by_index: list[tuple[float, int, Naming]] = []
+        # When the index falls, a ticket, the naming, the bin that begins then.
+        self._by_fall: list[tuple[float, int, Naming, int]] = []
+        self._num_tickets = 0
+        self._max_entries = MIN_STALE
+
+    def add(self, leaf: Node, now_s: float) -> None:
+        """Make a leaf a candidate, in place of the one that its naming had."""
+        naming = leaf.cohort.naming
+        naming.leaf = leaf
+        self._put(naming, leaf, bisect_right(EDGES_S, now_s - naming.time_s))
+
+    def move(self, leaf: Node, parent: Node) -> None:
+        """Let a block of the same cohort, which has become a leaf, take the place of a candidate that has left."""
+        leaf.cohort.naming.leaf = parent
+
+    def withdraw(self, leaf: Node) -> None:
+        """Let a leaf be no candidate any more; others are ignored."""
+        naming = leaf.cohort.naming
+        if naming.leaf is leaf:
+            naming.leaf = None
+            naming.ticket = 0
+
+    def lowest(self, now_s: float) -> tuple[float, Node] | None:
+        """Return the lowest index and its leaf, which stays; None when there is none.
+
+        Effects:
+            Entries at the top that are stale are dropped, and those whose index has risen put right.
+        """
+        by_index = self._by_index
+        while by_index:
+            index, ticket, naming = by_index[0]
+            leaf = naming.leaf
+            if leaf is None or naming.ticket != ticket:
+                heappop(by_index)
+                continue
+            age_bin = bisect_right(EDGES_S, now_s - naming.time_s)
+            if self._indices[leaf.cohort.code][age_bin] <= index:
+                return index, leaf
+            heappop(by_index)
+            self._put(naming, leaf, age_bin)
+        return None
+
+    def renew(self, now_s: float) -> None:
+        """Put the leaves whose index has fallen where they belong by now."""
+        by_fall = self._by_fall
+        while by_fall and by_fall[0][0] <= now_s:
+            _, ticket, naming, age_bin = heappop(by_fall)
+            if naming.ticket == ticket and naming.leaf is not None:
+                # Rounded, an age may lie in the bin before still.
+                self._put(naming, naming.leaf, bisect_right(EDGES_S, now_s - naming.time_s, age_bin))
+        if len(self._by_index) > self._max_entries or len(by_fall) > self._max_entries:
+            self._drop_stale()
+
+    def rebuild(self, now_s: float) -> None:
+        """Put every leaf where it belongs after the model has changed."""
+        live = [naming.leaf for _, ticket, naming in self._by_index if naming.ticket == ticket]
+        self._by_index, self._by_fall = [], []
+        for leaf in live:
+            if leaf is not None:
+                self.add(leaf, now_s)
+
+    def __len__(self) -> int:
+        return len(self._by_index) + len(self._by_fall)
+
+    def _put(self, naming: Naming, leaf: Node, age_bin: int) -> None:
+        row = self._indices[leaf.cohort.code]
+        index = row[age_bin]
+        naming.ticket = ticket = self._num_tickets = self._num_tickets + 1
+        heappush(self._by_index, (index, ticket, naming))
+        for lower_bin in range(age_bin + 1, NUM_BINS):
+            if row[lower_bin] < index:
+                fall_s = naming.time_s + EDGES_S[lower_bin - 1]
+                heappush(self._by_fall, (fall_s, ticket, naming, lower_bin))
+                break
+
+    def _drop_stale(self) -> None:
+        self._by_index = [entry for entry in self._by_index if entry[2].ticket == entry[1]]
+        self._by_fall = [entry for entry in self._by_fall if entry[2].ticket == entry[1]]
+        heapify(self._by_index)
+        heapify(self._by_fall)
+        self._max_entries = 2 * max(len(self._by_index), len(self._by_fall)) + MIN_STALE
+
 
 GHOSTS_PER_BLOCK = 4
 """Ghosts for each block of capacity. Fewer hide returns of what left early, more only cost memory."""

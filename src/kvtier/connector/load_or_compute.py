@@ -1,0 +1,308 @@
+"""How much of a prefix that was found is worth loading.
+
+It asks nobody and changes nothing. A prefix is loaded up to some block and computed from there on, so there is one
+number to choose, and every choice has a time until the request's first token:
+
+- the blocks that tiers have come up first, those of different tiers at the same time, behind what each has to load;
+- meanwhile the engine computes the prompts that it has begun before; whichever takes longer counts;
+- then the blocks go to the device, and the rest of the prompt is computed.
+
+Others wait too: what is computed for this request keeps those that come behind it from the engine, what is loaded for
+it those from the tier. That is added, at half its weight. The choice with the lowest sum is made; of equal ones the one
+that loads most. What nobody has measured yet takes no time: it is loaded, and known afterwards.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.base import OffloadingManager, OffloadingSpec
+from kvtier.config import LoadIf
+from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.groups import make_group_layouts
+from kvtier.connector.metrics import SchedulerCounters
+from kvtier.connector.prefix_search import split_by_need
+from kvtier.connector.protocols import SchedulerOutput, SurveyingManager
+from kvtier.connector.request_state import NOTHING_UNWANTED, RequestState, Unwanted
+from kvtier.cost_model import BandwidthEstimator, LinkRate, PrefillEstimator, PrefillRate, compute_s
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.tiering.load_times import TierLoad
+from kvtier.tiering.locate import BlockPlace, LocatedRun
+
+HIDDEN_WAIT_COST = 0.5
+"""What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
+be shorter than it looks, and the request loses its turn: who comes meanwhile is computed first, and an engine that is
+busy half of the time gives half of what was hidden to those. At 0 a load of minutes that saves a second is free behind
+any queue; at 1 nothing is hidden, and an engine that is behind computes what it could have been given."""
+
+OTHERS_WEIGHT = 0.5
+"""What a second costs that others wait for a request, beside one of its own. How many will come behind it is a guess.
+At 0 each looks after itself, and an engine that is behind computes what a tier could give it: measured on a recorded
+trace, with a tier at three quarters of its break-even, the median first token then came 11 % later than with everything
+loaded. At 1 a request may wait long for the sake of others who never come."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """What the times of a request depend on, beside its tiers.
+
+    Attributes:
+        first_token: leading tokens that the device has.
+        end_token: length of the prompt.
+        block_tokens: tokens that a block covers.
+        block_bytes: bytes of a block on the device, all groups and workers together.
+        rows_per_block: rows of host memory that it takes: one for each KV group that loads every block.
+        prefill: how fast prompts are computed.
+        to_device: the link from host memory to the device; None while nobody knows.
+        queue_s: seconds that the engine needs for the prompts it has begun.
+        num_queued: how many those are.
+        deadline_s: seconds that a request may wait for its blocks; what takes longer would not be loaded in the end.
+    """
+
+    first_token: int
+    end_token: int
+    block_tokens: int
+    block_bytes: int
+    prefill: PrefillRate
+    to_device: LinkRate | None = None
+    queue_s: float = 0.0
+    num_queued: int = 0
+    deadline_s: float = float("inf")
+    rows_per_block: float = 1.0
+
+
+def plan_load_cut(places: Sequence[BlockPlace], tiers: Sequence[TierLoad], costs: PromptCosts) -> int:
+    """Return how many of the leading blocks to load. Pure.
+
+    Args:
+        places: where each block of the run is.
+        tiers: what a load from each tier would cost, by position.
+        costs: the rest.
+    """
+    num_rows: dict[int, float] = {}
+    promote_s = 0.0
+    best, best_s = 0, first_token_s(0, promote_s, costs) + others_s(0, {}, tiers, costs)
+    for num_blocks, place in enumerate(places, start=1):
+        if place.tier is not None:
+            own_rows = 0.0 if place.is_coming else costs.rows_per_block
+            rows = num_rows[place.tier] = num_rows.get(place.tier, 0.0) + own_rows
+            promote_s = max(promote_s, tiers[place.tier].time_s(rows))
+            if promote_s > costs.deadline_s:
+                break
+        time_s = first_token_s(num_blocks, promote_s, costs) + others_s(num_blocks, num_rows, tiers, costs)
+        if time_s <= best_s:
+            best, best_s = num_blocks, time_s
+    return best
+
+
+def others_s(
+    num_blocks: int, num_rows: Mapping[int, float], tiers: Sequence[TierLoad], costs: PromptCosts
+) -> float:
+    """Return what it costs others, in weighed seconds, when so many blocks are loaded. Pure.
+
+    As many as are in front of it are taken to come behind it: what it computes keeps those waiting that the engine
+    serves, what it loads those that wait for the same tier.
+
+    Args:
+        num_blocks: leading blocks of the run.
+        num_rows: rows that each tier brings up for it.
+        tiers: what a load from each tier would cost, by position.
+        costs: of the request.
+    """
+    loading_s = sum(tiers[tier].num_queued * tiers[tier].own_s(rows) for tier, rows in num_rows.items())
+    return OTHERS_WEIGHT * (loading_s + costs.num_queued * computing_s(num_blocks, costs))
+
+
+def first_token_s(num_blocks: int, promote_s: float, costs: PromptCosts) -> float:
+    """Return the seconds until the first token when so many blocks are loaded. Pure.
+
+    Args:
+        num_blocks: leading blocks of the run.
+        promote_s: seconds until they are all in host memory.
+        costs: of the request.
+    """
+    copy_s = costs.to_device.time_s(num_blocks * costs.block_bytes) if costs.to_device else 0.0
+    hidden_s = HIDDEN_WAIT_COST * min(promote_s, costs.queue_s)
+    return max(promote_s, costs.queue_s) + hidden_s + copy_s + computing_s(num_blocks, costs)
+
+
+def computing_s(num_blocks: int, costs: PromptCosts) -> float:
+    """Return the seconds that computing the rest of the prompt takes when so many blocks are loaded. Pure."""
+    end_block = costs.first_token // costs.block_tokens + num_blocks
+    computed_from = max(costs.first_token, end_block * costs.block_tokens)
+    return compute_s(computed_from, costs.end_token, costs.prefill)
+
+
+def list_unwanted(places: Sequence[BlockPlace], num_wanted: int) -> dict[int, list[int]]:
+    """Return, for each tier of which nothing is loaded, the blocks that it has and that are not wanted. Pure."""
+    used = {place.tier for place in places[:num_wanted]}
+    unwanted: dict[int, list[int]] = {}
+    for block, place in enumerate(places[num_wanted:], start=num_wanted):
+        if place.tier is not None and place.tier not in used and not place.is_coming:
+            unwanted.setdefault(place.tier, []).append(block)
+    return unwanted
+
+
+class LoadOrCompute:
+    """The choices of one scheduler half. Used from one thread.
+
+    Args:
+        spec: says whether there is a choice, and how large blocks are.
+        manager: where the blocks are.
+        requests: those that the scheduler half knows, by name; its own mapping, which is read.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        manager: OffloadingManager,
+        requests: Mapping[str, RequestState],
+        clock: Callable[[], float],
+    ) -> None:
+        full, _ = split_by_need(make_group_layouts(spec))
+        is_wanted = spec.config.settings.load_if is LoadIf.FASTER and bool(full)
+        self._survey = manager.survey if is_wanted and isinstance(manager, SurveyingManager) else None
+        self._requests = requests
+        self._clock = clock
+        self._prefill = PrefillEstimator()
+        self._to_device = BandwidthEstimator()
+        if full:
+            # Blocks of the other groups are taken to be where those of the first are.
+            self._layout = full[0]
+            rows = [self._layout.block_tokens / layout.block_tokens for layout in full]
+            self._rows_per_block = sum(rows)
+            pages = [spec.config.groups[layout.idx].page_size_bytes for layout in full]
+            self._block_bytes = round(
+                spec.config.world_size
+                * spec.block_size_factor
+                * sum(page * ratio for page, ratio in zip(pages, rows, strict=True))
+            )
+
+    def find_limit(self, state: RequestState, first_token: int, max_end_token: int) -> int | None:
+        """Return up to which token a request is to be loaded; None when a tier cannot tell yet what it has.
+
+        Args:
+            state: the request, its keys grown.
+            first_token: leading tokens that the device has.
+            max_end_token: what the answer must not exceed.
+        """
+        prefill = None if self._survey is None else self._prefill.rate()
+        if self._survey is None or prefill is None:
+            return max_end_token
+        if state.wanted_end_token is not None:
+            return min(max_end_token, state.wanted_end_token)
+        state.unwanted = NOTHING_UNWANTED
+        block_tokens = self._layout.block_tokens
+        first_block = first_token // block_tokens
+        keys = state.keys[self._layout.idx][first_block : max(first_block, max_end_token // block_tokens)]
+        run = self._survey.locate(keys, state.context)
+        if run is None:
+            return None
+        if all(place.tier is None for place in run.places):
+            return max_end_token
+        costs = self._costs_of(state, first_token, prefill, run.deadline_s)
+        num_wanted = plan_load_cut(run.places, run.tiers, costs)
+        if num_wanted < len(run.places):
+            state.unwanted = self._describe_unwanted(state, run, first_block, num_wanted)
+        end_token = min(max_end_token, (first_block + num_wanted) * block_tokens)
+        if any(place.tier is not None for place in run.places[:num_wanted]):
+            state.wanted_end_token = end_token
+        return max_end_token if num_wanted == len(run.places) else end_token
+
+    def on_begun(self, state: RequestState, num_external_tokens: int, counters: SchedulerCounters) -> None:
+        """Take note that the engine begins a request; what is loaded of it is pinned by now.
+
+        Effects: Counts the tokens that were found and are computed. Tiers that were found too slow may be measured
+        anew. The wait of a request that loads nothing ends.
+        """
+        unwanted, state.unwanted = state.unwanted, NOTHING_UNWANTED
+        state.wanted_end_token = None
+        num_begun_tokens = (state.num_local_tokens or 0) + num_external_tokens
+        # An engine may say once more, without a load, that it begins a request whose load has ended.
+        state.num_begun_tokens = max(state.num_begun_tokens or 0, num_begun_tokens)
+        if self._survey is None or unwanted is NOTHING_UNWANTED:
+            return
+        counters.count_not_loaded(unwanted.tokens)
+        if num_external_tokens == 0:
+            self._survey.end_wait(state.context)
+        for tier, keys in unwanted.to_probe.items():
+            self._survey.probe(tier, keys)
+
+    def begin_step(self, output: SchedulerOutput) -> int | None:
+        """Note a step; return the number under which its report tells how long it took."""
+        if self._survey is None:
+            return None
+        num_tokens = 0
+        for req_id, num_scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(req_id) if num_scheduled > 1 else None
+            if state is not None:
+                num_left = state.request.num_prompt_tokens - state.num_computed_tokens
+                num_tokens += max(0, min(num_scheduled, num_left))
+        return self._prefill.begin_step(num_tokens, self._clock())
+
+    def take_report(self, report: OffloadingWorkerMetadata | None) -> None:
+        """Learn from what the workers of a step reported."""
+        if self._survey is None:
+            return
+        self._prefill.end_step(None if report is None else report.measured_step, self._clock())
+        if report is not None:
+            self._to_device.add(report.load_bytes, report.load_time_s)
+
+    def report_prefill(self, num_tokens: int, time_s: float) -> None:
+        """Take the word of an engine that knows how long it has computed prompts; steps are not timed then.
+
+        Args:
+            num_tokens: prompt tokens.
+            time_s: seconds for them, without what the engine waited for.
+        """
+        if self._survey is not None:
+            self._prefill.tell(num_tokens, time_s)
+
+    def stats(self) -> dict[str, float]:
+        """Return what was measured, by dotted name; 0 is not known yet. Nothing when there is no choice."""
+        if self._survey is None:
+            return {}
+        prefill, to_device = self._prefill.rate(), self._to_device.rate()
+        return {
+            "connector.prefill_tokens_per_s": 0.0 if prefill is None else 1 / prefill.token_s,
+            "connector.load_bytes_per_s": 0.0 if to_device is None else to_device.bytes_per_s,
+        }
+
+    def _costs_of(
+        self, state: RequestState, first_token: int, prefill: PrefillRate, deadline_s: float
+    ) -> PromptCosts:
+        begun = (
+            other.request.num_prompt_tokens - max(other.num_begun_tokens, other.num_computed_tokens)
+            for other in self._requests.values()
+            if other.num_begun_tokens is not None and other is not state
+        )
+        # Requests of which less than a block is left, such as those that load the rest, keep nobody waiting.
+        queued = [num_tokens for num_tokens in begun if num_tokens >= self._layout.block_tokens]
+        return PromptCosts(
+            first_token=first_token,
+            end_token=state.request.num_tokens,
+            block_tokens=self._layout.block_tokens,
+            block_bytes=self._block_bytes,
+            prefill=prefill,
+            to_device=self._to_device.rate(),
+            queue_s=sum(queued) * prefill.token_s,
+            num_queued=len(queued),
+            deadline_s=deadline_s,
+            rows_per_block=self._rows_per_block,
+        )
+
+    def _describe_unwanted(
+        self, state: RequestState, run: LocatedRun, first_block: int, num_wanted: int
+    ) -> Unwanted:
+        tokens: dict[str, int] = {}
+        for place in run.places[num_wanted:]:
+            name = CPULoadStoreSpec.medium() if place.tier is None else run.tiers[place.tier].name
+            tokens[name] = tokens.get(name, 0) + self._layout.block_tokens
+        keys = state.keys[self._layout.idx][first_block:]
+        return Unwanted(
+            tokens,
+            {
+                tier: [keys[block] for block in blocks]
+                for tier, blocks in list_unwanted(run.places, num_wanted).items()
+            },
+        )

@@ -1,0 +1,335 @@
+"""What loading a prefix costs, what computing it costs, and the estimators that learn both from live steps.
+
+Loading is faster than computing from a certain length on: a load has a fixed delay and a bandwidth, computing has a
+cost per token and one that grows with the position.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from kvtier.errors import ConfigError
+
+MAX_TOKENS = 2**40
+"""Lengths beyond it are "never": no context is as long, and a sum of so many tokens is still exact in a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRate:
+    """How long a link takes for one load, with whatever else it does at the same time already taken off.
+
+    Attributes:
+        bytes_per_s: bytes of one load in a second once they flow, all streams of the link together.
+        latency_s: seconds until they flow, once for a load of any size; 0 when parts follow each other without a pause.
+
+    Raises:
+        ConfigError: the rate is not a finite number above zero, or the latency not one from zero.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ConfigError("bytes_per_s", self.bytes_per_s, "a rate is a finite number above zero")
+        if not 0 <= self.latency_s < math.inf:
+            raise ConfigError("latency_s", self.latency_s, "a latency is a finite number from zero")
+
+    def time_s(self, num_bytes: float) -> float:
+        """Return the seconds that a load of ``num_bytes`` takes; nothing takes none. Pure."""
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRate:
+    """How long computing a token of a prompt takes.
+
+    Attributes:
+        token_s: seconds for a token itself: 1 / (tokens in a second).
+        attended_token_s: seconds more for each token that it attends to, itself included; 0 when that is not known.
+
+    Raises:
+        ConfigError: one of them is not a finite number from zero, or both are zero.
+    """
+
+    token_s: float
+    attended_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("token_s", "attended_token_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "a time is a finite number from zero")
+        if self.token_s == self.attended_token_s == 0:
+            raise ConfigError("token_s", self.token_s, "computing takes time: give a number above zero")
+
+
+def make_link_rate(
+    bytes_per_s: float, latency_s: float, *, part_bytes: int, num_streams: int = 1
+) -> LinkRate:
+    """Return the rate of a link that moves parts, each after a latency, several at the same time. Pure.
+
+    One stream waits out the latency for each part; enough streams hide it behind the bytes of the others. What is
+    returned is right for one part and for very many; between them it is off by less than one part.
+
+    Args:
+        bytes_per_s: bandwidth of all streams together.
+        latency_s: seconds before the first byte of a part.
+        part_bytes: bytes of a part, which is a block.
+        num_streams: parts under way at the same time.
+
+    Raises:
+        ConfigError: a value is not above zero, the latency negative.
+    """
+    for name, value in (("part_bytes", part_bytes), ("num_streams", num_streams)):
+        if value < 1:
+            raise ConfigError(name, value, "must be a whole number from 1")
+    link = LinkRate(bytes_per_s, latency_s)
+    part_s = link.time_s(part_bytes)
+    sustained_bytes_per_s = min(bytes_per_s, num_streams * part_bytes / part_s)
+    return LinkRate(sustained_bytes_per_s, max(0.0, part_s - part_bytes / sustained_bytes_per_s))
+
+
+def load_s(num_bytes: float, links: Sequence[LinkRate]) -> float:
+    """Return the seconds that ``num_bytes`` take over ``links``, one after the other. Pure.
+
+    The links do not overlap: a promotion has ended before the load to the device begins.
+
+    Args:
+        num_bytes: bytes of keys and values; 0 takes no time.
+        links: from the tier to the device, for example (disk, PCIe).
+    """
+    return sum(link.time_s(num_bytes) for link in links)
+
+
+def compute_s(first_token: int, end_token: int, rate: PrefillRate) -> float:
+    """Return the seconds that computing the tokens of a prompt in between takes. Pure.
+
+    Args:
+        first_token: position of the first of them: so many tokens are there already and are attended to.
+        end_token: position behind the last; not above ``first_token`` means nothing to compute.
+        rate: how fast the engine is.
+    """
+    if end_token <= first_token:
+        return 0.0
+    attended = (end_token * (end_token + 1) - first_token * (first_token + 1)) // 2
+    return (end_token - first_token) * rate.token_s + attended * rate.attended_token_s
+
+
+def break_even_tokens(
+    bytes_per_token: float, links: Sequence[LinkRate], rate: PrefillRate, *, first_token: int = 0
+) -> int | None:
+    """Return the length beyond which a prefix is loaded faster than computed. Pure.
+
+    Args:
+        bytes_per_token: bytes of keys and values of a token, all layers and workers together.
+        links: what it comes over.
+        rate: how fast it is computed.
+        first_token: tokens in front of it that the device has.
+
+    Returns:
+        Loading more tokens than this is faster, loading as many or fewer is not. 0: loading is faster at any length.
+        None: at no length.
+
+    Raises:
+        ConfigError: a token has no bytes, or the position is negative.
+    """
+    if not 0 < bytes_per_token < math.inf:
+        raise ConfigError(
+            "bytes_per_token", bytes_per_token, "a token has a finite number of bytes above zero"
+        )
+    if first_token < 0:
+        raise ConfigError("first_token", first_token, "a position counts from zero")
+
+    def is_load_faster(num_tokens: int) -> bool:
+        loading_s = load_s(num_tokens * bytes_per_token, links)
+        return loading_s < compute_s(first_token, first_token + num_tokens, rate)
+
+    # Once it is faster it stays so, for the difference is convex and not above zero where it begins.
+    slower, faster = 0, 1
+    while not is_load_faster(faster):
+        if faster >= MAX_TOKENS:
+            return None
+        slower, faster = faster, faster * 2
+    while faster - slower > 1:
+        middle = (slower + faster) // 2
+        slower, faster = (slower, middle) if is_load_faster(middle) else (middle, faster)
+    return slower
+
+
+MAX_PREFILL_SAMPLES = 32
+"""Steps that are remembered. Fewer follow every odd step; more take longer to see that the engine has changed."""
+
+MIN_PREFILL_SAMPLES = 3
+"""Steps before there is a rate: the first ones of an engine compile and warm up."""
+
+MIN_STEP_TOKENS = 32
+"""Prompt tokens below which a step says nothing: its time is that of a step, whatever it computes."""
+
+MAX_OPEN_STEPS = 16
+"""Steps whose report is awaited. An engine has a few under way; more have lost theirs."""
+
+
+class PrefillEstimator:
+    """The last steps that computed prompts. Used from the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque(maxlen=MAX_PREFILL_SAMPLES)
+        self._begun_s: dict[int, tuple[float, int]] = {}
+        self._num_steps = 0
+        self._reported_s = float("-inf")
+        self._is_told = False
+        self._rate: PrefillRate | None = None
+
+    def begin_step(self, num_prompt_tokens: int, now_s: float) -> int | None:
+        """Note a step that is planned; return the number to report it under, None when nobody has to.
+
+        Args:
+            num_prompt_tokens: tokens of prompts that it computes.
+            now_s: the clock's reading.
+        """
+        if self._is_told or num_prompt_tokens < MIN_STEP_TOKENS:
+            return None
+        self._num_steps += 1
+        self._begun_s[self._num_steps] = (now_s, num_prompt_tokens)
+        if len(self._begun_s) > MAX_OPEN_STEPS:
+            del self._begun_s[next(iter(self._begun_s))]
+        return self._num_steps
+
+    def end_step(self, step: int | None, now_s: float) -> None:
+        """Learn from a report.
+
+        Args:
+            step: its number; None when the step has none.
+            now_s: the clock's reading.
+        """
+        begun = None if step is None else self._begun_s.pop(step, None)
+        if begun is not None:
+            begun_s, num_tokens = begun
+            self._add(num_tokens, now_s - max(begun_s, self._reported_s))
+        self._reported_s = now_s
+
+    def tell(self, num_tokens: int, time_s: float) -> None:
+        """Take the word of an engine that knows how long it has computed.
+
+        Args:
+            num_tokens: prompt tokens.
+            time_s: seconds for them alone.
+        """
+        if not self._is_told:
+            self._is_told = True
+            self._begun_s.clear()
+            self._samples.clear()
+            self._rate = None
+        if num_tokens >= MIN_STEP_TOKENS:
+            self._add(num_tokens, time_s)
+
+    def rate(self) -> PrefillRate | None:
+        """Return how fast prompts are computed, None before MIN_SAMPLES steps."""
+        if self._rate is None and len(self._samples) >= MIN_PREFILL_SAMPLES:
+            self._rate = PrefillRate(weighted_median(sorted(self._samples)))
+        return self._rate
+
+    def _add(self, num_tokens: int, time_s: float) -> None:
+        if time_s > 0:
+            self._samples.append((time_s / num_tokens, num_tokens))
+            self._rate = None
+
+    def __len__(self) -> int:
+        return len(self._begun_s)
+
+
+def weighted_median(samples: list[tuple[float, int]]) -> float:
+    """Return the value below which half of the weight lies. Pure.
+
+    Args:
+        samples: at least one (value, weight), smallest value first.
+    """
+    half = sum(weight for _, weight in samples) / 2
+    passed = 0
+    for value, weight in samples:
+        passed += weight
+        if passed >= half:
+            return value
+    return samples[-1][0]
+
+
+MAX_LOAD_SAMPLES = 9
+"""Loads that are remembered. Fewer follow every stutter; more take longer to learn, and a fit costs the square."""
+
+SURPRISE_RATIO = 2.0
+"""How far from what was foretold a load has to be to say that the link has changed. Closer to 1, noise throws away
+what was learned; larger, a link that has lost half of its speed is learned sample by sample."""
+
+MIN_SIZE_RATIO = 1.5
+"""How far apart two sizes have to be for the difference of their times to say something of the rate."""
+
+
+class BandwidthEstimator:
+    """The last loads over one link."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_LOAD_SAMPLES)
+        self._was_slow = False
+        self._rate: LinkRate | None = None
+
+    def add(self, num_bytes: float, time_s: float) -> None:
+        """Learn from one load; one without bytes, or without time, says nothing.
+
+        Args:
+            num_bytes: bytes that it moved.
+            time_s: seconds in which the link was busy with it.
+        """
+        if not num_bytes > 0 or not time_s > 0:
+            return
+        self._note_surprise(num_bytes, time_s)
+        self._samples.append((num_bytes, time_s))
+        self._rate = None
+
+    def rate(self) -> LinkRate | None:
+        """Return how fast the link is, None before the first load."""
+        if self._rate is None and self._samples:
+            self._rate = fit_rate(list(self._samples))
+        return self._rate
+
+    def _note_surprise(self, num_bytes: float, time_s: float) -> None:
+        """Forget what the present sample shows to be of another time."""
+        expected = self.rate()
+        if expected is None:
+            return
+        expected_s = expected.time_s(num_bytes)
+        is_slow = time_s > SURPRISE_RATIO * expected_s
+        if is_slow and self._was_slow:
+            latest = self._samples[-1]
+            self._samples.clear()
+            self._samples.append(latest)
+            is_slow = False
+        elif time_s * SURPRISE_RATIO < expected_s:
+            self._samples.clear()
+        self._was_slow = is_slow
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+def fit_rate(samples: list[tuple[float, float]]) -> LinkRate:
+    """Return the rate of a link whose loads moved so many bytes in so many seconds. Pure.
+
+    Args:
+        samples: at least one (bytes, seconds), all above zero.
+    """
+    slopes = [
+        (one_s - other_s) / (one - other)
+        for (one, one_s), (other, other_s) in combinations(samples, 2)
+        if max(one, other) >= MIN_SIZE_RATIO * min(one, other)
+    ]
+    if not slopes:
+        # Sizes are alike: there is no telling latency from rate, and no need to.
+        return LinkRate(1 / median(time_s / num_bytes for num_bytes, time_s in samples))
+    slope = median(slopes)
+    if slope <= 0:
+        # Larger loads were no slower: the latency is nearly all, and the rate is at least the best that was seen.
+        slope = min(time_s / num_bytes for num_bytes, time_s in samples)
+    return LinkRate(1 / slope, max(0.0, median(time_s - num_bytes * slope for num_bytes, time_s in samples)))

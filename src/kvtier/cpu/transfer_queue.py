@@ -1,0 +1,288 @@
+"""Keeps the books of copies that a device carries out on its own: launch now, ask later.
+
+It launches nothing itself and knows no device; a queue does, and gives a ticket for each part of a copy. Because a
+queue is served in order, a copy is looked at only when the ones before it have ended, and has ended with its last part.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtier.base import TransferJobId, TransferResult, TransferType
+
+logger = logging.getLogger(__name__)
+
+
+class CopyHandle(Protocol):
+    """A launched copy. Any call may raise when the device has failed."""
+
+    def is_done(self) -> bool:
+        """Return True when the copy has ended; does not block."""
+
+    def block(self) -> None:
+        """Block until the copy has ended."""
+
+    def publish(self) -> None:
+        """Order compute launched from now on after the copy, which may still be under way; does not block."""
+
+    def elapsed_s(self) -> float:
+        """Return the seconds that the copy took; it must have ended."""
+
+
+class DeviceQueue(Protocol):
+    """Carries out copies one after another."""
+
+    def launch(self, copy: Callable[[], None]) -> CopyHandle:
+        """Launch ``copy``; when this raises, nothing of it is running any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    job_id: TransferJobId
+    num_bytes: int
+    tickets: tuple[CopyHandle, ...]
+
+    @property
+    def last(self) -> CopyHandle:
+        """The ticket with which the copy ends."""
+        return self.tickets[-1]
+
+
+class DeviceTransferQueue:
+    """The copies of one direction on a device queue.
+
+    Thread: one thread calls; only ``wait`` and ``shutdown`` block.
+
+    Args:
+        transfer_type: the media, for the results.
+        queue: where copies are launched.
+    """
+
+    def __init__(self, transfer_type: TransferType, queue: DeviceQueue) -> None:
+        self._transfer_type = transfer_type
+        self._queue = queue
+        self._open: deque[_Launched] = deque()
+        self._finished: list[TransferResult] = []
+        self._is_accepting = True
+
+    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
+        """Launch a copy, part after part.
+
+        Returns:
+            False when the lane has ended, the id is in use, or the launch failed.
+        """
+        if not self._is_accepting or any(job.job_id == job_id for job in self._open):
+            return False
+        tickets: list[CopyHandle] = []
+        try:
+            tickets.extend(self._queue.launch(part) for part in parts)
+        except Exception:  # thread top: the device's runtime raises what it likes; the engine goes on
+            logger.exception("job %d: launching %s to %s failed", job_id, *self._transfer_type)
+            self._give_up(tickets)
+            return False
+        self._open.append(_Launched(job_id, num_bytes, tuple(tickets)))
+        return True
+
+    def drain_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call, in the order of submission; does not block."""
+        self._settle(lambda ticket: ticket.is_done())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        last = max((at for at, job in enumerate(self._open) if job.job_id in job_ids), default=-1)
+        waited_for = {id(job.last) for job in list(self._open)[: last + 1]}
+
+        def is_waited_for(ticket: CopyHandle) -> bool:
+            if id(ticket) not in waited_for:
+                return False
+            ticket.block()
+            return True
+
+        self._settle(is_waited_for)
+
+    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
+        """Order compute launched from now on after the parts up to ``part`` of each job; does not block.
+
+        Returns:
+            False when one that is not reported yet is known to have failed; a part that fails later shows when the
+            job is reported. Unknown ids are ignored.
+        """
+        try:
+            for job in self._open:
+                if job.job_id in job_ids:
+                    job.tickets[min(part, len(job.tickets) - 1)].publish()
+        except Exception:  # thread top: a device that failed takes each of its jobs with it
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
+        return all(result.success for result in self._finished if result.job_id in job_ids)
+
+    def shutdown(self) -> None:
+        """Block until every launched copy has ended, and accept no more; idempotent."""
+        self._is_accepting = False
+        self.wait({job.job_id for job in self._open})
+
+    def _settle(self, has_ended: Callable[[CopyHandle], bool]) -> None:
+        """Move jobs from open to finished, oldest first, until one has not ended."""
+        try:
+            while self._open and has_ended(self._open[0].last):
+                self._open[0].last.publish()
+                elapsed_s = sum(ticket.elapsed_s() for ticket in self._open[0].tickets)
+                self._report(success=True, transfer_time=elapsed_s)
+        except Exception:  # thread top: a device that failed takes each of its jobs with it
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        """End every open job as failed and accept no more."""
+        logger.error("%s to %s: %d jobs fail with the device", *self._transfer_type, len(self._open))
+        self._is_accepting = False
+        while self._open:
+            self._report(success=False)
+
+    def _give_up(self, tickets: list[CopyHandle]) -> None:
+        """Let the parts end that were launched before one could not be: a declined copy writes nothing any more."""
+        try:
+            for ticket in tickets[-1:]:
+                ticket.block()
+        except Exception:  # thread top: a device that failed writes nothing any more
+            logger.exception("%s to %s: the device failed", *self._transfer_type)
+            self._fail_all()
+
+    def _report(self, *, success: bool, transfer_time: float | None = None) -> None:
+        job = self._open.popleft()
+        size = job.num_bytes if success else None
+        self._finished.append(TransferResult(job.job_id, success, size, transfer_time, self._transfer_type))
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    job_id: TransferJobId
+    num_bytes: int
+    parts: tuple[Callable[[], None], ...]
+    num_copied: int = 0
+
+
+class CopyThread:
+    """The copies of one direction.
+
+    Mutable are the queue, the open jobs and how far they are, the results and whether jobs are accepted. All of it is
+    guarded by one condition, which is never held while bytes are copied.
+
+    Thread: every public method may be called by any thread.
+
+    Args:
+        transfer_type: the media, for the results and the thread's name.
+        clock: seconds, for ``transfer_time``.
+    """
+
+    def __init__(self, transfer_type: TransferType, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._transfer_type = transfer_type
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._open: dict[TransferJobId, _Job] = {}
+        self._finished: list[TransferResult] = []
+        self._is_accepting = True
+        # A daemon: an engine that dies of an exception must exit without having called shutdown.
+        self._thread = threading.Thread(
+            target=self._run, name=f"kvtier-copy-{'-to-'.join(transfer_type)}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
+        """Queue a copy whose parts are made one after the other.
+
+        Returns:
+            False when the thread has ended or the id belongs to a job that is not reported yet.
+        """
+        with self._changed:
+            if not self._is_accepting or job_id in self._open:
+                return False
+            job = _Job(job_id, num_bytes, parts)
+            self._open[job_id] = job
+            self._queue.append(job)
+            self._changed.notify_all()
+            return True
+
+    def drain_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call, in the order of submission; does not block."""
+        with self._changed:
+            finished, self._finished = self._finished, []
+            return finished
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
+
+    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
+        """Block until each of ``job_ids`` has copied its parts up to ``part`` or has ended; unknown ids are ignored.
+
+        Returns:
+            False when one that is not reported yet has failed.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(job.num_copied > part for job in self._open.values() if job.job_id in job_ids)
+            )
+            return all(result.success for result in self._finished if result.job_id in job_ids)
+
+    def shutdown(self) -> None:
+        """Let the begun copy end, fail the queued ones and end the thread; idempotent."""
+        with self._changed:
+            self._is_accepting = False
+            self._queue.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                self._carry_out(job)
+        except BaseException:  # thread top: whatever ends the thread must end its jobs too
+            logger.exception("copy thread %s died; its jobs fail", self._thread.name)
+        finally:
+            self._fail_open_jobs()
+
+    def _next_job(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or not self._is_accepting)
+            return self._queue.popleft() if self._queue else None
+
+    def _carry_out(self, job: _Job) -> None:
+        start_s = self._clock()
+        try:
+            for part in job.parts:
+                part()
+                self._note_copied(job)
+        except Exception:  # thread top
+            logger.exception("job %d: copying %s to %s failed", job.job_id, *self._transfer_type)
+            self._report(job, success=False)
+        else:
+            self._report(job, success=True, transfer_time=self._clock() - start_s)
+
+    def _note_copied(self, job: _Job) -> None:
+        with self._changed:
+            job.num_copied += 1
+            self._changed.notify_all()
+
+    def _report(self, job: _Job, *, success: bool, transfer_time: float | None = None) -> None:
+        transfer_size = job.num_bytes if success else None
+        result = TransferResult(job.job_id, success, transfer_size, transfer_time, self._transfer_type)
+        with self._changed:
+            del self._open[job.job_id]
+            self._finished.append(result)
+            self._changed.notify_all()
+
+    def _fail_open_jobs(self) -> None:
+        with self._changed:
+            self._is_accepting = False
+            unfinished = list(self._open.values())
+        for job in unfinished:
+            self._report(job, success=False)

@@ -1,0 +1,279 @@
+"""Replays a trace through host memory and the tiers behind it when transfers take no time: what capacity alone can do.
+
+It has no device cache and no engine; time passes only from one arrival to the next, for deadlines and pauses. Each
+tier is a SimulatedTier over a link that is practically infinite, behind the production ``TieringOffloadingManager``,
+so cascades, promotions and write-back are its own. For each request, in the order of arrival:
+
+1. The manager is told of it. Its prefix is searched as the connector searches it, again after each step, until the
+   answer is known: what a tier has of it is promoted. The hits are the leading run that is then found; the host's are
+   the run that it had before.
+2. Blocks in host memory are pinned, all are touched, missing ones are stored head to tail as in ``host_replay``, all
+   are touched once more so that the head ends up most recent, the writes complete and the pins end.
+3. Steps are made until every cascade has ended.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Protocol
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.connector.prefix_search import maximal_prefix_lookup
+from kvtier.planning.prices import HOST
+from kvtier.planning.tier_mix import Mix, MixOutcome
+from kvtier.sim.host_replay import HostCache, prepare_stores, replay_host
+from kvtier.sim.link import LinkSpeed
+from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.results import Simulation
+from kvtier.sim.simulate import simulate
+from kvtier.sim.spec import ROOM, SimulatedSpec
+from kvtier.sim.timeline import Timeline
+from kvtier.sim.trace import BlockKeys, Trace
+
+NO_TIME = LinkSpeed(1e15, 1e15)
+"""For the tiers of a replay: a block of one byte takes a femtosecond, so that no deadline passes during a transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainReplay:
+    """What a replay has found.
+
+    Attributes:
+        num_accesses: blocks that the requests named, repeats included.
+        num_unique_blocks: distinct ones.
+        num_hits: blocks of prefixes found in host memory or behind it.
+        num_host_hits: blocks of prefixes that host memory had by itself.
+        written_blocks: blocks written to each tier, by its name.
+        read_blocks: blocks promoted from each tier, by its name.
+    """
+
+    num_accesses: int
+    num_unique_blocks: int
+    num_hits: int
+    num_host_hits: int
+    written_blocks: dict[str, int]
+    read_blocks: dict[str, int]
+
+    @property
+    def hit_ratio(self) -> float:
+        """Blocks of found prefixes over all blocks named, from 0 to 1."""
+        return self.num_hits / self.num_accesses if self.num_accesses else 0.0
+
+    @property
+    def host_hit_ratio(self) -> float:
+        """The same for what host memory had by itself."""
+        return self.num_host_hits / self.num_accesses if self.num_accesses else 0.0
+
+    def writes_per_unique_block(self, tier: str) -> float:
+        """Return how often a block was written to ``tier`` on average."""
+        return self.written_blocks[tier] / self.num_unique_blocks if self.num_unique_blocks else 0.0
+
+
+def replay_chain(
+    trace: Trace, host: HostModel, on_request: Callable[[], object] | None = None
+) -> ChainReplay:
+    """Replay ``trace`` through ``host`` and its tiers by the rules above.
+
+    Args:
+        trace: the requests.
+        host: host memory and the chain behind it; give the tiers the speed NO_TIME.
+        on_request: called after each request, for a progress bar.
+    """
+    chain = _Chain(trace, host)
+    block_keys = BlockKeys()
+    for number, request in enumerate(trace.requests):
+        chain.serve(block_keys.of(request.hash_ids), ReqContext(str(number)), request.arrival_s)
+        if on_request is not None:
+            on_request()
+    named = list(zip([model.name for model in host.tiers], chain.spec.tiers, strict=True))
+    return ChainReplay(
+        trace.num_accesses,
+        trace.num_unique_blocks,
+        chain.num_hits,
+        chain.num_host_hits,
+        {name: tier.num_written_blocks for name, tier in named},
+        {name: tier.num_read_blocks for name, tier in named},
+    )
+
+
+class _Chain:
+    """Host memory and the tiers behind it, in the middle of a replay.
+
+    Attributes:
+        spec: the managers.
+        num_hits: blocks of found prefixes so far.
+        num_host_hits: those that host memory had by itself.
+    """
+
+    def __init__(self, trace: Trace, host: HostModel) -> None:
+        self._timeline = Timeline()
+        self._is_woken = False
+        engine = EngineModel(trace.block_tokens, block_bytes=1, num_device_blocks=1)
+        self.spec = SimulatedSpec(engine, host, self._timeline, self._wake, trace.num_unique_blocks)
+        self._manager = self.spec.get_manager()
+        self.num_hits = 0
+        self.num_host_hits = 0
+
+    def serve(self, keys: list[OffloadKey], context: ReqContext, arrival_s: float) -> None:
+        """Serve one request."""
+        manager, is_ready = self._manager, self._manager.primary.is_ready
+        self._timeline.advance_to(arrival_s)
+        manager.end_step()
+        manager.note_request([keys], context)
+        self.num_host_hits += sum(1 for _ in takewhile(is_ready, keys))
+        self.num_hits += self._search(keys, context)
+        held = [key for key in keys if is_ready(key)]
+        missing = [key for key in keys if not is_ready(key)]
+        manager.prepare_load(held, context)
+        manager.touch(keys, context)
+        if missing:
+            stored = prepare_stores(manager, missing, context)
+            manager.touch(keys, context)
+            manager.complete_store(stored, context)
+        manager.complete_load(held, context)
+        manager.request_finished(context)
+        while self._step():
+            pass
+
+    def _search(self, keys: list[OffloadKey], context: ReqContext) -> int:
+        while (num_found := maximal_prefix_lookup(self._manager, keys, context)) is None:
+            self._step()
+        return num_found
+
+    def _step(self) -> bool:
+        """End a step and let its transfers end; return whether there were any."""
+        self._is_woken = False
+        self._manager.end_step()
+        while self._timeline.next_s is not None:
+            self._timeline.advance_to(self._timeline.next_s)
+        return self._is_woken
+
+    def _wake(self) -> None:
+        self._is_woken = True
+
+
+OVERLOADS = ".breaker_openings"
+"""How counters end that tell how often a tier was left out."""
+
+
+class MixJudge(Protocol):
+    """Tells what a mix does with a trace."""
+
+    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return what ``mix`` has done; ``on_request`` is called after each request."""
+        ...
+
+
+class TimelessJudge:
+    """Replays the trace when transfers take no time. Then media differ by capacity alone, so equal ones are tried once.
+
+    Args:
+        trace: the requests.
+        cache_policy: registered name of the policy of host memory.
+    """
+
+    def __init__(self, trace: Trace, cache_policy: str) -> None:
+        self._trace = trace
+        self._cache_policy = cache_policy
+        self._known: dict[tuple[int, ...], _Replayed] = {}
+
+    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return hits and traffic; times are None. Host memory costs nothing by the block: its traffic is left out."""
+        host = mix.host_model(self._cache_policy)
+        if host is None:
+            return MixOutcome(0.0, {}, {})
+        largest = ROOM * max(1, self._trace.num_unique_blocks)  # in more nothing changes
+        capacities = tuple(min(share.num_blocks, largest) for share in mix.shares)
+        if capacities not in self._known:
+            self._known[capacities] = self._replay(host, on_request)
+        found = self._known[capacities]
+        return MixOutcome(
+            found.hit_ratio,
+            dict(zip(mix.kind, (0, *found.written_blocks), strict=True)),
+            dict(zip(mix.kind, (0, *found.read_blocks), strict=True)),
+        )
+
+    def _replay(self, host: HostModel, on_request: Callable[[], object] | None) -> "_Replayed":
+        if not host.tiers:
+            cache = HostCache(host.num_blocks, self._cache_policy)
+            return _Replayed(replay_host(self._trace, cache, on_request).hit_ratio, (), ())
+        tiers = tuple(replace(tier, speed=NO_TIME) for tier in host.tiers)
+        chain = replay_chain(self._trace, replace(host, tiers=tiers), on_request)
+        names = [tier.name for tier in tiers]
+        return _Replayed(
+            chain.hit_ratio,
+            tuple(chain.written_blocks[name] for name in names),
+            tuple(chain.read_blocks[name] for name in names),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TimedJudge:
+    """Serves the trace on simulated time.
+
+    Attributes:
+        trace: the requests.
+        engine: what serves them.
+        cache_policy: registered name of the policy of host memory.
+    """
+
+    trace: Trace
+    engine: EngineModel
+    cache_policy: str
+
+    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return hits, traffic and times."""
+        host = mix.host_model(self.cache_policy)
+        return outcome_of(simulate(self.trace, self.engine, host, on_request=on_request))
+
+
+class QuickJudge:
+    """Serves a mix on simulated time unless its capacity alone rules out a goal of hits.
+
+    Hits on simulated time are at most those without time, a token that fills no block aside, and those of the device.
+
+    Args:
+        timed: serves what may reach the goal.
+        hit_ratio: the goal.
+        device_hit_ratio: what the engine finds without offloading.
+    """
+
+    def __init__(self, timed: TimedJudge, hit_ratio: float, device_hit_ratio: float) -> None:
+        self._timed = timed
+        self._timeless = TimelessJudge(timed.trace, timed.cache_policy)
+        self._hit_ratio = hit_ratio
+        self._device_hit_ratio = device_hit_ratio
+        trace = timed.trace
+        num_prompt_tokens = sum(max(1, request.num_prompt_tokens) for request in trace.requests)
+        self._fill = max(1.0, trace.num_accesses * trace.block_tokens / max(1, num_prompt_tokens))
+
+    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return what ``mix`` does on simulated time, or without time where that is far below the goal."""
+        quick = self._timeless.judge(mix)
+        if quick.hit_ratio * self._fill + self._device_hit_ratio < self._hit_ratio:
+            return quick
+        return self._timed.judge(mix, on_request)
+
+
+def outcome_of(found: Simulation) -> MixOutcome:
+    """Return what a simulation says of a mix. Pure."""
+    total = found.total
+    names = {tier.name: HOST if number == 0 else tier.name for number, tier in enumerate(found.tiers)}
+    hits = sum(total.hit_tokens.values())
+    return MixOutcome(
+        hits / total.num_prompt_tokens if total.num_prompt_tokens else 0.0,
+        {names[tier.name]: tier.num_written_blocks for tier in found.tiers},
+        {names[tier.name]: tier.num_read_blocks for tier in found.tiers},
+        total.first_token,
+        found.num_saved_tokens,
+        int(sum(value for name, value in found.counters.items() if name.endswith(OVERLOADS))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """What a replay has found; the blocks of each tier, in their order."""
+
+    hit_ratio: float
+    written_blocks: tuple[int, ...]
+    read_blocks: tuple[int, ...]

@@ -1,0 +1,249 @@
+"""A plan: what a trace needs, what each medium can do for it, and the cheapest mix that reaches a goal.
+
+It puts together what its neighbours find and prints nothing. Whatever it says of a mix was found on simulated time.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s
+from kvtier.planning.capacity_curve import CurvePoint, draw_curve
+from kvtier.planning.evaluator import MixJudge, QuickJudge, TimedJudge
+from kvtier.planning.model_shape import ModelShape
+from kvtier.planning.planner import MixCandidate, Row, Search, list_kinds, search
+from kvtier.planning.prices import GB, HOST, SECONDS_PER_MONTH, Medium, PriceList
+from kvtier.planning.tier_mix import Goal, Mix, MixOutcome
+from kvtier.planning.working_set import ReuseGaps, WorkingSet, measure_reuse_gaps, measure_working_sets
+from kvtier.sim.model import EngineModel
+from kvtier.sim.trace import Trace
+
+EXAMPLE_TOKENS = 8192
+"""A prefix to put times beside the break-even length: a long document or a dozen turns of a chat."""
+
+Progress = Callable[[str], Callable[[], object]]
+"""Told what begins; returns what to call after each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        trace: the traffic.
+        shape: the model's keys and values.
+        engine: what serves it.
+        prices: what media cost.
+        host: capacities of host memory to try.
+        tiers: capacities of each tier to try.
+        cache_policy: registered name of the policy of host memory.
+        goal: what to reach; None plans no purchase.
+        max_tiers: tiers behind host memory at most.
+        num_gpus: GPUs that compute the prompts together.
+        max_shown: mixes that are shown at most.
+    """
+
+    trace: Trace
+    shape: ModelShape
+    engine: EngineModel
+    prices: PriceList
+    host: Row
+    tiers: tuple[Row, ...]
+    cache_policy: str = "lru"
+    goal: Goal | None = None
+    max_tiers: int = 1
+    num_gpus: int = 1
+    max_shown: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """From which length on a prefix is loaded faster than computed.
+
+    Attributes:
+        medium: where it is loaded from, by way of host memory.
+        tokens: longer prefixes are loaded faster; 0 for any length, None for no length.
+        example_s: seconds to load EXAMPLE_TOKENS.
+        example_compute_s: seconds to compute them.
+    """
+
+    medium: str
+    tokens: int | None
+    example_s: float
+    example_compute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A mix that is worth showing.
+
+    Attributes:
+        candidate: what the search found.
+        timed: what it does on simulated time.
+        saved_gpu_hours_per_month: GPU time that its loads save.
+        saved_usd_per_month: the same in money.
+    """
+
+    candidate: MixCandidate
+    timed: MixOutcome
+    saved_gpu_hours_per_month: float
+    saved_usd_per_month: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        bytes_per_token: keys and values of a token.
+        unique_bytes: all distinct blocks of the trace.
+        working_sets: blocks in use within windows.
+        reuse_gaps: how long blocks rest.
+        curve: hits of host memory alone.
+        break_evens: host memory first, then each tier.
+        without: the engine with its device cache alone; None without a goal.
+        search: what the search found; None without a goal, or when the device alone reaches it.
+        shown: the cheapest mixes of each kind; when none reaches the goal the closest one.
+        is_reached: whether the goal is reached; None without one.
+    """
+
+    bytes_per_token: int
+    unique_bytes: int
+    working_sets: tuple[WorkingSet, ...]
+    reuse_gaps: ReuseGaps
+    curve: tuple[CurvePoint, ...]
+    break_evens: tuple[BreakEven, ...]
+    without: MixOutcome | None = None
+    search: Search | None = None
+    shown: tuple[Shown, ...] = ()
+    is_reached: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the values as JSON objects; null for what is infinite, as the life of an unused disk."""
+        return {name: _to_finite(value) for name, value in asdict(self).items()}
+
+
+def make_plan(question: PlanRequest, begin: Progress | None = None) -> Plan:
+    """Return the plan for ``question``.
+
+    Args:
+        question: what to plan.
+        begin: told each replay before it begins, for a progress bar.
+
+    Raises:
+        ConfigError: the trace has no duration.
+        UnknownNameError: there is no such policy.
+    """
+    begin = begin or _be_silent
+    trace, goal = question.trace, question.goal
+    curve = draw_curve(trace, question.cache_policy, on_request=begin("hits against capacity"))
+    measured = Plan(
+        bytes_per_token=question.shape.bytes_per_token,
+        unique_bytes=trace.num_unique_blocks * question.engine.block_bytes,
+        working_sets=measure_working_sets(trace),
+        reuse_gaps=measure_reuse_gaps(trace),
+        curve=curve,
+        break_evens=list_break_evens(question),
+    )
+    return measured if goal is None else _plan_purchase(question, goal, measured, begin)
+
+
+def list_break_evens(question: PlanRequest) -> tuple[BreakEven, ...]:
+    """Return the break-even length of host memory and of each tier. Pure."""
+    host = question.host.medium
+    device_link = LinkRate(host.read_gb_s * GB, host.latency_ms / 1000)
+    media = [host, *(row.medium for row in question.tiers)]
+    return tuple(_break_even(medium, device_link, question) for medium in media)
+
+
+def _break_even(medium: Medium, device_link: LinkRate, question: PlanRequest) -> BreakEven:
+    rate = PrefillRate(1 / question.engine.prefill_tokens_per_s)
+    bytes_per_token = question.shape.bytes_per_token
+    tier_link = [] if medium.name == HOST else [medium.read_rate(question.engine.block_bytes)]
+    links = [*tier_link, device_link]
+    return BreakEven(
+        medium.name,
+        break_even_tokens(bytes_per_token, links, rate),
+        load_s(EXAMPLE_TOKENS * bytes_per_token, links),
+        compute_s(0, EXAMPLE_TOKENS, rate),
+    )
+
+
+def _plan_purchase(question: PlanRequest, goal: Goal, measured: Plan, begin: Progress) -> Plan:
+    timed = TimedJudge(question.trace, question.engine, question.cache_policy)
+    without = timed.judge(Mix(()), begin("without offloading"))
+    found: Search | None = None
+    shown: tuple[Shown, ...] = ()
+    is_reached = goal.is_reached(without)
+    if not is_reached:
+        judge: MixJudge = timed
+        if goal.hit_ratio is not None:
+            judge = QuickJudge(timed, goal.hit_ratio, without.hit_ratio)
+        found = search(
+            list_kinds(question.host, question.tiers, question.max_tiers),
+            goal,
+            judge,
+            block_bytes=question.engine.block_bytes,
+            duration_s=question.trace.duration_s,
+            on_mix=lambda mix: begin(describe(mix, question.engine.block_bytes)),
+        )
+        is_reached = bool(found.best)
+        candidates = found.best[: question.max_shown] or ((found.closest,) if found.closest else ())
+        shown = _show(question, candidates, timed, begin)
+    return Plan(
+        measured.bytes_per_token,
+        measured.unique_bytes,
+        measured.working_sets,
+        measured.reuse_gaps,
+        measured.curve,
+        measured.break_evens,
+        without,
+        found,
+        shown,
+        is_reached,
+    )
+
+
+def _show(
+    question: PlanRequest, candidates: Sequence[MixCandidate], timed: TimedJudge, begin: Progress
+) -> tuple[Shown, ...]:
+    """Serve what was only tried without time on simulated time, and count what is saved."""
+    shown: list[Shown] = []
+    for candidate in candidates:
+        outcome = candidate.outcome
+        if outcome.first_token is None:
+            name = describe(candidate.mix, question.engine.block_bytes)
+            outcome = timed.judge(candidate.mix, begin(f"{name}, timed"))
+        saved_s = (outcome.num_saved_tokens or 0) / question.engine.prefill_tokens_per_s
+        hours = saved_s / 3600 * question.num_gpus * SECONDS_PER_MONTH / question.trace.duration_s
+        shown.append(Shown(candidate, outcome, hours, hours * question.prices.gpu_usd_per_hour))
+    return tuple(shown)
+
+
+def describe(mix: Mix, block_bytes: int) -> str:
+    """Return a mix in a few words, such as "host 64 GiB + nvme 7.0 TiB". Pure."""
+    parts = (f"{one.medium.name} {format_bytes(one.num_blocks * block_bytes)}" for one in mix.shares)
+    return " + ".join(parts) or "without"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size with the largest binary unit of which there is at least one. Pure."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{int(num_bytes < 100 and num_bytes != int(num_bytes))}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} PiB"
+
+
+def _to_finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {str(name): _to_finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _be_silent(what: str) -> Callable[[], object]:
+    del what
+    return lambda: None

@@ -1,0 +1,282 @@
+"""Finds the cheapest mix of tiers that reaches a goal, without trying each.
+
+It knows neither traces nor managers: a ``MixJudge`` tells what a mix does. Capacities are geometric rows of what is
+sold. In each kind of mix (a set of media) the search takes for granted that more capacity is never worse, so that there
+is a border between what falls short and what does not, and that no mix writes less to its tiers than both the largest
+and the one with the least host memory before the largest tiers.
+
+1. Host memory alone comes first. What is enough without a tier needs none, so that tiers are tried with less.
+2. The largest mix of a kind falls short: so do all others of the kind.
+3. Else its border is walked as a staircase, from the least host memory and the most of the tier behind it: what reaches
+   the goal gives way to less of the tier, what does not to more host memory. That tries about as many mixes as the two
+   rows are long together, for each capacity of a further tier.
+4. A mix costs at least its capacity and the least writes. What so costs more than the best of its kind, or more than
+   ``KEEP_RATIO`` times the best of all, is not tried.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+from kvtier.errors import ConfigError
+from kvtier.planning.capacity_curve import list_capacities
+from kvtier.planning.evaluator import MixJudge
+from kvtier.planning.prices import GIB, Medium
+from kvtier.planning.tier_mix import Bill, Goal, Mix, MixOutcome, Share, make_bill
+
+KEEP_RATIO = 2.0
+"""Kinds of mixes that cost up to so many times the best are shown beside it, for whoever has reasons not to take that.
+More would try hundreds of mixes that nobody buys; 1 would show a single line."""
+
+SMALLEST_SHARE = 1 / 64
+"""Capacities begin with this share of all that the trace names: below it they turn over before anything comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A medium and the capacities of it that may be bought.
+
+    Attributes:
+        medium: the medium.
+        num_blocks: ascending.
+    """
+
+    medium: Medium
+    num_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MixCandidate:
+    """A mix that was tried.
+
+    Attributes:
+        mix: what was tried.
+        outcome: what it did.
+        bill: what it costs.
+        is_reached: whether it reaches the goal.
+    """
+
+    mix: Mix
+    outcome: MixOutcome
+    bill: Bill
+    is_reached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a search has found.
+
+    Attributes:
+        best: the cheapest mix of each kind that reaches the goal, cheapest first; empty when none does.
+        closest: the mix that misses the goal by the least; None when one reaches it.
+        too_dear: kinds that cost more than ``KEEP_RATIO`` times the best, whether or not they would reach the goal.
+        short: kinds whose largest mix falls short, or that spare no host memory.
+        num_tried: mixes that were tried.
+        num_mixes: mixes that there are.
+    """
+
+    best: tuple[MixCandidate, ...]
+    closest: MixCandidate | None
+    too_dear: tuple[tuple[str, ...], ...]
+    short: tuple[tuple[str, ...], ...]
+    num_tried: int
+    num_mixes: int
+
+
+def make_row(
+    medium: Medium,
+    unique_blocks: int,
+    block_bytes: int,
+    max_bytes: int | None = None,
+    steps_per_doubling: int = 1,
+) -> Row:
+    """Return the capacities of ``medium`` that are worth trying for a trace. Pure.
+
+    They are what is sold: doublings from SMALLEST_SHARE of the trace's blocks up to all of them, each rounded up. Where
+    none of these is within the limit, the largest capacity that is.
+
+    Args:
+        medium: the medium.
+        unique_blocks: distinct blocks of the trace.
+        block_bytes: bytes of a block.
+        max_bytes: the most to try; None for no limit.
+        steps_per_doubling: how fine the row is.
+
+    Raises:
+        ConfigError: not one piece that holds a block is within the limit.
+    """
+    limits = [
+        limit for limit in (max_bytes, medium.max_gib and int(medium.max_gib * GIB)) if limit is not None
+    ]
+    largest = max(1, unique_blocks)
+    smallest = max(1, round(largest * SMALLEST_SHARE))
+    found: set[int] = set()
+    for num_blocks in list_capacities(smallest, largest, steps_per_doubling):
+        sold = medium.sold_bytes(num_blocks * block_bytes)
+        if all(sold <= limit for limit in limits):
+            found.add(sold // block_bytes)
+    if not found:
+        found.add(medium.largest_sold_bytes(min(limits)) // block_bytes)
+    if 0 in found:
+        least = medium.sold_bytes(block_bytes)
+        remedy = f"must be at least {least} bytes: less is not sold, or holds no block of {block_bytes}"
+        raise ConfigError(f"capacity of {medium.name}", min(limits), remedy)
+    return Row(medium, tuple(sorted(found)))
+
+
+def list_kinds(host: Row, tiers: Sequence[Row], max_tiers: int) -> tuple[tuple[Row, ...], ...]:
+    """Return host memory alone and with each set of up to ``max_tiers`` tiers, the faster ones first. Pure."""
+    ordered = sorted(tiers, key=lambda row: (row.medium.latency_ms, -row.medium.read_gb_s, row.medium.name))
+    return tuple(
+        (host, *chosen) for number in range(max_tiers + 1) for chosen in combinations(ordered, number)
+    )
+
+
+def search(
+    kinds: Sequence[tuple[Row, ...]],
+    goal: Goal,
+    judge: MixJudge,
+    *,
+    block_bytes: int,
+    duration_s: float,
+    on_mix: Callable[[Mix], Callable[[], object] | None] | None = None,
+) -> Search:
+    """Return the cheapest mix of each kind.
+
+    Args:
+        kinds: what may be combined, host memory first in each.
+        goal: what to reach.
+        judge: tells what a mix does.
+        block_bytes: bytes of a block.
+        duration_s: how long the trace is.
+        on_mix: told each mix before it is tried; returns what to call after each request, for a progress bar.
+    """
+    searcher = _Searcher(goal, judge, block_bytes, duration_s, on_mix)
+    cheap_first = sorted(
+        kinds, key=lambda rows: (searcher.least_usd(rows), [row.medium.name for row in rows])
+    )
+    found: list[MixCandidate] = []
+    short: list[tuple[str, ...]] = []
+    too_dear: list[tuple[str, ...]] = []
+    for all_rows in cheap_first:
+        kind = tuple(row.medium.name for row in all_rows)
+        rows = searcher.spare_host(all_rows)
+        if not rows[0].num_blocks:
+            short.append(kind)
+        elif searcher.least_usd(rows) > searcher.limit_usd:
+            too_dear.append(kind)
+        elif not searcher.try_mix(_mix_at(rows, [len(row.num_blocks) - 1 for row in rows])).is_reached:
+            short.append(kind)
+        else:
+            found.append(searcher.walk(rows))
+    found.sort(key=lambda one: (one.bill.usd_per_month, one.mix.kind))
+    kept = [one for one in found if one.bill.usd_per_month <= searcher.limit_usd]
+    too_dear += [one.mix.kind for one in found if one.bill.usd_per_month > searcher.limit_usd]
+    closest = (
+        None if found else min(searcher.tried.values(), key=lambda one: _distance(goal, one), default=None)
+    )
+    num_mixes = sum(_count(rows) for rows in kinds)
+    return Search(tuple(kept), closest, tuple(too_dear), tuple(short), len(searcher.tried), num_mixes)
+
+
+class _Searcher:
+    """Mixes tried so far, and how much the next ones may cost."""
+
+    def __init__(
+        self,
+        goal: Goal,
+        judge: MixJudge,
+        block_bytes: int,
+        duration_s: float,
+        on_mix: Callable[[Mix], Callable[[], object] | None] | None,
+    ) -> None:
+        self.tried: dict[Mix, MixCandidate] = {}
+        self.limit_usd = float("inf")
+        self._best: dict[tuple[str, ...], MixCandidate] = {}
+        self._least_written: dict[tuple[str, ...], dict[str, int]] = {}
+        self._goal = goal
+        self._judge = judge
+        self._block_bytes = block_bytes
+        self._duration_s = duration_s
+        self._on_mix = on_mix
+
+    def spare_host(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return ``rows`` without the host memory that needs no tier behind it, if that is known."""
+        alone = self._best.get((rows[0].medium.name,))
+        if alone is None or len(rows) == 1:
+            return rows
+        enough = alone.mix.shares[0].num_blocks
+        less = tuple(number for number in rows[0].num_blocks if number < enough)
+        return (Row(rows[0].medium, less), *rows[1:])
+
+    def least_usd(self, rows: Sequence[Row]) -> float:
+        """Return what the smallest mix of a kind costs at least."""
+        return _mix_at(rows, [0] * len(rows)).capacity_usd_per_month(self._block_bytes)
+
+    def try_mix(self, mix: Mix) -> MixCandidate:
+        """Return what ``mix`` does and costs; each mix is tried once."""
+        known = self.tried.get(mix)
+        if known is not None:
+            return known
+        outcome = self._judge.judge(mix, self._on_mix(mix) if self._on_mix is not None else None)
+        bill = make_bill(mix, outcome, block_bytes=self._block_bytes, duration_s=self._duration_s)
+        found = self.tried[mix] = MixCandidate(mix, outcome, bill, self._goal.is_reached(outcome))
+        if found.is_reached:
+            self.limit_usd = min(self.limit_usd, KEEP_RATIO * bill.usd_per_month)
+            best = self._best.get(mix.kind)
+            if best is None or bill.usd_per_month < best.bill.usd_per_month:
+                self._best[mix.kind] = found
+        return found
+
+    def walk(self, rows: tuple[Row, ...]) -> MixCandidate:
+        """Return the cheapest mix of a kind that reaches the goal; the largest is known to reach it."""
+        ends = [len(row.num_blocks) - 1 for row in rows]
+        first = _mix_at(rows, [0, *ends[1:]])
+        if first.capacity_usd_per_month(self._block_bytes) <= self.limit_usd:
+            self._note_least_writes(self.try_mix(first), self.try_mix(_mix_at(rows, ends)))
+        # The largest of further tiers first: what it costs at most is then known.
+        for rest in product(*(range(end, -1, -1) for end in ends[2:])):
+            self._walk_border(rows, rest)
+        return self._best[first.kind]
+
+    def _walk_border(self, rows: tuple[Row, ...], rest: tuple[int, ...]) -> None:
+        """Try the mixes along the staircase, with further tiers as they are."""
+        host, last = 0, len(rows[1].num_blocks) - 1 if len(rows) > 1 else 0
+        while host < len(rows[0].num_blocks) and last >= 0:
+            mix = _mix_at(rows, [host, last, *rest][: len(rows)])
+            best = self._best.get(mix.kind)
+            limit_usd = self.limit_usd if best is None else min(self.limit_usd, best.bill.usd_per_month)
+            if self._bound_usd(mix) > limit_usd or self.try_mix(mix).is_reached:
+                last -= 1
+            else:
+                host += 1
+
+    def _note_least_writes(self, *ends: MixCandidate) -> None:
+        """Remember what every mix of a kind writes at least: as much as the one of its two ends that writes less."""
+        kind = ends[0].mix.kind
+        self._least_written[kind] = {
+            name: min(end.outcome.written_blocks[name] for end in ends) for name in kind
+        }
+
+    def _bound_usd(self, mix: Mix) -> float:
+        """Return what ``mix`` costs at least."""
+        written = self._least_written.get(mix.kind)
+        if written is None:
+            return mix.capacity_usd_per_month(self._block_bytes)
+        least = MixOutcome(0.0, written, dict.fromkeys(written, 0))
+        return make_bill(mix, least, block_bytes=self._block_bytes, duration_s=self._duration_s).usd_per_month
+
+
+def _mix_at(rows: Sequence[Row], indexes: Sequence[int]) -> Mix:
+    return Mix(tuple(Share(row.medium, row.num_blocks[at]) for row, at in zip(rows, indexes, strict=True)))
+
+
+def _count(rows: Sequence[Row]) -> int:
+    number = 1
+    for row in rows:
+        number *= len(row.num_blocks)
+    return number
+
+
+def _distance(goal: Goal, one: MixCandidate) -> tuple[float, float, tuple[str, ...]]:
+    return goal.shortfall(one.outcome), one.bill.usd_per_month, one.mix.kind

@@ -1,0 +1,1 @@
+"""Traces of live traffic: salted block ids, lengths and times, no text."""

@@ -1,0 +1,211 @@
+"""Header and checksum around a block that leaves the machine's memory.
+
+It reads and writes no file. An envelope is 128 bytes, little endian: magic 4, version 2, codec 2, namespace 16,
+key length 2, key 40, stored length 8, raw length 8, XXH3-128 of the stored bytes 16, key id 4, nonce 12,
+generation 6, XXH3-64 of the 120 bytes before it 8. Whoever reads a block checks its envelope before anyone sees
+the payload. Nothing here raises on bad bytes: a verdict says what is wrong with them.
+
+Source: XXH3 is described at https://github.com/Cyan4973/xxHash; it finds accidents, not forgeries.
+"""
+
+import struct
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from kvtier.base import OffloadKey
+from kvtier.errors import MissingExtraError
+from kvtier.tiering.base import TierFailure
+
+try:
+    import xxhash
+except ImportError as error:
+    raise MissingExtraError("xxhash", "fs") from error
+
+MAGIC = b"KVTB"
+VERSION = 1
+ENVELOPE_BYTES = 128
+HEADER_PAGE_BYTES = 4096
+"""Where a file keeps envelopes, one page in front of each payload: with direct I/O both stay aligned."""
+
+RAW_CODEC = 0
+"""The payload is the row as it is: the only encoding there is."""
+
+MAX_KEY_BYTES = 40
+NAMESPACE_BYTES = 16
+NONCE_BYTES = 12
+GENERATION_BYTES = 6
+
+_FIELDS = struct.Struct("<4sHH16sH40sQQ16sI12s6s")
+_SEAL = struct.Struct("<Q")
+_ENVELOPE = struct.Struct(_FIELDS.format + "Q")
+
+_Fields: TypeAlias = tuple[bytes, int, int, bytes, int, bytes, int, int, bytes, int, bytes, bytes, int]
+"""What stands in an envelope, in its order, and the checksum behind it."""
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class HeaderCheck(Enum):
+    """What a check found."""
+
+    OK = "ok"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other_version"
+    OTHER_CODEC = "other_codec"
+    OTHER_NAMESPACE = "other_namespace"
+    OTHER_KEY = "other_key"
+
+
+class Envelope(NamedTuple):
+    """What is known about a stored block without its payload.
+
+    A tuple, since one is made for each block that is stored; a frozen dataclass takes three times as long to make.
+
+    Attributes:
+        namespace: first 16 bytes of the namespace digest.
+        key: the block.
+        codec: number of the encoding of the stored bytes.
+        stored_bytes: length of the payload as stored.
+        raw_bytes: length of the row that it decodes to.
+        checksum: XXH3-128 of the stored bytes, 16 bytes.
+        key_id: number of the encryption key, 0 without one.
+        nonce: of the encryption, 12 bytes.
+        generation: how often a re-used place was written, below 2**48.
+    """
+
+    namespace: bytes
+    key: OffloadKey
+    codec: int
+    stored_bytes: int
+    raw_bytes: int
+    checksum: bytes
+    key_id: int = 0
+    nonce: bytes = bytes(NONCE_BYTES)
+    generation: int = 0
+
+
+def seal(
+    key: OffloadKey,
+    namespace_digest: bytes,
+    payload: Buffer,
+    *,
+    codec: int = 0,
+    raw_bytes: int | None = None,
+    generation: int = 0,
+) -> Envelope:
+    """Describe ``payload``, the bytes that will be stored under ``key``. Pure.
+
+    Args:
+        key: at most 40 bytes.
+        namespace_digest: the namespace's; its first 16 bytes are used.
+        payload: what will be stored, contiguous.
+        codec: number of the encoding that made it.
+        raw_bytes: length of the row; None when it is that of the payload.
+        generation: how often a re-used place was written.
+    """
+    num_bytes = len(payload)
+    return Envelope(
+        namespace=namespace_digest[:NAMESPACE_BYTES],
+        key=key,
+        codec=codec,
+        stored_bytes=num_bytes,
+        raw_bytes=num_bytes if raw_bytes is None else raw_bytes,
+        checksum=xxhash.xxh3_128_digest(payload),
+        generation=generation,
+    )
+
+
+def pack(envelope: Envelope) -> bytes:
+    """Return the 128 bytes of ``envelope``. Pure; its key has at most 40 bytes."""
+    assert len(envelope.key) <= MAX_KEY_BYTES, "keys are checked when a tier is built and when a job comes"
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        envelope.codec,
+        envelope.namespace,
+        len(envelope.key),
+        envelope.key,
+        envelope.stored_bytes,
+        envelope.raw_bytes,
+        envelope.checksum,
+        envelope.key_id,
+        envelope.nonce,
+        envelope.generation.to_bytes(GENERATION_BYTES, "little"),
+    )
+    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack(header: Buffer) -> Envelope | HeaderCheck:
+    """Return the envelope in the first 128 bytes of ``header``, or what is wrong with them. Pure.
+
+    A header of another version is not ours to judge: its own checksum may stand elsewhere.
+    """
+    fields = _read_fields(header)
+    if isinstance(fields, HeaderCheck):
+        return fields
+    _, _, codec, namespace, key_bytes, key, stored, raw, checksum, key_id, nonce, generation, _ = fields
+    return Envelope(
+        namespace=namespace,
+        key=OffloadKey(key[:key_bytes]),
+        codec=codec,
+        stored_bytes=stored,
+        raw_bytes=raw,
+        checksum=checksum,
+        key_id=key_id,
+        nonce=nonce,
+        generation=int.from_bytes(generation, "little"),
+    )
+
+
+def check(
+    header: Buffer, payload: Buffer, key: OffloadKey, namespace_digest: bytes, *, codec: int = 0
+) -> HeaderCheck:
+    """Say whether ``payload`` is what was stored under ``key`` in this namespace. Pure.
+
+    Args:
+        header: what stood in front of the payload.
+        payload: the stored bytes, no more and no fewer, contiguous.
+        key: the block that was asked for.
+        namespace_digest: the reader's namespace.
+        codec: number of the encoding that the reader understands.
+    """
+    fields = _read_fields(header)
+    if isinstance(fields, HeaderCheck):
+        return fields
+    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, *_ = fields
+    if namespace != namespace_digest[:NAMESPACE_BYTES]:
+        return HeaderCheck.OTHER_NAMESPACE
+    if found_key[:key_bytes] != key:
+        return HeaderCheck.OTHER_KEY
+    if found_codec != codec:
+        return HeaderCheck.OTHER_CODEC
+    if num_stored != len(payload) or checksum != xxhash.xxh3_128_digest(payload):
+        return HeaderCheck.DAMAGED
+    return HeaderCheck.OK
+
+
+def _read_fields(header: Buffer) -> _Fields | HeaderCheck:
+    if len(header) < ENVELOPE_BYTES:
+        return HeaderCheck.DAMAGED
+    fields: _Fields = _ENVELOPE.unpack_from(header)
+    magic, version, _, _, key_bytes, *_, own_checksum = fields
+    if magic != MAGIC:
+        return HeaderCheck.DAMAGED
+    if version != VERSION:
+        return HeaderCheck.OTHER_VERSION
+    is_intact = own_checksum == xxhash.xxh3_64_intdigest(header[: _FIELDS.size])
+    return fields if is_intact and key_bytes <= MAX_KEY_BYTES else HeaderCheck.DAMAGED
+
+
+FAILURE_OF_CHECK = {
+    HeaderCheck.DAMAGED: TierFailure.DAMAGED,
+    HeaderCheck.OTHER_KEY: TierFailure.DAMAGED,
+    HeaderCheck.OTHER_VERSION: TierFailure.FOREIGN,
+    HeaderCheck.OTHER_CODEC: TierFailure.FOREIGN,
+    HeaderCheck.OTHER_NAMESPACE: TierFailure.FOREIGN,
+}
+"""Damaged blocks are removed, foreign ones left alone. A block of this namespace that says it is another than its
+name does can only have been moved."""
+
+FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.TIMEOUT, TierFailure.DAMAGED})
+"""What speaks against a tier; a block that was evicted, or is another instance's, does not."""

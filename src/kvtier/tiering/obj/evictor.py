@@ -1,0 +1,167 @@
+"""Keeps what the tier's objects take below a capacity, by deleting the oldest.
+
+It knows no key and no job. A pass lists every object under the prefix and deletes our own from the oldest on until an
+eighth of the capacity is free; at most that much is written from the beginning of one pass to the end of the next,
+and stores beyond it are declined. One writer therefore never exceeds the capacity, and each further one by an eighth
+at most.
+
+Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
+same mark, so that two passes at once delete what one would. Objects cannot be touched, so the order is that of
+writing, not of use.
+"""
+
+import heapq
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+
+from kvtier.errors import TierError
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
+from kvtier.tiering.obj.layout import is_own
+
+logger = logging.getLogger(__name__)
+
+FREE_SHARE = 8
+"""A pass leaves this part of the capacity free. A smaller part lists more often; a larger one keeps less."""
+
+MAX_VICTIMS = 20_000
+"""Objects that one round of a pass may delete, about 400 bytes each in memory; a pass has any number of rounds."""
+
+RETRY_S = 5.0
+"""Seconds until a pass that failed is tried again; meanwhile stores may be declined."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for which the deleting thread is waited for. It touches no row: nothing depends on its end."""
+
+
+class Evictor:
+    """Counts what is written and deletes the oldest objects in a thread of its own, begun by the first store.
+
+    Mutable are the count, the thread and two flags. ``_changed`` guards them; the store is asked outside it.
+
+    Args:
+        client: the store.
+        root: what the names of our objects begin with.
+        capacity_bytes: the most that they may take.
+        counters: where evictions are counted.
+    """
+
+    def __init__(self, client: Client, root: str, capacity_bytes: int, counters: Counters) -> None:
+        self._client = client
+        self._root = root
+        self._allowance_bytes = capacity_bytes // FREE_SHARE
+        self._mark_bytes = capacity_bytes - self._allowance_bytes
+        self._counters = counters
+        self._changed = threading.Condition()
+        self._written_bytes = 0
+        self._is_pass_due = False
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def admit(self, num_bytes: int) -> bool:
+        """Count bytes that are about to be written; False when they must not be."""
+        with self._changed:
+            written_bytes = self._written_bytes + num_bytes
+            has_room = written_bytes <= self._allowance_bytes
+            if has_room:
+                self._written_bytes = written_bytes
+            if self._thread is None or written_bytes > self._allowance_bytes // 2:
+                self._is_pass_due = True
+                self._start_thread()
+                self._changed.notify_all()
+            return has_room
+
+    def give_back(self, num_bytes: int) -> None:
+        """Uncount bytes that were admitted and, for certain, not written."""
+        with self._changed:
+            # A pass that ended meanwhile has uncounted them already.
+            self._written_bytes = max(0, self._written_bytes - num_bytes)
+
+    def close(self) -> None:
+        """End the thread, or at least its deleting."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _start_thread(self) -> None:
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(target=self._work, name="kvtier-obj-capacity", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while self._wait_due():
+            try:
+                self._run_pass()
+            except TierError as error:
+                self._note_failed(str(error))
+            except Exception:  # thread top
+                logger.exception("tier obj: keeping the capacity failed")
+                self._note_failed("see above")
+
+    def _wait_due(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_pass_due or self._is_closed)
+            self._is_pass_due = False
+            return not self._is_closed
+
+    def _note_failed(self, reason: str) -> None:
+        logger.warning("tier obj: capacity_bytes cannot be kept, stores are declined: %s", reason)
+        self._counters.add(failed_passes=1)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, RETRY_S)
+            self._is_pass_due = True
+
+    def _run_pass(self) -> None:
+        with self._changed:
+            seen_bytes = self._written_bytes
+        while not self._run_round():
+            pass
+        with self._changed:
+            self._written_bytes = max(0, self._written_bytes - seen_bytes)
+
+    def _run_round(self) -> bool:
+        """Delete the oldest; return whether the mark is reached or nothing is left to do."""
+        survey = PrefixListing(self._client.list_all(self._root), self._root)
+        oldest = heapq.nsmallest(MAX_VICTIMS, survey)
+        victims = plan_victims(oldest, survey.total_bytes - self._mark_bytes)
+        for begin in range(0, len(victims), PAGE_OBJECTS):
+            if self._is_closed:
+                return True
+            page = victims[begin : begin + PAGE_OBJECTS]
+            self._client.remove([victim.path for victim in page])
+            self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
+        return len(victims) < MAX_VICTIMS
+
+
+class PrefixListing:
+    """Our own objects of a listing, passed on one by one, and how much they take together.
+
+    Args:
+        listing: every object.
+        root: what the names of ours begin with.
+    """
+
+    def __init__(self, listing: Iterable[Listed], root: str) -> None:
+        self._listing = listing
+        self._root = root
+        self.total_bytes = 0
+
+    def __iter__(self) -> Iterator[Listed]:
+        for listed in self._listing:
+            if is_own(self._root, listed.path):
+                self.total_bytes += listed.num_bytes
+                yield listed
+
+
+def plan_victims(oldest: Iterable[Listed], excess_bytes: int) -> list[Listed]:
+    """Return the first of ``oldest`` that together take ``excess_bytes``. Pure."""
+    victims = []
+    for listed in oldest:
+        if excess_bytes <= 0:
+            break
+        excess_bytes -= listed.num_bytes
+        victims.append(listed)
+    return victims

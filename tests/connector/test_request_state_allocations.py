@@ -1,0 +1,63 @@
+"""Following an engine's block tables."""
+
+from tests.connector.fakes import FakeNewRequest, FakeRequest, FakeStep
+
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.request_state import RequestState, follow_allocations, make_request_state
+
+LAYOUTS = [GroupLayout(0, 4, 1, 1, None), GroupLayout(1, 8, 1, 2, None)]
+
+
+def known(*tables: list[int]) -> dict[str, RequestState]:
+    """Return one known request "r" with these block tables."""
+    state = make_request_state(FakeRequest("r", []), len(LAYOUTS))
+    if tables:
+        state.replace_blocks(tables, 0)
+    return {"r": state}
+
+
+def test_a_new_request_writes_only_beyond_its_computed_tokens() -> None:
+    requests = known()
+    step = FakeStep([FakeNewRequest("r", ([1, 2, 3, 4], [5, 6]), num_computed_tokens=8)])
+
+    assert follow_allocations(LAYOUTS, requests, step) == [3, 4, 6]
+    assert requests["r"].block_ids == [[1, 2, 3, 4], [5, 6]]
+    assert requests["r"].num_computed_tokens == 8
+
+
+def test_a_running_request_writes_what_was_appended() -> None:
+    requests = known([1], [5])
+    step = FakeStep()
+    step.scheduled_cached_reqs.add("r", 4, ([2], []))
+
+    assert follow_allocations(LAYOUTS, requests, step) == [2]
+    assert requests["r"].block_ids == [[1, 2], [5]]
+    assert requests["r"].num_computed_tokens == 4
+
+
+def test_a_request_without_new_blocks_writes_nothing_new() -> None:
+    requests = known([1], [5])
+    step = FakeStep()
+    step.scheduled_cached_reqs.add("r", 3, None)
+
+    assert follow_allocations(LAYOUTS, requests, step) == []
+    assert requests["r"].num_computed_tokens == 3
+
+
+def test_a_pre_empted_request_gives_back_its_table_and_a_resumed_one_gets_another() -> None:
+    requests = known([1, 2], [5])
+
+    assert follow_allocations(LAYOUTS, requests, FakeStep(preempted_req_ids={"r"})) == [1, 2, 5]
+    assert (requests["r"].block_ids, requests["r"].has_blocks) == ([[], []], False)
+
+    step = FakeStep()
+    step.scheduled_cached_reqs.add("r", 4, ([7, 8], [9]), is_resumed=True)
+    assert follow_allocations(LAYOUTS, requests, step) == [8, 9]
+    assert requests["r"].block_ids == [[7, 8], [9]]
+
+
+def test_blocks_given_to_a_request_that_nobody_knows_are_written_all_the_same() -> None:
+    step = FakeStep([FakeNewRequest("stranger", ([1], [2]))], preempted_req_ids={"other"})
+    step.scheduled_cached_reqs.add("third", 0, ([3], [4]))
+
+    assert follow_allocations(LAYOUTS, {}, step) == [1, 2, 3, 4]

@@ -1,0 +1,156 @@
+"""The capacity is kept by deleting our own oldest objects, and nothing that is not ours."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from tests.tiering.obj.conftest import HANG_GUARD_S, Bucket, StartTier
+
+from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.obj.client import Client, Listed
+from kvtier.tiering.obj.evictor import Evictor, PrefixListing, plan_victims
+from kvtier.tiering.obj.layout import block_path, group_path, is_own, namespace_path
+from kvtier.tiering.obj.settings import parse_settings
+
+BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
+CAPACITY_BYTES = 64 * BLOCK_BYTES
+BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def listed(age_s: int, name: str = "x", num_bytes: int = 10) -> Listed:
+    """Return an object written that many seconds after the beginning."""
+    return Listed(BEGINNING + timedelta(seconds=age_s), name, num_bytes)
+
+
+def fill(driver: TierDriver, first: int, count: int) -> None:
+    """Store blocks, each until it is taken: what is declined finds room after a pass."""
+    for number in range(first, first + count):
+        driver.poll_until(lambda number=number: driver.store([number]).success)  # type: ignore[misc]  # a default
+
+
+@pytest.mark.parametrize(("excess_bytes", "count"), [(-5, 0), (0, 0), (1, 1), (10, 1), (11, 2), (99, 3)])
+def test_no_more_is_deleted_than_must_be(excess_bytes: int, count: int) -> None:
+    oldest = [listed(age) for age in range(3)]
+    assert plan_victims(oldest, excess_bytes) == oldest[:count]
+
+
+def test_age_orders_and_then_the_name() -> None:
+    assert sorted([listed(2, "a"), listed(1, "c"), listed(1, "b")]) == [
+        listed(1, "b"),
+        listed(1, "c"),
+        listed(2, "a"),
+    ]
+
+
+NAMESPACE = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [
+        (f"root/{NAMESPACE}/ab/abcdef.kv", True),
+        (f"root/{NAMESPACE}/groups/{NAMESPACE}.kvg", True),
+        (f"root/{NAMESPACE}/namespace.json", False),
+        (f"root/{NAMESPACE}/ab/cdef.kv", False),
+        (f"root/{NAMESPACE}/ab/abcdef.kv.bak", False),
+        (f"root/{NAMESPACE}/ab/ABCDEF.kv", False),
+        (f"root/{NAMESPACE}/groups/x.kvg", False),
+        (f"root/other/{NAMESPACE}/ab/abcdef.kv", False),
+        (f"other/{NAMESPACE}/ab/abcdef.kv", False),
+        (f"{NAMESPACE}/ab/abcdef.kv", False),
+        ("root/notes.txt", False),
+    ],
+)
+def test_only_names_that_we_give_are_ours(name: str, is_ours: bool) -> None:
+    assert is_own("root", name) is is_ours
+
+
+def test_the_names_that_we_give_are_ours_whatever_the_root() -> None:
+    for root in ("", "a/b"):
+        path = namespace_path(root, NAMESPACE)
+        assert is_own(root, block_path(path, b"\xab\xcd\x00\x00\x00\x00"))  # type: ignore[arg-type]  # any bytes
+        assert is_own(root, group_path(path, bytes(16)))
+
+
+def test_a_survey_counts_and_passes_on_what_is_ours() -> None:
+    ours = f"{NAMESPACE}/ab/abcdef.kv"
+    survey = PrefixListing([listed(1, ours, 7), listed(2, "notes.txt", 100)], "")
+    assert list(survey) == [listed(1, ours, 7)]
+    assert survey.total_bytes == 7
+
+
+def test_the_oldest_go_and_the_youngest_stay(start_tier: StartTier, bucket: Bucket) -> None:
+    driver = start_tier(capacity_bytes=CAPACITY_BYTES)
+    fill(driver, 0, 200)
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    assert bucket.num_bytes(".kv") <= CAPACITY_BYTES
+    assert len(bucket.names(".kv")) >= 48
+    reader = start_tier()
+    assert reader.load(list(range(200 - NUM_ROWS, 200))).success
+    assert not reader.load([0]).success
+    assert driver.tier.stats()["evicted"] >= 136
+
+
+def test_groups_and_their_pointers_are_counted_and_go_too(start_tier: StartTier, bucket: Bucket) -> None:
+    driver = start_tier(capacity_bytes=CAPACITY_BYTES, blocks_per_object=4, num_threads=1)
+    for first in range(0, 160, 4):
+        numbers = list(range(first, first + 4))
+        driver.poll_until(lambda numbers=numbers: driver.store(numbers).success)  # type: ignore[misc]  # a default
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    assert bucket.num_bytes(".kv") + bucket.num_bytes(".kvg") <= CAPACITY_BYTES
+    assert bucket.names(".kvg")
+
+
+def test_what_is_not_ours_survives_in_our_namespace_and_in_others(
+    start_tier: StartTier, bucket: Bucket, prefix: str
+) -> None:
+    driver = start_tier(capacity_bytes=CAPACITY_BYTES)
+    driver.store([0])
+    inside = bucket.name_of(0).rpartition("/")[0]
+    foreign = [
+        f"{prefix}/notes.txt",
+        f"{prefix}/{NAMESPACE}/ab/notes.kv",
+        f"{inside}/readme",
+        f"{prefix}x/a.kv",
+    ]
+    for name in foreign:
+        bucket.write(name, bytes(BLOCK_BYTES))
+    fill(driver, 1, 150)
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    assert driver.tier.stats()["evicted"] > 0
+    assert all(len(bucket.read(name)) == BLOCK_BYTES for name in foreign)
+    assert len(bucket.names("namespace.json")) == 1
+
+
+def test_two_engines_keep_one_capacity_over_their_namespaces(start_tier: StartTier, bucket: Bucket) -> None:
+    first = start_tier("model-a", capacity_bytes=CAPACITY_BYTES)
+    second = start_tier("model-b", capacity_bytes=CAPACITY_BYTES)
+    for begin in range(0, 100, 10):
+        fill(first, begin, 10)
+        fill(second, begin, 10)
+    assert first.tier.shutdown(HANG_GUARD_S)
+    assert second.tier.shutdown(HANG_GUARD_S)
+    assert bucket.num_bytes(".kv") <= CAPACITY_BYTES * 9 // 8
+    assert bucket.num_bytes(".kv") >= CAPACITY_BYTES // 2
+
+
+def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
+    settings = parse_settings(
+        url="s3://bucket",
+        prefix="",
+        capacity_bytes=8000 * 1000,
+        blocks_per_object=1,
+        timeout_s=0.2,
+        num_threads=1,
+        endpoint="http://127.0.0.1:9",
+        region="us-east-1",
+        allow_http=True,
+        ca_file=None,
+        row_bytes=1000,
+    )
+    keeper = Evictor(Client(settings), "", 8000, Counters())
+    assert [keeper.admit(400) for _ in range(4)] == [True, True, False, False]
+    keeper.give_back(400)
+    assert keeper.admit(400)
+    keeper.close()
