@@ -178,6 +178,33 @@ class ModelError(KVTierError, ValueError):
     """A model that an engine cannot serve, for example one without a KV cache."""
 
 
+class SequenceLengthError(KVTierError, ValueError):
+    """A request would grow beyond the length up to which its model rotates keys alike.
+
+    Attributes:
+        num_prompt_tokens: length of the prompt.
+        num_new_tokens: output tokens whose keys and values would be computed.
+        last_tokens: the greatest length of such a sequence.
+        rope_type: how the model rotates keys.
+    """
+
+    def __init__(self, num_prompt_tokens: int, num_new_tokens: int, last_tokens: int, rope_type: str) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_new_tokens = num_new_tokens
+        self.last_tokens = last_tokens
+        self.rope_type = rope_type
+        # An output's last token is chosen and not computed, so that one more fits.
+        most = last_tokens - num_prompt_tokens + 1
+        remedies = [f"ask for at most {most} new tokens" if most > 0 else "shorten the prompt"]
+        if rope_type != "dynamic":
+            remedies.append(f"give a prompt of more than {last_tokens} tokens")
+        remedies.append("call model.generate without kvtier")
+        super().__init__(
+            f"a prompt of {num_prompt_tokens} tokens and {num_new_tokens} computed after it exceed {last_tokens} "
+            f"tokens, beyond which the model's {rope_type} rope rotates every key otherwise: {', or '.join(remedies)}"
+        )
+
+
 class DevicePoolError(KVTierError, MemoryError):
     """A request needs more device blocks than the engine's pool can give.
 
