@@ -8,12 +8,11 @@ from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 from tests.tiering.drivers import ALWAYS, ROOMY, example_of, make_example, make_faulty_driver
 
 from kvtier.base import ReqContext
-from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
-from kvtier.tiering.cascade import MAX_REMEMBERED_BLOCKS, plan_num_remembered
+from kvtier.tiering.cascade import MAX_REMEMBERED_BLOCKS, REMEMBERED_PER_BLOCK, plan_num_remembered
 from kvtier.tiering.example import ExampleSecondaryTier
 
 BUDGET = 2**30
@@ -324,7 +323,7 @@ def remembered(*tiers: tuple[int | None, TierSettings]) -> int:
 
 
 def test_as_many_blocks_are_remembered_as_the_largest_tier_that_asks_needs_and_no_more_than_a_bound() -> None:
-    assert remembered((100, LIKELY), (200, LIKELY), (10**6, ROOMY)) == 200 * GHOSTS_PER_BLOCK
+    assert remembered((100, LIKELY), (200, LIKELY), (10**6, ROOMY)) == 200 * REMEMBERED_PER_BLOCK
     assert remembered((10**9, LIKELY)) == MAX_REMEMBERED_BLOCKS
     assert remembered((100, LIKELY), (None, LIKELY)) == MAX_REMEMBERED_BLOCKS
     assert remembered((100, ROOMY)) == remembered() == 0

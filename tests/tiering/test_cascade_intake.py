@@ -25,6 +25,10 @@ class Told(ReuseForecast):
         self.horizons_s: list[float] = []
         self.num_asked = 0
 
+    @property
+    def num_remembered_blocks(self) -> int:
+        return len(self.probabilities)
+
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
         self.horizons_s.append(horizon_s)
         self.num_asked += len(keys)

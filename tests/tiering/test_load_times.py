@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.base import JobId
 from kvtier.cost_model import LinkRate
+from kvtier.locations import TierLoad
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.load_times import (
     MAX_BUSY_JOBS,
@@ -11,7 +12,6 @@ from kvtier.tiering.load_times import (
     MIN_PROBE_REST_S,
     PROBE_REST_RATIO,
     LoadTimes,
-    TierLoad,
 )
 
 ROW = 10

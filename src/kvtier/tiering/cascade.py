@@ -12,9 +12,7 @@ from itertools import chain, islice
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import MIN_STORE_THRESHOLD
-from kvtier.cpu.policies.hazard.forecaster import ReuseForecaster
-from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK
-from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast, ReuseForecaster
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import InvariantError
 from kvtier.tiering.admission import PassingThrough
@@ -162,6 +160,10 @@ MAX_AHEAD_BLOCKS = 1024
 """The most of them that are looked at in a step, which takes about a tenth of a millisecond; a step of an engine
 stores fewer."""
 
+REMEMBERED_PER_BLOCK = 4
+"""Blocks that are remembered for each block that a tier with an admission holds. Fewer hide returns of blocks that left
+the tier early; more only cost memory."""
+
 MAX_REMEMBERED_BLOCKS = 2**18
 """The most blocks that are remembered to tell which ones come back, about 0.4 KB each. Fewer make what comes back late
 look lost; more tell it for longer horizons."""
@@ -200,8 +202,8 @@ class CascadePlanner:
         self._learner: ReuseForecaster | None = None
         forecast = primary.forecast
         num_remembered = plan_num_remembered([guard.tier for guard in guards])
-        if num_remembered and (forecast is None or GHOSTS_PER_BLOCK * primary.num_blocks < num_remembered):
-            forecast = self._learner = ReuseForecaster(num_remembered)
+        if num_remembered and (forecast is None or forecast.num_remembered_blocks < num_remembered):
+            forecast = self._learner = primary.create_forecaster(num_remembered)
         self._intakes = [StoreBacklog(guard, forecast) for guard in guards]
         if self._intakes:
             primary.departed = []
@@ -333,4 +335,4 @@ def plan_num_remembered(tiers: Iterable[SecondaryTierManager]) -> int:
         return 0
     known = [num_blocks for num_blocks in asking if num_blocks is not None]
     largest = max(known) if len(known) == len(asking) else MAX_REMEMBERED_BLOCKS
-    return min(GHOSTS_PER_BLOCK * largest, MAX_REMEMBERED_BLOCKS)
+    return min(REMEMBERED_PER_BLOCK * largest, MAX_REMEMBERED_BLOCKS)

@@ -6,11 +6,11 @@ What is under way says something too: a load that takes longer than foretold is 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.base import JobId
 from kvtier.cost_model import BandwidthEstimator, LinkRate
+from kvtier.locations import TierLoad
 
 MAX_BUSY_JOBS = 4
 """Reports after which a busy time is a sample although loads are left. More learn late under load; with fewer the
@@ -46,33 +46,6 @@ class LoadUnderWay(NamedTuple):
 
     num_bytes: int
     begun_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TierLoad:
-    """What a load from a tier would cost now.
-
-    Attributes:
-        name: the tier's type.
-        row_bytes: bytes of a row, in the unit of ``rate``.
-        rate: how fast it loads; None while nobody knows.
-        queue_s: seconds until what it has to load already is loaded.
-        num_queued: how many loads that are.
-    """
-
-    name: str
-    row_bytes: int
-    rate: LinkRate | None = None
-    queue_s: float = 0.0
-    num_queued: int = 0
-
-    def own_s(self, num_rows: float) -> float:
-        """Return the seconds in which the tier loads so many rows and nothing else. Pure."""
-        return 0.0 if self.rate is None else self.rate.time_s(num_rows * self.row_bytes)
-
-    def time_s(self, num_rows: float) -> float:
-        """Return the seconds until so many more rows are loaded; with none, until those on their way are. Pure."""
-        return 0.0 if self.rate is None else self.queue_s + self.own_s(num_rows)
 
 
 class LoadTimes:

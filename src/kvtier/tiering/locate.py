@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.locations import IN_HOST, BlockLocator, BlockPlace, LocatedRun, TierLoad
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.load_times import TierLoad
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers, WantedPromotions
 from kvtier.tiering.waiting import WaitingRequests
@@ -34,38 +34,7 @@ class StepMoment:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """Where a block is.
-
-    Attributes:
-        tier: position of the tier that has it; None when it is in host memory, or on its way there from the device.
-        is_coming: whether that tier is bringing it up already.
-    """
-
-    tier: int | None = None
-    is_coming: bool = False
-
-
-IN_HOST = BlockPlace()
-
-
-@dataclass(frozen=True, slots=True)
-class LocatedRun:
-    """The leading run of a prefix that is held somewhere.
-
-    Attributes:
-        places: where each block is; it ends before the first that is nowhere.
-        tiers: what a load from each tier would cost, by position.
-        deadline_s: seconds that a request may wait for its blocks.
-    """
-
-    places: Sequence[BlockPlace]
-    tiers: Sequence[TierLoad]
-    deadline_s: float
-
-
-class BlockLocator:
+class TierBlockLocator(BlockLocator):
     """Looks without touching. Used from the manager's thread.
 
     Args:
@@ -97,13 +66,6 @@ class BlockLocator:
         self._open_step = open_step
 
     def locate(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LocatedRun | None:
-        """Say where the leading blocks of ``keys`` are.
-
-        Returns:
-            None when a tier cannot tell of one yet: the request waits for that, ask again.
-
-        Effects: What is found in host memory is held for a waiting request, as in a lookup.
-        """
         moment = self._open_step()
         waiter = self._waiting.get(req_context)
         is_expired = waiter is not None and waiter.is_expired
@@ -132,15 +94,6 @@ class BlockLocator:
         return None if is_pending else LocatedRun(places, self._describe(places), self._deadline_s)
 
     def probe(self, tier: int, keys: Iterable[OffloadKey]) -> None:
-        """Bring up a few of ``keys``, which were not wanted for it is slow, to see whether the tier still is.
-
-        Args:
-            tier: its position.
-            keys: blocks that it had when they were located; what it has lost or has come up since is left out.
-
-        Effects: None unless the tier has nothing to load, in this step too, and was left alone for a while. No request
-        waits for them.
-        """
         self._open_step()
         guard = self._guards[tier]
         if self._wanted.num_blocks_of(guard):
@@ -156,7 +109,6 @@ class BlockLocator:
             guard.num_probe_blocks += 1
 
     def end_wait(self, req_context: ReqContext) -> None:
-        """End the wait of a request that starts without a load; what was held for it may be evicted again."""
         self._waiting.end_wait(req_context)
 
     def _place_of_coming(self, key: OffloadKey) -> BlockPlace:

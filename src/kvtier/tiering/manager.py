@@ -26,7 +26,7 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.locate import BlockLocator, StepMoment, lookup_in_tiers
+from kvtier.tiering.locate import StepMoment, TierBlockLocator, lookup_in_tiers
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers, WantedPromotions
 from kvtier.tiering.waiting import WaitingRequests
@@ -56,7 +56,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         primary: host memory.
-        survey: says where blocks are without bringing them up.
+        locator: says where blocks are without promoting them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._poll()
             return StepMoment(self._step, self._now_s)
 
-        self.survey = BlockLocator(
+        self.locator = TierBlockLocator(
             self._guards,
             primary_tier,
             self._waiting,

@@ -20,6 +20,8 @@ from kvtier.base import (
 )
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.base import EvictionPreview
+from kvtier.cpu.policies.learning import ReuseForecaster
+from kvtier.cpu.policies.registry import create_reuse_forecaster
 from kvtier.errors import InvariantError
 
 logger = logging.getLogger(__name__)
@@ -134,6 +136,10 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     def next_victims(self, n: int) -> list[OffloadKey] | None:
         """Return at most ``n`` idle blocks that would leave next, in that order; None when the policy cannot say."""
         return self._policy.next_victims(n) if isinstance(self._policy, EvictionPreview) else None
+
+    def create_forecaster(self, max_blocks: int) -> ReuseForecaster:
+        """Build what estimates reuse in place of the policy, remembering at most ``max_blocks`` blocks."""
+        return create_reuse_forecaster(max_blocks)
 
     def hold(self, key: OffloadKey) -> None:
         """Keep ``key`` from eviction, from the moment it is ready, until one release more."""

@@ -1,6 +1,9 @@
-"""Names of eviction policies, and the construction of the one that a configuration asks for."""
+"""Names of eviction policies and of reuse forecasters, and their construction by name."""
+
+from collections.abc import Callable
 
 from kvtier.cpu.policies.base import CachePolicy
+from kvtier.cpu.policies.learning import ReuseForecaster
 from kvtier.registry import Registry
 
 CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
@@ -17,11 +20,27 @@ CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
 )
 """Add a policy of your own with ``CACHE_POLICIES.register("mine", "package.module:MyPolicy")``."""
 
+REUSE_FORECASTERS: Registry[Callable[[int], ReuseForecaster]] = Registry(
+    "reuse forecaster", {"hazard": "kvtier.cpu.policies.hazard.forecaster:HazardForecaster"}
+)
+"""What estimates reuse for tiers with ``admission`` when the primary's policy does not."""
+
+DEFAULT_FORECASTER = "hazard"
+
 
 def create_cache_policy(name: str, cache_capacity: int) -> CachePolicy:
     """Build the policy registered as ``name``.
 
     Raises:
-        UnknownNameError: nobody registered the name.
+        UnknownNameError: the name is not registered.
     """
     return CACHE_POLICIES.resolve(name)(cache_capacity)
+
+
+def create_reuse_forecaster(max_blocks: int, name: str = DEFAULT_FORECASTER) -> ReuseForecaster:
+    """Build the forecaster registered as ``name``, which remembers at most ``max_blocks`` blocks.
+
+    Raises:
+        UnknownNameError: the name is not registered.
+    """
+    return REUSE_FORECASTERS.resolve(name)(max_blocks)
