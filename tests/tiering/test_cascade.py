@@ -60,7 +60,7 @@ def test_a_tier_that_is_left_out_gets_the_backlog_when_it_is_back() -> None:
         driver.store([number])
         driver.step()
     driver.store([7, 8])
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 2
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 2
     tier.faults.fail_ratio = 0.0
     driver.clock.advance(30.0)
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_nothing_due_survives_a_reset() -> None:
     tier.faults.delay_ratio = ALWAYS
     driver.store(range(5))
     driver.reset()
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 0
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 0
     tier.faults.delay_ratio = 0.0
     driver.store([1])
     for _ in range(4):
@@ -230,7 +230,10 @@ def test_a_tier_gets_what_is_likely_to_come_back_and_not_the_rest(cache_policy: 
     # What the tier does not want LRU holds all the same; hazard refuses it too.
     stats = driver.manager.stats()
     num_refused = 6 if cache_policy == "lru" else 0
-    assert (stats["tier.0.example.due_blocks"], stats["tier.0.example.refused_blocks"]) == (0, num_refused)
+    assert (stats["tier.0.example.pending_blocks"], stats["tier.0.example.refused_blocks"]) == (
+        0,
+        num_refused,
+    )
 
 
 def test_before_anything_is_learned_a_tier_gets_every_block() -> None:
