@@ -241,7 +241,7 @@ def measure_ghosts(num_blocks: int, calls: Calls) -> float:
         # ARC remembers next to nothing where nothing is used again: half of it is.
         if number % 2:
             manager.touch(keys, request)
-    policy = manager._policy  # noqa: SLF001 - ghosts show nowhere else
+    policy = manager.table.policy
     assert isinstance(policy, ARCCachePolicy)
     with_ghosts, num_ghosts = traced_bytes(), len(policy.b1) + len(policy.b2)
     policy.b1.clear()

@@ -1,9 +1,9 @@
 """Check that imports point downwards, and that each outside library is imported only where it belongs.
 
 It reads the source and runs none of it, so an import inside a function or under TYPE_CHECKING counts like
-any other: a dependency that is hidden is still one. Three rules, each a pure function of the importing module
-and what it imports: the layers of the package, the borders between secondary tiers, and the homes of outside
-libraries. A fourth looks at the whole graph and finds circles.
+any other: a dependency that is hidden is still one. Four rules, each a pure function of the importing module
+and what it imports: the layers of the package, the borders between secondary tiers, the contracts that stand
+between layers, and the homes of outside libraries. A fifth looks at the whole graph and finds circles.
 
     python -m scripts.import_direction            exit status 1 when a rule is broken
 """
@@ -18,7 +18,9 @@ PACKAGE = "kvtier"
 SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "registry", "namespace", "base", "cost_model", "compiled", "limits"}),
+    frozenset(
+        {"errors", "config", "registry", "namespace", "base", "cost_model", "locations", "compiled", "limits"}
+    ),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),
@@ -46,6 +48,15 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 
 TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "limits", "cpu.policies"})
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
+
+POLICY_NAMES = frozenset({"registry", "create_cache_policy"})
+"""What builds a policy from its name."""
+
+POLICY_CONTRACTS = frozenset({"base", "learning", "registry"})
+"""Modules of ``kvtier.cpu.policies`` that tiering may import; the others implement them."""
+
+POLICY_FREE = frozenset({"manager", "cascade"})
+"""Modules of tiering that are given what policies make and build none."""
 
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "numpy": ("",),
@@ -132,7 +143,11 @@ def objection(found: Import, tiers: Collection[str]) -> str | None:
     """Return why ``found`` is not allowed, None when it is. Pure."""
     if found.target.split(".")[0] == PACKAGE:
         wrong_direction = direction_objection(found.module, found.target)
-        return wrong_direction or tier_objection(found.module, found.target, tiers)
+        return (
+            wrong_direction
+            or contract_objection(found.module, found.target)
+            or tier_objection(found.module, found.target, tiers)
+        )
     return outside_objection(found)
 
 
@@ -153,6 +168,20 @@ def direction_objection(module: str, target: str) -> str | None:
     if target_layer < source_layer or target_layer == source_layer == 0:
         return None
     return f"{source_part} is {'beside' if target_layer == source_layer else 'below'} {target_part}"
+
+
+def contract_objection(module: str, target: str) -> str | None:
+    """Refuse what ties a layer to an implementation where a contract stands between them."""
+    part, below = _part(module), target.split(".")[1:]
+    if part == "connector" and below[0] == "tiering":
+        return "the connector knows no class of tiering: use kvtier.base and kvtier.locations"
+    if part != "tiering" or below[:2] != ["cpu", "policies"] or len(below) < 3:
+        return None
+    if module.rpartition(".")[2] in POLICY_FREE and below[2] in POLICY_NAMES:
+        return "the orchestrator knows contracts of policies, not their names: pass in what is built"
+    # A name that the package re-exports begins with a capital or is the registry's function.
+    is_implementation = below[2] not in POLICY_CONTRACTS and len(below) > 3
+    return "tiering knows contracts of policies and their registry, no policy" if is_implementation else None
 
 
 def tier_objection(module: str, target: str, tiers: Collection[str]) -> str | None:

@@ -14,8 +14,7 @@ from kvtier.connector.load_or_compute import (
     plan_load_cut,
 )
 from kvtier.cost_model import LinkRate, PrefillRate
-from kvtier.tiering.load_times import TierLoad
-from kvtier.tiering.locate import BlockPlace
+from kvtier.locations import BlockPlace, TierLoad
 
 HOST = BlockPlace()
 DISK, STORE = BlockPlace(0), BlockPlace(1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.cpu.block_table import OrphanLedger
+from kvtier.cpu.block_table import OrphanedSlots
 from kvtier.errors import InvariantError
 from kvtier.testing.manager_suite import keys_of
 from kvtier.testing.policy_suite import key_of
@@ -10,14 +10,14 @@ from kvtier.testing.policy_suite import key_of
 KEY = key_of(1)
 
 
-def make_ledger() -> tuple[OrphanLedger, list[int]]:
+def make_ledger() -> tuple[OrphanedSlots, list[int]]:
     freed: list[int] = []
-    return OrphanLedger(freed.extend), freed
+    return OrphanedSlots(freed.extend), freed
 
 
-def test_an_empty_ledger_is_false_and_keeps_every_key() -> None:
+def test_an_empty_ledger_is_empty_and_keeps_every_key() -> None:
     ledger, freed = make_ledger()
-    assert not ledger
+    assert not ledger.by_slot
     assert ledger.settle_keys(keys_of(1, 2), is_write=True) == keys_of(1, 2)
     ledger.settle_slots([1], is_write=True)
     assert freed == []
@@ -28,7 +28,7 @@ def test_reports_by_key_go_to_the_oldest_orphan() -> None:
     for slot in (5, 3):
         ledger.adopt(slot, KEY, is_write=True, num_reports=1)
     assert ledger.settle_keys([KEY], is_write=True) == []
-    assert (freed, ledger.slots()) == ([5], [3])
+    assert (freed, list(ledger.by_slot)) == ([5], [3])
     ledger.check()
 
 
@@ -80,13 +80,13 @@ def test_a_slot_can_be_claimed_once_for_each_report() -> None:
     for _ in range(3):
         ledger.settle_slots([5], is_write=False)
     assert freed == [5]
-    assert not ledger
+    assert not ledger.by_slot
 
 
 def test_check_finds_an_orphan_that_waits_for_nothing() -> None:
     ledger, _ = make_ledger()
     ledger.adopt(5, KEY, is_write=True, num_reports=1)
-    ledger._by_slot[5].num_by_key = 0
+    ledger.by_slot[5].num_by_key = 0
     with pytest.raises(InvariantError, match="orphans expect"):
         ledger.check()
     ledger._by_key.clear()

@@ -45,9 +45,3 @@ def test_the_newest_event_is_kept_whatever_its_size() -> None:
     assert [event.keys for event in log.take()] == [keys_of(*range(5))]
     log.record(keys_of(1, 2), removed=False)
     assert len(log.take()) == 1
-
-
-def test_a_log_that_is_off_records_nothing() -> None:
-    log = EventLog("CPU", is_enabled=False)
-    log.record(keys_of(1), removed=False)
-    assert log.take() == []

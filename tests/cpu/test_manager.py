@@ -87,9 +87,9 @@ def test_pin_and_unpin_answer_whether_they_did() -> None:
     manager = CPUOffloadingManager(2)
     prepared(manager, keys_of(1, 2))
     manager.complete_store(keys_of(1), REQUEST)
-    assert [manager._pin(key) for key in keys_of(1, 2, 3)] == [True, False, False]
+    assert [manager.table.pin(key) for key in keys_of(1, 2, 3)] == [True, False, False]
     assert manager.num_evictable == 0
-    assert [manager._unpin(key) for key in keys_of(1, 1, 2, 3)] == [True, False, False, False]
+    assert [manager.table.unpin(key) for key in keys_of(1, 1, 2, 3)] == [True, False, False, False]
     assert manager.num_evictable == 1
     manager.check()
 
@@ -98,12 +98,12 @@ def test_pin_and_unpin_answer_whether_they_did() -> None:
 def test_a_reservation_spares_protected_keys_or_is_refused(policy: str) -> None:
     manager = CPUOffloadingManager(3, cache_policy=policy)
     store(manager, keys_of(1, 2, 3))
-    output = manager._reserve(keys_of(4), protected=set(keys_of(1, 3, 9)))
+    output = manager.reserve(keys_of(4), protected=set(keys_of(1, 3, 9)))
     assert output is not None
     assert output.evicted_keys == keys_of(2)
     manager.complete_store(keys_of(4), REQUEST)
-    assert manager._reserve(keys_of(5, 6), protected=set(keys_of(1, 3))) is None
-    assert manager._reserve(keys_of(3, 5), protected=set(keys_of(1, 4))) is None
+    assert manager.reserve(keys_of(5, 6), protected=set(keys_of(1, 3))) is None
+    assert manager.reserve(keys_of(3, 5), protected=set(keys_of(1, 4))) is None
     assert [manager.lookup(key, REQUEST) for key in keys_of(1, 3, 4)] == [True] * 3
     manager.check()
 
@@ -115,7 +115,7 @@ def test_a_policy_that_fails_leaves_no_pin() -> None:
     def explode(n: int, protected: object) -> None:
         raise RuntimeError("policy")
 
-    manager._policy.evict = explode  # type: ignore[method-assign] # a policy with a bug
+    manager.table.policy.evict = explode  # type: ignore[method-assign] # a policy with a bug
     with pytest.raises(RuntimeError, match="policy"):
         manager.prepare_store(keys_of(1, 3), REQUEST)
     assert manager.num_evictable == 2
@@ -276,19 +276,19 @@ def test_stats_add_up() -> None:
 
 def test_check_finds_a_leaked_slot_a_shared_slot_and_a_wrong_counter() -> None:
     leaked = CPUOffloadingManager(2)
-    leaked._slots.take(keys_of(1))
+    leaked.table.slots.take(keys_of(1))
     with pytest.raises(InvariantError, match="expected 1 from 0"):
         leaked.check()
 
     shared = CPUOffloadingManager(2)
     store(shared, keys_of(1))
-    shared._slots.give_back([0])
+    shared.table.slots.give_back([0])
     with pytest.raises(InvariantError, match="slots held, freed, orphaned"):
         shared.check()
 
     miscounted = CPUOffloadingManager(2)
     store(miscounted, keys_of(1))
-    miscounted._num_evictable = 2
+    miscounted.table.num_evictable = 2
     with pytest.raises(InvariantError, match="counted were"):
         miscounted.check()
 

@@ -199,12 +199,11 @@ class CPUManagerMachine(RuleBasedStateMachine):
         if job.is_before_reset:
             self.manager.settle_orphans(list(job.slots.values()), is_write=job.is_write)
         elif job.is_write:
-            finished = self.manager._finish_live_writes(list(job.slots), success=success)
-            self.manager._on_finished(finished, success=success)
+            finished = self.manager.finish_writes(list(job.slots), success=success, may_settle_orphans=False)
             assert finished == list(job.slots)
             self.finish_write(job, success=success)
         else:
-            assert all(self.manager._unpin(key) for key in job.slots)
+            assert all(self.manager.table.unpin(key) for key in job.slots)
             self.finish_read(job)
 
     def write(self, job: Transfer) -> None:
@@ -261,12 +260,12 @@ class CPUManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_free == NUM_BLOCKS - len(self.model.held) - num_orphaned
         assert self.manager.num_evictable == len(self.model.idle())
         for key in KEYS:
-            block, expected = self.manager._policy.get(key), self.model.held.get(key)
+            block, expected = self.manager.table.policy.get(key), self.model.held.get(key)
             assert (block is None) == (expected is None)
             if block is not None and expected is not None:
                 assert (block.block_id, block.is_ready) == (expected.slot, expected.is_ready)
                 assert max(block.ref_cnt, 0) == expected.num_pins
-        policy = self.manager._policy
+        policy = self.manager.table.policy
         if isinstance(policy, LRUCachePolicy):
             aside = policy.aside._places
             in_place = [key for key in policy.blocks if key not in aside]

@@ -8,7 +8,7 @@ from kvtier.base import OffloadKey, make_offload_key
 from kvtier.cpu.policies.learning import AdmissionControl
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.admission import PassingThrough, TierAdmission, parse_admission
+from kvtier.tiering.admission import PassThroughAdmission, TierAdmission, parse_admission
 from kvtier.tiering.base import parse_tier_settings
 
 
@@ -28,7 +28,9 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
 
 def passing(keys: list[OffloadKey], own: list[OffloadKey], below: list[OffloadKey]) -> list[OffloadKey]:
     """Return what is admitted of ``keys`` when the policy wants ``own`` and a tier ``below``."""
-    admission = PassingThrough(Admitting(*own), lambda refused: [key for key in refused if key in below])
+    admission = PassThroughAdmission(
+        Admitting(*own), lambda refused: [key for key in refused if key in below]
+    )
     return list(admission.admit(keys, "r"))
 
 

@@ -134,15 +134,15 @@ def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> N
 def test_a_budget_counts_what_is_in_flight() -> None:
     budget = InFlightBudget(limit_bytes=100)
     assert budget.room_for(30) == 3
-    budget.take(90)
+    budget.used_bytes += 90
     assert budget.room_for(30) == 0
-    budget.give_back(60)
+    budget.used_bytes -= 60
     assert budget.room_for(30) == 2
 
 
 def test_an_overdrawn_budget_has_room_for_nothing() -> None:
     budget = InFlightBudget(limit_bytes=10)
-    budget.take(50)
+    budget.used_bytes += 50
     assert budget.room_for(1) == 0
 
 
@@ -161,7 +161,7 @@ def test_a_failed_key_is_left_alone_for_a_doubling_while(clock: ManualClock) -> 
 def test_a_success_forgets_the_failures_of_a_key(clock: ManualClock) -> None:
     backoff = LoadBackoff(clock)
     backoff.record_failure(key_of(1))
-    backoff.record_success(key_of(1))
+    backoff.record_successes([key_of(1)])
     assert not backoff.is_paused(key_of(1))
     assert len(backoff) == 0
 

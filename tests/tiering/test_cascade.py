@@ -8,12 +8,11 @@ from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 from tests.tiering.drivers import ALWAYS, ROOMY, example_of, make_example, make_faulty_driver
 
 from kvtier.base import ReqContext
-from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
-from kvtier.tiering.cascade import MAX_REMEMBERED_BLOCKS, plan_num_remembered
+from kvtier.tiering.cascade import MAX_REMEMBERED_BLOCKS, REMEMBERED_PER_BLOCK, plan_num_remembered
 from kvtier.tiering.example import ExampleSecondaryTier
 
 BUDGET = 2**30
@@ -61,7 +60,7 @@ def test_a_tier_that_is_left_out_gets_the_backlog_when_it_is_back() -> None:
         driver.store([number])
         driver.step()
     driver.store([7, 8])
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 2
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 2
     tier.faults.fail_ratio = 0.0
     driver.clock.advance(30.0)
     for _ in range(3):
@@ -193,7 +192,7 @@ def test_nothing_due_survives_a_reset() -> None:
     tier.faults.delay_ratio = ALWAYS
     driver.store(range(5))
     driver.reset()
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 0
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 0
     tier.faults.delay_ratio = 0.0
     driver.store([1])
     for _ in range(4):
@@ -231,7 +230,10 @@ def test_a_tier_gets_what_is_likely_to_come_back_and_not_the_rest(cache_policy: 
     # What the tier does not want LRU holds all the same; hazard refuses it too.
     stats = driver.manager.stats()
     num_refused = 6 if cache_policy == "lru" else 0
-    assert (stats["tier.0.example.due_blocks"], stats["tier.0.example.refused_blocks"]) == (0, num_refused)
+    assert (stats["tier.0.example.pending_blocks"], stats["tier.0.example.refused_blocks"]) == (
+        0,
+        num_refused,
+    )
 
 
 def test_before_anything_is_learned_a_tier_gets_every_block() -> None:
@@ -324,7 +326,7 @@ def remembered(*tiers: tuple[int | None, TierSettings]) -> int:
 
 
 def test_as_many_blocks_are_remembered_as_the_largest_tier_that_asks_needs_and_no_more_than_a_bound() -> None:
-    assert remembered((100, LIKELY), (200, LIKELY), (10**6, ROOMY)) == 200 * GHOSTS_PER_BLOCK
+    assert remembered((100, LIKELY), (200, LIKELY), (10**6, ROOMY)) == 200 * REMEMBERED_PER_BLOCK
     assert remembered((10**9, LIKELY)) == MAX_REMEMBERED_BLOCKS
     assert remembered((100, LIKELY), (None, LIKELY)) == MAX_REMEMBERED_BLOCKS
     assert remembered((100, ROOMY)) == remembered() == 0

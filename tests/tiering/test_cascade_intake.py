@@ -25,6 +25,10 @@ class Told(ReuseForecast):
         self.horizons_s: list[float] = []
         self.num_asked = 0
 
+    @property
+    def num_remembered_blocks(self) -> int:
+        return len(self.probabilities)
+
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
         self.horizons_s.append(horizon_s)
         self.num_asked += len(keys)
@@ -65,21 +69,21 @@ def test_a_block_is_given_when_it_is_likely_enough_to_come_back_within_the_horiz
     intake = wanting(forecast)
     intake.offer(keys_of(1, 2, 3), REQUEST)
 
-    assert list(intake.take(intake.due)) == keys_of(1, 3)
+    assert list(intake.take(intake.pending)) == keys_of(1, 3)
     assert set(forecast.horizons_s) == {1024.0}
 
 
 def test_a_block_of_which_nothing_is_known_is_given() -> None:
     intake = wanting(Told(b2=0.0))
     intake.offer(keys_of(1, 2), REQUEST)
-    assert list(intake.take(intake.due)) == keys_of(1)
+    assert list(intake.take(intake.pending)) == keys_of(1)
 
 
 def test_without_the_setting_nobody_is_asked() -> None:
     forecast = Told(b1=0.0)
     intake = make_intake(forecast, TierSettings())
     intake.offer(keys_of(1), REQUEST)
-    assert list(intake.take(intake.due)) == keys_of(1)
+    assert list(intake.take(intake.pending)) == keys_of(1)
     assert forecast.num_asked == 0
 
 
@@ -89,7 +93,7 @@ def test_a_long_backlog_is_sorted_out_in_one_pass() -> None:
     intake.offer([OffloadKey(CountedKey(key)) for key in numbers], REQUEST)
     CountedKey.num_compared = 0
 
-    assert list(intake.take(intake.due)) == numbers[1::2]
+    assert list(intake.take(intake.pending)) == numbers[1::2]
 
     assert CountedKey.num_compared <= 3 * len(numbers)
 
@@ -98,11 +102,11 @@ def test_a_refused_block_is_asked_about_again_with_its_next_use_and_not_before()
     forecast = Told(b1=0.1)
     intake = wanting(forecast)
     intake.offer(keys_of(1), REQUEST)
-    assert intake.take(intake.due) == ()
+    assert intake.take(intake.pending) == ()
     forecast.probabilities[1] = 0.9
-    assert intake.take(intake.due) == ()
+    assert intake.take(intake.pending) == ()
     intake.on_used(keys_of(1), ReqContext("next"))
-    assert list(intake.take(intake.due)) == keys_of(1)
+    assert list(intake.take(intake.pending)) == keys_of(1)
 
 
 def test_a_refused_block_that_leaves_is_counted_as_refused_and_one_that_was_due_as_declined() -> None:
@@ -110,58 +114,58 @@ def test_a_refused_block_that_leaves_is_counted_as_refused_and_one_that_was_due_
     intake.offer(keys_of(1, 2, 3), REQUEST)
     assert list(intake.take(keys_of(1, 2))) == keys_of(2)
 
-    intake.on_departed(keys_of(1, 2, 3))
+    intake.on_evicted(keys_of(1, 2, 3))
 
-    assert intake.guard.num_refused_by_admission == 1
-    assert intake.guard.num_declined_cascades == 1
+    assert intake.tier.num_refused_by_admission == 1
+    assert intake.tier.num_declined_cascades == 1
     assert not intake.waiting_keys()
 
 
 def test_a_refused_block_stays_among_those_that_the_tier_may_get() -> None:
     intake = wanting(Told(b1=0.1))
     intake.offer(keys_of(1), REQUEST)
-    intake.take(intake.due)
+    intake.take(intake.pending)
     assert set(intake.waiting_keys()) == {key_of(1)}
-    assert intake.stats() == {"due_blocks": 0.0, "refused_blocks": 1.0}
+    assert intake.stats() == {"pending_blocks": 0.0, "refused_blocks": 1.0}
 
 
 def test_no_more_blocks_are_asked_about_than_fit_and_are_refused() -> None:
     forecast = Told(b0=0.9, b1=0.1, b2=0.1, b3=0.9)
     intake = wanting(forecast, budget_rows=2)
     intake.offer(keys_of(*range(50)), REQUEST)
-    assert list(intake.take(intake.due)) == keys_of(0, 3)
+    assert list(intake.take(intake.pending)) == keys_of(0, 3)
     assert forecast.num_asked == 4
 
 
 def test_where_nothing_fits_nobody_is_asked_and_nothing_is_refused() -> None:
     forecast = Told(b1=0.1)
     intake = wanting(forecast, budget_rows=1)
-    intake.guard.budget.take(ROW_BYTES)
+    intake.tier.budget.used_bytes += ROW_BYTES
     intake.offer(keys_of(1), REQUEST)
-    assert intake.take(intake.due) == ()
+    assert intake.take(intake.pending) == ()
     assert forecast.num_asked == 0
-    assert list(intake.due) == keys_of(1)
+    assert list(intake.pending) == keys_of(1)
 
 
 def test_a_reset_forgets_what_was_refused() -> None:
     intake = wanting(Told(b1=0.1))
     intake.offer(keys_of(1), REQUEST)
-    intake.take(intake.due)
+    intake.take(intake.pending)
     intake.clear()
     intake.on_used(keys_of(1), REQUEST)
-    intake.on_departed(keys_of(1))
+    intake.on_evicted(keys_of(1))
     assert not intake.waiting_keys()
-    assert intake.guard.num_refused_by_admission == 0
+    assert intake.tier.num_refused_by_admission == 0
 
 
 def test_a_block_must_be_used_often_enough_and_be_likely_to_come_back() -> None:
     forecast = Told(b1=0.9, b2=0.1)
     intake = make_intake(forecast, TierSettings(admission=ADMISSION, store_threshold=2))
     intake.offer(keys_of(1, 2), REQUEST)
-    assert intake.take(intake.due) == ()
+    assert intake.take(intake.pending) == ()
     assert forecast.num_asked == 0
     intake.on_used(keys_of(1, 2), ReqContext("next"))
-    assert list(intake.take(intake.due)) == keys_of(1)
+    assert list(intake.take(intake.pending)) == keys_of(1)
 
 
 def test_what_would_be_wanted_is_told_without_being_offered() -> None:
@@ -181,5 +185,5 @@ def test_a_tier_that_waits_for_a_second_use_wants_nothing_before_it() -> None:
 def test_a_tier_that_is_out_of_service_wants_nothing() -> None:
     intake = make_intake(None, TierSettings())
     assert list(intake.wanted(keys_of(1))) == keys_of(1)
-    intake.guard.is_out_of_service = True
+    intake.tier.is_out_of_service = True
     assert list(intake.wanted(keys_of(1))) == []

@@ -1,9 +1,11 @@
 """What a tier's next load would take follows from the loads it has ended, and from those it is at."""
 
+from typing import NamedTuple
+
 import pytest
 
-from kvtier.base import JobId
 from kvtier.cost_model import LinkRate
+from kvtier.locations import TierLoad
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.load_times import (
     MAX_BUSY_JOBS,
@@ -11,10 +13,16 @@ from kvtier.tiering.load_times import (
     MIN_PROBE_REST_S,
     PROBE_REST_RATIO,
     LoadTimes,
-    TierLoad,
 )
 
 ROW = 10
+
+
+class Load(NamedTuple):
+    """A load that was begun."""
+
+    num_bytes: int
+    started_s: float
 
 
 class Tier:
@@ -23,16 +31,14 @@ class Tier:
     def __init__(self) -> None:
         self.clock = ManualClock(100.0)
         self.times = LoadTimes(self.clock)
-        self._num_jobs = 0
 
-    def begin(self, num_rows: int) -> JobId:
-        self._num_jobs += 1
-        self.times.begin(JobId(self._num_jobs), num_rows * ROW)
-        return JobId(self._num_jobs)
+    def begin(self, num_rows: int) -> Load:
+        self.times.begin(num_rows * ROW)
+        return Load(num_rows * ROW, self.clock())
 
-    def end(self, *jobs: JobId, is_whole: bool = True, took_s: float | None = None) -> None:
-        for job in jobs:
-            self.times.end(job, is_whole=is_whole, took_s=took_s)
+    def end(self, *loads: Load, is_whole: bool = True, took_s: float | None = None) -> None:
+        for load in loads:
+            self.times.end(load.num_bytes, load.started_s, is_whole=is_whole, took_s=took_s)
         self.times.settle()
 
     def load(self, num_rows: int, time_s: float) -> None:
@@ -134,15 +140,6 @@ def test_a_failure_never_makes_a_tier_look_faster() -> None:
     tier.end(job, is_whole=False)
 
     assert tier.times.rate == LinkRate(1.0)
-
-
-def test_a_report_of_a_job_that_was_not_begun_is_ignored() -> None:
-    tier = Tier()
-
-    tier.end(JobId(77))
-
-    assert tier.times.rate is None
-    assert len(tier.times) == 0
 
 
 def test_what_the_tier_has_to_load_already_comes_first() -> None:
@@ -255,8 +252,8 @@ def test_of_loads_that_overlap_the_last_to_end_counts() -> None:
     tier.clock.advance(1.0)
     second = tier.begin(4)
     tier.clock.advance(9.0)
-    tier.times.end(second, is_whole=True, took_s=3.0)
-    tier.times.end(first, is_whole=True, took_s=2.0)
+    tier.times.end(*second, is_whole=True, took_s=3.0)
+    tier.times.end(*first, is_whole=True, took_s=2.0)
 
     tier.times.settle()
 

@@ -4,12 +4,12 @@ from tests.tiering.drivers import NotingTier, make_driver, make_example, make_no
 
 from kvtier.base import ReqContext
 from kvtier.cost_model import LinkRate
+from kvtier.locations import IN_HOST, BlockPlace, LocatedRun, TierLoad
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.testing.wrapped_tier import SlowTier
-from kvtier.tiering.load_times import MAX_PROBE_ROWS, TierLoad
-from kvtier.tiering.locate import IN_HOST, BlockPlace, LocatedRun
+from kvtier.tiering.load_times import MAX_PROBE_ROWS
 
 ASKING = ReqContext("asking")
 
@@ -154,7 +154,7 @@ def test_the_end_of_a_wait_lets_go_of_what_was_held() -> None:
     tier.is_asking = True
     assert driver.locate([1, 9], ASKING) is None
 
-    driver.manager.survey.end_wait(ASKING)
+    driver.manager.locator.end_wait(ASKING)
 
     assert driver.manager.stats()["waiting_requests"] == 0
     driver.manager.check()

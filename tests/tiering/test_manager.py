@@ -354,6 +354,16 @@ def test_tiers_are_polled_once_a_step() -> None:
         assert tier.notes == ["poll", "end_step"]
 
 
+def test_a_tier_with_nothing_to_do_is_not_polled() -> None:
+    driver, tier = make_noting_driver()
+    for _ in range(3):
+        driver.step()
+    tier.notes.clear()
+    for _ in range(3):
+        driver.step()
+    assert tier.notes == ["end_step"] * 3
+
+
 def test_an_answer_that_a_tier_has_fetched_wakes_who_waits_for_it() -> None:
     driver, tier = make_noting_driver()
     request = ReqContext("a")

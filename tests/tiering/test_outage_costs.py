@@ -314,7 +314,7 @@ def test_stores_to_a_hung_place_hold_their_budget_and_no_more_of_the_primary(eng
         engine.driver.store([number])
         engine.driver.step()
     assert engine.stat("in_flight_store_bytes") == BUDGET_BLOCKS * ROW_BYTES
-    assert engine.stat("due_blocks") == NUM_BLOCKS - BUDGET_BLOCKS
+    assert engine.stat("pending_blocks") == NUM_BLOCKS - BUDGET_BLOCKS
     num_free = NUM_BLOCKS - BUDGET_BLOCKS
     assert engine.driver.begin_store(range(100, 101 + num_free), ReqContext("too many")) is None
     engine.driver.store(range(100, 100 + num_free))
@@ -327,7 +327,7 @@ def test_stores_to_a_place_that_is_back_go_on(engine: Engine) -> None:
     engine.place.recover()
     for _ in range(2):
         engine.settle()
-    assert engine.stat("in_flight_store_bytes") == engine.stat("due_blocks") == 0
+    assert engine.stat("in_flight_store_bytes") == engine.stat("pending_blocks") == 0
     engine.driver.evict_everything()
     assert engine.answer([1, 2, 3, 4]) == 4
 

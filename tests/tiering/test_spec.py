@@ -379,7 +379,7 @@ def test_settings_of_the_primary_reach_it() -> None:
     spec = TieringOffloadingSpec(config)
     manager = spec.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
-    assert manager.primary.counts is not None
-    assert type(manager.primary._policy).__name__ == "ARCCachePolicy"
+    assert manager.primary.manager.counts is not None
+    assert type(manager.primary.table.policy).__name__ == "ARCCachePolicy"
     assert manager._waiting._lookup_deadline_s == 1.5
     spec.shutdown()

@@ -35,7 +35,7 @@ class TellingTier(ExampleSecondaryTier):
 
 def state_of(driver: TieringDriver) -> BreakerState:
     """The state of the first tier's breaker."""
-    return driver.manager._guards[0].breaker.state
+    return driver.manager._tiers[0].breaker.state
 
 
 def test_a_failed_promotion_is_a_miss_and_is_left_alone_for_a_while() -> None:
@@ -273,10 +273,10 @@ def test_a_cascade_beyond_the_budget_waits_unpinned_and_is_given_later() -> None
     driver, tier = make_faulty_driver(num_blocks=16, settings=TierSettings())
     tier.faults.delay_ratio = ALWAYS
     driver.store(range(5))
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 3
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 3
     assert driver.manager.stats()["tier.0.faulty.in_flight_store_bytes"] == 2 * ROW_BYTES
     driver.store(range(5, 8))
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 6
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 6
     tier.faults.delay_ratio = 0.0
     for _ in range(5):
         driver.step()
@@ -327,7 +327,7 @@ def test_a_block_that_is_evicted_before_its_cascade_is_lost_to_the_tier_and_coun
     driver.store(range(5))
     assert driver.begin_store(range(100, 114), ReqContext("b")) is not None
     assert driver.manager.stats()["tier.0.faulty.declined_cascades"] == 3
-    assert driver.manager.stats()["tier.0.faulty.due_blocks"] == 0
+    assert driver.manager.stats()["tier.0.faulty.pending_blocks"] == 0
 
 
 def test_jobs_open_at_a_reset_only_settle_their_slots() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.waiting import MAX_REMEMBERED, WaitingRequests
+from kvtier.tiering.waiting import MAX_REMEMBERED, Waiter, WaitingRequests
 
 DEADLINE_S = 5.0
 
@@ -46,7 +46,7 @@ def test_what_was_found_before_the_first_wait_is_held_from_then_on(
 ) -> None:
     request = ReqContext("a")
     waiting.on_found(key_of(1), request)
-    assert list(waiting.found(request)) == [key_of(1)]
+    assert list(waiting.found_this_step[request]) == [key_of(1)]
     assert not holder.counts
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
     waiting.on_found(key_of(3), request)
@@ -56,7 +56,7 @@ def test_what_was_found_before_the_first_wait_is_held_from_then_on(
 def test_a_find_of_an_earlier_step_is_not_held(waiting: WaitingRequests, holder: CountingHolder) -> None:
     request = ReqContext("a")
     waiting.on_found(key_of(1), request)
-    waiting.end_step()
+    waiting.found_this_step.clear()
     waiting.wait_for(key_of(2), request, now_s=0.0, step=1, is_held=True)
     assert holder.counts == {key_of(2): 1}
 
@@ -82,20 +82,25 @@ def test_two_waiters_hold_a_key_twice_and_release_it_each_for_itself(
     assert not holder.counts
 
 
+def may_search(waiting: WaitingRequests, waiter: Waiter, step: int) -> bool:
+    """Whether the request searches in this step, as the manager decides it."""
+    return waiter.search_step == step or waiting.begin_search(waiter, step)
+
+
 def test_a_request_searches_again_only_after_news_and_then_for_one_step(waiting: WaitingRequests) -> None:
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
-    assert waiting.begins_search(waiter, 0)
-    assert not waiting.begins_search(waiter, 1)
+    assert may_search(waiting, waiter, 0)
+    assert not may_search(waiting, waiter, 1)
     waiting.notify([key_of(9)])
-    assert not waiting.begins_search(waiter, 2)
+    assert not may_search(waiting, waiter, 2)
     waiting.notify([key_of(1)])
-    assert waiting.begins_search(waiter, 3)
+    assert may_search(waiting, waiter, 3)
     waiting.wait_for(key_of(2), request, now_s=1.0, step=3, is_held=True)
-    assert waiting.begins_search(waiter, 3)
-    assert not waiting.begins_search(waiter, 4)
+    assert may_search(waiting, waiter, 3)
+    assert not may_search(waiting, waiter, 4)
 
 
 def test_news_in_the_midst_of_a_search_are_not_forgotten_for_what_it_finds_next(
@@ -105,25 +110,25 @@ def test_news_in_the_midst_of_a_search_are_not_forgotten_for_what_it_finds_next(
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.notify([key_of(1)])
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert not waiting.idle
-    assert waiting.begins_search(waiter, 1)
+    assert may_search(waiting, waiter, 1)
 
 
 def test_a_search_that_found_nothing_to_wait_for_leaves_the_request_free(waiting: WaitingRequests) -> None:
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert waiting.idle == {request}
     waiting.notify([key_of(1)])
-    assert waiting.begins_search(waiter, 1)
+    assert may_search(waiting, waiter, 1)
     assert not waiting.idle
-    assert waiting.begins_search(waiter, 2)
+    assert may_search(waiting, waiter, 2)
     waiting.notify([key_of(2)])
-    assert not waiter.has_news
+    assert not waiter.has_changed
 
 
 def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holder: CountingHolder) -> None:
@@ -131,11 +136,11 @@ def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holde
     waiting.wait_for(key_of(1), request, now_s=10.0, step=0, is_held=True)
     waiting.wait_for(key_of(2), request, now_s=14.0, step=1, is_held=True)
     waiting.expire(14.9)
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert not waiter.is_expired
     waiting.expire(15.0)
-    assert waiting.get(request) is waiter
+    assert waiting.waiters.get(request) is waiter
     assert waiter.is_expired
     assert not holder.counts
     assert len(waiting) == 0
@@ -149,7 +154,7 @@ def test_what_a_tier_has_brought_up_is_noted_for_each_request_that_holds_it_and_
         waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(1), asking, now_s=0.0, step=0, is_held=False)
     waiting.notify([key_of(1), key_of(2)], promoted_from="fs")
-    waiters = [waiting.get(request) for request in (first, second, asking)]
+    waiters = [waiting.waiters.get(request) for request in (first, second, asking)]
     assert [waiter.promoted for waiter in waiters if waiter] == [{key_of(1): "fs"}, {key_of(1): "fs"}, {}]
 
 
@@ -160,7 +165,7 @@ def test_what_came_up_stays_noted_after_the_deadline(waiting: WaitingRequests) -
     waiting.notify([key_of(1)], promoted_from="fs")
     waiting.expire(DEADLINE_S)
     waiting.notify([key_of(2)], promoted_from="fs")
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert waiter.promoted == {key_of(1): "fs"}
 
@@ -170,7 +175,7 @@ def test_an_expired_request_is_forgotten_when_it_ends(waiting: WaitingRequests) 
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.expire(DEADLINE_S)
     waiting.end_wait(request)
-    assert waiting.get(request) is None
+    assert waiting.waiters.get(request) is None
 
 
 def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) -> None:
@@ -178,10 +183,10 @@ def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) ->
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(1), other, now_s=0.0, step=0, is_held=True)
     waiting.end_wait(request)
-    waiter = waiting.get(other)
+    waiter = waiting.waiters.get(other)
     assert waiter is not None
     waiting.notify([key_of(1)])
-    assert waiter.has_news
+    assert waiter.has_changed
     waiting.end_wait(other)
     waiting.notify([key_of(1)])
     assert len(waiting) == 0
@@ -203,7 +208,7 @@ def test_an_interruption_does_not_move_the_deadline(waiting: WaitingRequests) ->
     waiting.wait_for(key_of(2), later, now_s=4.0, step=1, is_held=True)
     waiting.wait_for(key_of(1), request, now_s=4.0, step=1, is_held=True)
     assert waiting.expire(DEADLINE_S) == [frozenset({key_of(1)})]
-    waiter = waiting.get(later)
+    waiter = waiting.waiters.get(later)
     assert waiter is not None
     assert not waiter.is_expired
 
@@ -221,7 +226,7 @@ def test_a_request_that_its_engine_kept_has_not_expired(
     request = ReqContext("a")
     begin_queueing(waiting, request)
     assert not holder.counts
-    assert waiting.get(request) is None
+    assert waiting.waiters.get(request) is None
     assert waiting.num_expired == 0
 
 
@@ -232,7 +237,7 @@ def test_a_request_that_its_engine_kept_waits_once_more_and_not_longer(waiting: 
     assert waiting.expire(60.0 + DEADLINE_S - 0.1) == []
     waiting.notify([key_of(1)])
     assert waiting.expire(60.0 + DEADLINE_S) == []
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert waiter.is_expired
     assert waiting.num_expired == 1
@@ -253,7 +258,7 @@ def test_interruptions_do_not_make_a_second_wait_a_third(waiting: WaitingRequest
     waiting.interrupt()
     waiting.wait_for(key_of(1), request, now_s=60.0 + again_s, step=2, is_held=True)
     waiting.expire(max(60.0 + again_s, 60.0 + DEADLINE_S))
-    waiter = waiting.get(request)
+    waiter = waiting.waiters.get(request)
     assert waiter is not None
     assert waiter.is_expired
 
@@ -273,7 +278,7 @@ def test_a_request_that_ends_in_its_engines_queue_is_forgotten(waiting: WaitingR
     waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
     waiting.notify([key_of(1)])
     waiting.expire(60.0 + DEADLINE_S)
-    assert waiting.get(request) is None
+    assert waiting.waiters.get(request) is None
 
 
 def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> None:
@@ -282,7 +287,7 @@ def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> No
     for number, request in enumerate([first, *(ReqContext("") for _ in range(MAX_REMEMBERED))]):
         waiting.wait_for(key_of(number % 7), request, now_s=0.0, step=0, is_held=False)
     waiting.expire(DEADLINE_S)
-    assert waiting.get(first) is None
+    assert waiting.waiters.get(first) is None
 
 
 class ExpectedWaits:
@@ -338,10 +343,10 @@ def test_who_is_idle_and_whose_deadline_has_passed_is_told_to_the_moment(
     requests = [ReqContext(str(number)) for number in range(6)]
     for step in range(400):
         request, key = rng.choice(requests), key_of(rng.randrange(5))
-        waiter = waiting.get(request)
+        waiter = waiting.waiters.get(request)
         match rng.choices(["wait", "news", "end", "reset", "time"], [10, 4, 2, 1, 6])[0]:
             case "wait":
-                if waiter is None or waiting.begins_search(waiter, step):
+                if waiter is None or (not waiter.is_expired and may_search(waiting, waiter, step)):
                     waiting.wait_for(key, request, now_s, step, is_held=rng.random() < 0.5)
                     expected.wait_for(key, request, now_s)
             case "news":

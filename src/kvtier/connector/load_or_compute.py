@@ -21,12 +21,11 @@ from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import split_by_need
-from kvtier.connector.protocols import SchedulerOutput, SurveyingManager
+from kvtier.connector.protocols import SchedulerOutput
 from kvtier.connector.request_state import NOTHING_UNWANTED, RequestState, Unwanted
 from kvtier.cost_model import BandwidthEstimator, LinkRate, PrefillEstimator, PrefillRate, compute_s
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.tiering.load_times import TierLoad
-from kvtier.tiering.locate import BlockPlace, LocatedRun
+from kvtier.locations import BlockPlace, LocatedRun, LocatingManager, TierLoad
 
 HIDDEN_WAIT_COST = 0.5
 """What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
@@ -161,7 +160,7 @@ class LoadOrCompute:
     ) -> None:
         full, _ = split_by_need(make_group_layouts(spec))
         is_wanted = spec.config.settings.load_if is LoadIf.FASTER and bool(full)
-        self._survey = manager.survey if is_wanted and isinstance(manager, SurveyingManager) else None
+        self._survey = manager.locator if is_wanted and isinstance(manager, LocatingManager) else None
         self._requests = requests
         self._clock = clock
         self._prefill = PrefillEstimator()

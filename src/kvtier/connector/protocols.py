@@ -29,7 +29,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.common import OffloadingWorkerMetadata
-from kvtier.tiering.locate import BlockLocator
 
 
 class Request(Protocol):
@@ -136,15 +135,6 @@ class PromotingManager(Protocol):
 
         Asked before the request's prepare_load, which ends its wait.
         """
-
-
-@runtime_checkable
-class SurveyingManager(Protocol):
-    """An optional ability of a manager: it says where blocks are, and what loading them costs, before it loads any."""
-
-    @property
-    def survey(self) -> BlockLocator:
-        """What looks without touching."""
 
 
 @runtime_checkable

@@ -1,36 +1,39 @@
-"""Which slots of the primary tier are free, who took the others, and the one BlockStatus of each.
+"""The blocks of the primary tier: their slots, their pins, and the slots that a reset left in use.
 
-It does not know whether a block is still held: a policy does. Numbers are deterministic: fresh ones ascending
-from 0, then freed ones, last freed first, so that a run can be replayed and a lightly used tier touches few
-pages.
+The policy keeps the held blocks by key; the table counts their states. A block's ``ref_cnt`` goes from IN_FLIGHT (its
+write is under way) to 0 (idle, may be evicted) to n (pinned n times) and back to 0. A slot is fresh, taken, freed, or
+orphaned: a reset forgets its block while a transfer still uses it. Slot numbers are deterministic, fresh ones ascending
+from 0, then freed ones, last freed first, so that a run can be replayed and a lightly used tier touches few pages.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleListener
-from kvtier.errors import ConfigError, InvariantError
+from kvtier.errors import BlockNotReadyError, ConfigError, InvariantError
 
 
 class SlotAllocator:
     """A counter of fresh slots, a stack of freed ones, and for each slot its block and the key that took it last.
 
-    The blocks are made here, once: made one by one as slots are taken, a million of them would set off the
-    garbage collector's full passes again and again, which halves the rate of stores. Made at the start they can
-    also be frozen out of its sight by an engine that calls ``gc.freeze()``.
+    All blocks are made at construction. Making a million of them one by one, as slots are taken, triggers full passes
+    of the garbage collector again and again, which halves the rate of stores. Blocks made at the start can also be
+    excluded from collection by an engine that calls ``gc.freeze()``.
 
     Args:
         num_slots: slots of the primary tier.
 
     Attributes:
+        num_free: slots that can be taken now.
         num_used_once: slots that have ever been taken; they are numbered 0 to ``num_used_once - 1``.
         freed: slots that were taken and given back, in the order of giving.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.num_free = num_slots
         self.num_used_once = 0
         self.freed: list[int] = []
         self._num_slots = num_slots
@@ -38,17 +41,13 @@ class SlotAllocator:
         # A stale entry is harmless: its block is gone or names another slot. Clearing it would slow eviction.
         self._last_keys: list[OffloadKey | None] = [None] * num_slots
 
-    @property
-    def num_free(self) -> int:
-        """Slots that can be taken now."""
-        return self._num_slots - self.num_used_once + len(self.freed)
-
     def take(self, keys: Collection[OffloadKey]) -> tuple[list[int], list[BlockStatus]]:
-        """Take a slot for each of ``keys``; the caller has made sure that so many are free.
+        """Take a slot for each of ``keys``; the caller ensures that so many are free.
 
         Returns:
             The slots and their blocks, in flight, in the order of ``keys``.
         """
+        self.num_free -= len(keys)
         start = self.num_used_once
         end = self.num_used_once = min(start + len(keys), self._num_slots)
         # The block of a slot that was never taken is in flight from the beginning.
@@ -69,6 +68,7 @@ class SlotAllocator:
 
     def take_one(self, key: OffloadKey) -> BlockStatus:
         """Take a slot for ``key``, as ``take`` does, and return its block."""
+        self.num_free -= 1
         if self.num_used_once < self._num_slots:
             slot = self.num_used_once
             self.num_used_once += 1
@@ -79,14 +79,15 @@ class SlotAllocator:
         block.ref_cnt = IN_FLIGHT
         return block
 
-    def give_back(self, slots: Iterable[int]) -> None:
+    def give_back(self, slots: Sequence[int]) -> None:
         """Free ``slots``; the last of them is taken first."""
-        self.freed.extend(slots)
+        self.num_free += len(slots)
+        self.freed += slots
 
     def held_blocks(
         self, get_block: Callable[[OffloadKey], BlockStatus | None]
     ) -> dict[OffloadKey, BlockStatus]:
-        """Return every block that a slot's last key still holds, by slot. Pure; visits each used slot."""
+        """Return every block that a slot's last key still holds, in the order of slots. Pure; visits each slot."""
         held: dict[OffloadKey, BlockStatus] = {}
         for slot, key in enumerate(self._last_keys[: self.num_used_once]):
             block = None if key is None else get_block(key)
@@ -114,29 +115,25 @@ class Orphan:
     num_by_slot: int = 0
 
 
-class OrphanLedger:
-    """Every orphaned slot. Its length is their number; it is false when there are none.
+class OrphanedSlots:
+    """The slots that a reset left in use, each until its transfers are reported, by key or by slot.
 
     Args:
         give_back: called with slots whose last report has arrived.
+
+    Attributes:
+        by_slot: the orphans; empty but for a while after a reset.
     """
 
     def __init__(self, give_back: Callable[[list[int]], None]) -> None:
         self._give_back = give_back
-        self._by_slot: dict[int, Orphan] = {}
+        self.by_slot: dict[int, Orphan] = {}
         self._by_key: dict[tuple[OffloadKey, bool], deque[Orphan]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_slot)
-
-    def slots(self) -> list[int]:
-        """Return the orphaned slots."""
-        return list(self._by_slot)
 
     def adopt(self, slot: int, key: OffloadKey, *, is_write: bool, num_reports: int) -> None:
         """Keep ``slot`` until ``num_reports`` reports have come; the newest orphan of its key and kind."""
         orphan = Orphan(slot, key, is_write, num_reports)
-        self._by_slot[slot] = orphan
+        self.by_slot[slot] = orphan
         self._by_key.setdefault((key, is_write), deque()).append(orphan)
 
     def claim(self, slots: Iterable[int], *, is_write: bool) -> None:
@@ -174,16 +171,16 @@ class OrphanLedger:
 
     def check(self) -> None:
         """Raise InvariantError when a slot waits for no report or the two indexes differ."""
-        expected = [orphan.slot for orphan in self._by_slot.values() if orphan.num_by_key]
+        expected = [orphan.slot for orphan in self.by_slot.values() if orphan.num_by_key]
         found = [orphan.slot for waiting in self._by_key.values() for orphan in waiting]
         if sorted(expected) != sorted(found) or not all(self._by_key.values()):
             raise InvariantError(f"orphans expect reports by key for slots {expected}, indexed are {found}")
-        idle = [orphan for orphan in self._by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
+        idle = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
         if idle:
             raise InvariantError(f"orphans wait for no report: {idle}")
 
     def _find(self, slot: int, *, is_write: bool) -> Orphan | None:
-        orphan = self._by_slot.get(slot)
+        orphan = self.by_slot.get(slot)
         return orphan if orphan is not None and orphan.is_write is is_write else None
 
     def _take_from_key(self, orphan: Orphan) -> None:
@@ -196,16 +193,28 @@ class OrphanLedger:
 
     def _release_if_settled(self, orphan: Orphan) -> None:
         if not orphan.num_by_key and not orphan.num_by_slot:
-            del self._by_slot[orphan.slot]
+            del self.by_slot[orphan.slot]
             self._give_back([orphan.slot])
 
 
 class BlockTable:
     """Blocks, their slots and their pins.
 
+    A hold is a pin that is asked for before the block is ready: it takes effect when the block's write ends.
+
     Args:
         num_blocks: slots of the primary tier.
-        policy: who orders the blocks; it is empty.
+        policy: the order in which blocks leave; it is empty.
+
+    Attributes:
+        num_blocks: the same.
+        policy: the same.
+        get_block: returns the held block under a key, or None; no use of it is counted.
+        slots: which slots are free.
+        orphans: slots in use by transfers of before a reset.
+        holds: how often each key is held, whether its block is ready or not.
+        num_evictable: INVARIANT: held blocks with ref_cnt 0.
+        num_in_flight: INVARIANT: held blocks with ref_cnt IN_FLIGHT.
 
     Raises:
         ConfigError: ``num_blocks`` is below one.
@@ -216,85 +225,62 @@ class BlockTable:
             remedy = "the primary tier holds at least one block: give it more bytes or use smaller blocks"
             raise ConfigError("num_blocks", num_blocks, remedy)
         self.num_blocks = num_blocks
-        self._policy = policy
-        self._get_block = policy.getter()
-        self._idle_news = policy if isinstance(policy, IdleListener) else None
-        if self._idle_news is not None:
-            self._idle_news.expect_idle()
-        self._slots = SlotAllocator(num_blocks)
-        self._orphans = OrphanLedger(self._slots.give_back)
-        # INVARIANT: _num_evictable held blocks have ref_cnt 0, _num_in_flight have IN_FLIGHT.
-        self._num_evictable = 0
-        self._num_in_flight = 0
-
-    @property
-    def num_evictable(self) -> int:
-        """Ready blocks that nobody has pinned."""
-        return self._num_evictable
-
-    @property
-    def num_free(self) -> int:
-        """Slots that a store can take without evicting."""
-        return self._slots.num_free
+        self.policy = policy
+        self.get_block = policy.getter()
+        self._idle_listener = policy if isinstance(policy, IdleListener) else None
+        if self._idle_listener is not None:
+            self._idle_listener.expect_idle()
+        self.slots = SlotAllocator(num_blocks)
+        self.orphans = OrphanedSlots(self.slots.give_back)
+        self.holds: dict[OffloadKey, int] = {}
+        self.num_evictable = 0
+        self.num_in_flight = 0
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
-        block = self._get_block(key)
-        return block is not None and block.is_ready
+        block = self.get_block(key)
+        return block is not None and block.ref_cnt >= 0
 
     def ready_among(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return those of ``keys`` that can be read now, in order; unlike lookup this is no access. Pure."""
-        blocks = map(self._get_block, keys)
+        blocks = map(self.get_block, keys)
         return [
             key for key, block in zip(keys, blocks, strict=True) if block is not None and block.ref_cnt >= 0
         ]
 
-    def check(self) -> None:
-        """Recount the books; for tests, it visits every block.
+    def is_in_flight(self, key: OffloadKey) -> bool:
+        """Return whether a write of ``key`` is in flight. Pure."""
+        block = self.get_block(key)
+        return block is not None and block.ref_cnt < 0
+
+    def pin_ready(self, keys: Collection[OffloadKey]) -> list[int]:
+        """Pin each of ``keys`` once, also those named twice; return their slots, in the same order.
 
         Raises:
-            InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
+            BlockNotReadyError: a key is absent or in flight; nothing is pinned.
         """
-        held = self._slots.held_blocks(self._get_block)
-        self._policy.check(held)
-        self._orphans.check()
-        slots = [block.block_id for block in held.values()] + self._slots.freed + self._orphans.slots()
-        num_used_once = self._slots.num_used_once
-        if sorted(slots) != list(range(num_used_once)):
-            raise InvariantError(
-                f"slots held, freed, orphaned: {sorted(slots)}, expected {num_used_once} from 0"
-            )
-        ref_counts = [block.ref_cnt for block in held.values()]
-        recount = (ref_counts.count(0), ref_counts.count(IN_FLIGHT))
-        if recount != (self._num_evictable, self._num_in_flight):
-            counted = (self._num_evictable, self._num_in_flight)
-            raise InvariantError(f"(evictable, in flight) blocks are {recount}, counted were {counted}")
+        blocks = list(map(self.get_block, keys))
+        num_idle = 0
+        # One pass checks and pins: a pass that only checks would be a second one. A bad key undoes the pins before it.
+        for block in blocks:
+            if block is None or (num_pins := block.ref_cnt) < 0:
+                raise self._refuse_pins(keys, blocks)
+            if num_pins:
+                block.ref_cnt = num_pins + 1
+            else:
+                block.ref_cnt = 1
+                num_idle += 1
+        slots = [block.block_id for block in blocks if block is not None]
+        if len(set(slots)) < len(slots):
+            _take_back_pins(_repeated(blocks))
+        self.num_evictable -= num_idle
+        return slots
 
-    def _pin(self, key: OffloadKey) -> bool:
-        """Pin a ready block once; False when it is absent or in flight."""
-        block = self._get_block(key)
-        if block is None or block.ref_cnt < 0:
-            return False
-        if block.ref_cnt == 0:
-            self._num_evictable -= 1
-        block.ref_cnt += 1
-        return True
-
-    def _unpin(self, key: OffloadKey) -> bool:
-        """Unpin a pinned block once; False when it is absent or not pinned."""
-        block = self._get_block(key)
-        if block is None or block.ref_cnt < 1:
-            return False
-        block.ref_cnt -= 1
-        if block.ref_cnt == 0:
-            self._on_idle(1, (key,))
-        return True
-
-    def _unpin_each(self, keys: Iterable[OffloadKey]) -> None:
+    def unpin_each(self, keys: Iterable[OffloadKey]) -> None:
         """Unpin each of ``keys`` once, however often they name it; those that are not pinned are ignored."""
         distinct = dict.fromkeys(keys)
         num_idle = 0
-        for block in map(self._get_block, distinct):
+        for block in map(self.get_block, distinct):
             if block is None:
                 continue
             num_pins = block.ref_cnt
@@ -303,99 +289,192 @@ class BlockTable:
                 num_idle += 1
             elif num_pins > 1:
                 block.ref_cnt = num_pins - 1
-        self._on_idle(num_idle, distinct)
+        self._count_idle(num_idle, distinct)
 
-    def _on_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
-        """Count blocks that have become idle, which are some of ``keys``, and tell a policy that wants to know."""
-        self._num_evictable += num_idle
-        if num_idle and self._idle_news is not None:
-            self._idle_news.on_idle(keys)
+    def pin(self, key: OffloadKey) -> bool:
+        """Pin a ready block once; False when it is absent or in flight."""
+        block = self.get_block(key)
+        if block is None or block.ref_cnt < 0:
+            return False
+        if block.ref_cnt == 0:
+            self.num_evictable -= 1
+        block.ref_cnt += 1
+        return True
 
-    def _assign(self, keys: Collection[OffloadKey]) -> list[int]:
+    def unpin(self, key: OffloadKey) -> bool:
+        """Unpin a pinned block once; False when it is absent or not pinned."""
+        block = self.get_block(key)
+        if block is None or block.ref_cnt < 1:
+            return False
+        block.ref_cnt -= 1
+        if block.ref_cnt == 0:
+            self._count_idle(1, (key,))
+        return True
+
+    def hold(self, key: OffloadKey) -> None:
+        """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
+        self.holds[key] = self.holds.get(key, 0) + 1
+        self.pin(key)
+
+    def release(self, key: OffloadKey) -> None:
+        """Take back one hold of ``key``."""
+        count = self.holds.pop(key) - 1
+        if count:
+            self.holds[key] = count
+        self.unpin(key)
+
+    def assign(self, keys: Collection[OffloadKey]) -> list[int]:
         """Hold ``keys``, distinct and not held, as in flight; return their slots. So many slots are free."""
-        slots, blocks = self._slots.take(keys)
-        self._policy.insert_many(keys, blocks)
-        self._num_in_flight += len(blocks)
+        slots, blocks = self.slots.take(keys)
+        self.policy.insert_many(keys, blocks)
+        self.num_in_flight += len(blocks)
         return slots
 
-    def _assign_one(self, key: OffloadKey) -> int:
+    def assign_one(self, key: OffloadKey) -> int:
         """Hold ``key``, which is not held, as in flight; return its slot. A slot is free."""
-        block = self._slots.take_one(key)
-        self._policy.insert(key, block)
-        self._num_in_flight += 1
+        block = self.slots.take_one(key)
+        self.policy.insert(key, block)
+        self.num_in_flight += 1
         return block.block_id
 
-    def _evict(
+    def evict(
         self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
         """Evict ``num`` idle blocks outside ``named`` and ``protected``; None when there are fewer."""
-        if num > self._num_evictable:
+        if num > self.num_evictable:
             return None
         if not named and not protected:
-            return self._take_victims(self._policy.evict(num, ()))
-        # A pin keeps the named ones without copying ``protected``, which may be every waiting request's keys.
-        pinned = list(filter(self._pin, named))
-        try:
-            has_room = num <= self._num_evictable_outside(protected, at_least=num)
-            victims = self._policy.evict(num, protected) if has_room else None
-        finally:
-            self._unpin_each(pinned)
-        return self._take_victims(victims)
-
-    def _take_victims(self, victims: list[tuple[OffloadKey, BlockStatus]] | None) -> list[OffloadKey] | None:
-        """Free the slots of what a policy has evicted, if it has; return the keys."""
+            victims = self.policy.evict(num, ())
+        else:
+            # A pin keeps the named ones without copying ``protected``, which may be every waiting request's keys.
+            pinned = list(filter(self.pin, named))
+            try:
+                has_room = num <= self._num_evictable_outside(protected, at_least=num)
+                victims = self.policy.evict(num, protected) if has_room else None
+            finally:
+                self.unpin_each(pinned)
         if victims is None:
             return None
-        self._num_evictable -= len(victims)
-        self._slots.give_back([block.block_id for _, block in victims])
+        self.num_evictable -= len(victims)
+        self.slots.give_back([block.block_id for _, block in victims])
         return [key for key, _ in victims]
+
+    def finish_writes(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
+        """Make the in-flight ones of ``keys`` ready, or forget them; return those that were in flight.
+
+        It settles no orphan: the caller knows that these writes began after the last reset.
+        """
+        finished: list[OffloadKey] = []
+        for key, block in zip(keys, map(self.get_block, keys), strict=True):
+            if block is not None and block.ref_cnt < 0:  # only the first time of a key that is named twice
+                block.ref_cnt = 0
+                finished.append(key)
+        self.num_in_flight -= len(finished)
+        if success:
+            self.num_evictable += len(finished)
+            if finished and self._idle_listener is not None:
+                self._idle_listener.on_idle(finished)
+            holds = self.holds
+            if holds and not holds.keys().isdisjoint(finished):
+                for key in finished:
+                    for _ in range(holds.get(key, 0)):
+                        self.pin(key)
+        else:
+            blocks = map(self.get_block, finished)
+            self.slots.give_back([block.block_id for block in blocks if block is not None])
+            for key in finished:
+                self.policy.remove(key)
+        return finished
+
+    def forget_blocks(self) -> list[OffloadKey]:
+        """Forget every block and orphan the slots in use; return the keys that were ready."""
+        held = self.slots.held_blocks(self.get_block)
+        for key, block in held.items():
+            if block.ref_cnt:
+                is_write = block.ref_cnt == IN_FLIGHT
+                self.orphans.adopt(block.block_id, key, is_write=is_write, num_reports=abs(block.ref_cnt))
+        idle_slots = [block.block_id for block in held.values() if block.ref_cnt == 0]
+        self.policy.clear()
+        self.slots.give_back(idle_slots[::-1])
+        self.num_evictable = self.num_in_flight = 0
+        return [key for key, block in held.items() if block.ref_cnt >= 0]
+
+    def check(self) -> None:
+        """Recount slots and blocks; for tests, it visits every block.
+
+        Raises:
+            InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
+        """
+        held = self.slots.held_blocks(self.get_block)
+        self.policy.check(held)
+        self.orphans.check()
+        used = [block.block_id for block in held.values()] + self.slots.freed + list(self.orphans.by_slot)
+        num_used_once = self.slots.num_used_once
+        if sorted(used) != list(range(num_used_once)):
+            raise InvariantError(
+                f"slots held, freed, orphaned: {sorted(used)}, expected {num_used_once} from 0"
+            )
+        num_free = self.num_blocks - num_used_once + len(self.slots.freed)
+        if num_free != self.slots.num_free:
+            raise InvariantError(f"{num_free} slots are free, counted were {self.slots.num_free}")
+        ref_counts = [block.ref_cnt for block in held.values()]
+        recount = (ref_counts.count(0), ref_counts.count(IN_FLIGHT))
+        if recount != (self.num_evictable, self.num_in_flight):
+            counted = (self.num_evictable, self.num_in_flight)
+            raise InvariantError(f"(evictable, in flight) blocks are {recount}, counted were {counted}")
+
+    def check_holds(self, expected: dict[OffloadKey, int]) -> None:
+        """Check that exactly ``expected`` is held and that each ready held block is pinned that often.
+
+        Raises:
+            InvariantError: it is not so.
+        """
+        if self.holds != expected:
+            raise InvariantError(f"holds are {self.holds}, waiting requests have {expected}")
+        for key, count in expected.items():
+            block = self.get_block(key)
+            if block is not None and 0 <= block.ref_cnt < count:
+                raise InvariantError(f"{key.hex()} is held {count} times and pinned {block.ref_cnt} times")
+
+    def _count_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
+        """Count blocks that have become idle, which are some of ``keys``, and notify a policy that listens."""
+        self.num_evictable += num_idle
+        if num_idle and self._idle_listener is not None:
+            self._idle_listener.on_idle(keys)
 
     def _num_evictable_outside(self, protected: Collection[OffloadKey], at_least: int) -> int:
         """Return how many blocks may leave, or a lower bound that is not below ``at_least``. Pure.
 
-        A policy would find out by visiting every block; this visits the protected ones, and only in need.
+        A policy would visit every block to find out; this visits the protected ones, and only in need.
         """
-        num_evictable = self._num_evictable
+        num_evictable = self.num_evictable
         if num_evictable - len(protected) >= at_least:
             return num_evictable - len(protected)
-        blocks = map(self._get_block, protected)
+        blocks = map(self.get_block, protected)
         return num_evictable - sum(block is not None and block.ref_cnt == 0 for block in blocks)
 
-    def _finish_writes(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
-        """End writes that are reported by key: those of before a reset settle their orphans, others go on."""
-        if self._orphans:
-            keys = self._orphans.settle_keys(keys, is_write=True)
-        return self._finish_live_writes(keys, success=success)
+    def _refuse_pins(
+        self, keys: Collection[OffloadKey], blocks: Sequence[BlockStatus | None]
+    ) -> BlockNotReadyError:
+        """Unpin the blocks before the first that cannot be read; return the error that names it."""
+        position, block = next(
+            (position, block) for position, block in enumerate(blocks) if block is None or block.ref_cnt < 0
+        )
+        _take_back_pins(blocks[:position])
+        key = next(islice(keys, position, None))
+        return BlockNotReadyError(key, "absent" if block is None else "in flight")
 
-    def _finish_live_writes(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
-        """Make the in-flight ones of ``keys`` ready, or forget them; return those that were in flight.
 
-        It settles no orphan: a caller that knows these writes to be of after the last reset must come here.
-        """
-        finished: list[OffloadKey] = []
-        for key, block in zip(keys, map(self._get_block, keys), strict=True):
-            if block is not None and block.ref_cnt < 0:  # only the first time of a key that is named twice
-                block.ref_cnt = 0
-                finished.append(key)
-        self._num_in_flight -= len(finished)
-        if success:
-            self._on_idle(len(finished), finished)
-        else:
-            blocks = map(self._get_block, finished)
-            self._slots.give_back([block.block_id for block in blocks if block is not None])
-            for key in finished:
-                self._policy.remove(key)
-        return finished
+def _take_back_pins(blocks: Iterable[BlockStatus | None]) -> None:
+    for block in blocks:
+        if block is not None:
+            block.ref_cnt -= 1
 
-    def _forget_blocks(self) -> list[OffloadKey]:
-        """Forget every block and orphan the slots in use; return the keys that were ready."""
-        held = self._slots.held_blocks(self._get_block)
-        for key, block in held.items():
-            if block.ref_cnt:
-                is_write = block.ref_cnt == IN_FLIGHT
-                self._orphans.adopt(block.block_id, key, is_write=is_write, num_reports=abs(block.ref_cnt))
-        idle_slots = [block.block_id for block in held.values() if block.ref_cnt == 0]
-        self._policy.clear()
-        self._slots.give_back(reversed(idle_slots))
-        self._num_evictable = self._num_in_flight = 0
-        return [key for key, block in held.items() if block.ref_cnt >= 0]
+
+def _repeated(blocks: Iterable[BlockStatus | None]) -> Iterator[BlockStatus | None]:
+    """Yield each block as often as it comes again after its first time. Pure."""
+    seen: set[BlockStatus | None] = set()
+    for block in blocks:
+        if block in seen:
+            yield block
+        seen.add(block)

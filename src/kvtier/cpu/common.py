@@ -1,4 +1,4 @@
-"""Where the bytes of a transfer are in the primary tier."""
+"""What the primary tier shares with its neighbours: the place of a transfer, and the log of events."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 
 MAX_PENDING_KEYS = 262_144
-"""Keys in events that nobody has taken, about 20 MB. Fewer lose events of a reader that takes them once a
+"""Keys in events that were not taken yet, about 20 MB. Fewer lose events of a reader that takes them once a
 minute at two thousand stores and evictions a second; more only cost memory."""
 
 
@@ -24,18 +24,14 @@ class EventLog:
 
     Args:
         medium: what the events say of where the blocks are.
-        is_enabled: False records nothing.
         max_pending_keys: keys in waiting events; the newest event is kept whatever its size.
 
     Attributes:
-        num_dropped: events that were dropped because nobody took them.
+        num_dropped: events that were dropped because they were not taken in time.
     """
 
-    def __init__(
-        self, medium: str, *, is_enabled: bool = True, max_pending_keys: int = MAX_PENDING_KEYS
-    ) -> None:
+    def __init__(self, medium: str, *, max_pending_keys: int = MAX_PENDING_KEYS) -> None:
         self._medium = medium
-        self._is_enabled = is_enabled
         self._max_pending_keys = max_pending_keys
         self._events: deque[OffloadingEvent] = deque()
         self._num_keys = 0
@@ -43,7 +39,7 @@ class EventLog:
 
     def record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         """Append one event about ``keys``; none of them is no event."""
-        if not keys or not self._is_enabled:
+        if not keys:
             return
         self._events.append(OffloadingEvent(list(keys), self._medium, removed))
         self._num_keys += len(keys)

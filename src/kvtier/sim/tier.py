@@ -94,14 +94,14 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         return self._directory.lookup(key, DIRECTORY) is True
 
     def submit_store(self, job: JobMetadata) -> None:
-        held = self._directory.ready_among(job.keys)
+        held = self._directory.table.ready_among(job.keys)
         if held:
             self._directory.touch(held, DIRECTORY)
         missing = self._make_room(job.keys)
         self._submit(job, missing, partial(self._end_store, job, missing))
 
     def submit_load(self, job: JobMetadata) -> None:
-        held = self._directory.ready_among(job.keys)
+        held = self._directory.table.ready_among(job.keys)
         self._directory.prepare_load(held, DIRECTORY)
         self._submit(job, held, partial(self._end_load, job, held))
 
@@ -161,7 +161,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         if num_moved < len(missing):
             self._directory.complete_store(missing[num_moved:], DIRECTORY, success=False)
         is_all_new = num_moved == len(job.keys)
-        held = job.keys if is_all_new else self._directory.ready_among(job.keys)
+        held = job.keys if is_all_new else self._directory.table.ready_among(job.keys)
         self._report(job, held, is_fault=num_moved < len(missing))
 
     def _end_load(self, job: JobMetadata, held: list[OffloadKey], num_moved: int) -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
+from kvtier.locations import LocatedRun
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import content_of, key_of, make_rows
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.locate import LocatedRun
 from kvtier.tiering.manager import (
     DEFAULT_SHUTDOWN_S,
     CPUPrimaryTierOffloadingManager,
@@ -156,7 +156,7 @@ class TieringDriver:
     def locate(self, numbers: Sequence[int], req_context: ReqContext) -> LocatedRun | None:
         """Ask where the leading blocks of a prefix are; no slot is taken for that."""
         num_free = self.primary.num_free
-        run = self.manager.survey.locate([key_of(number) for number in numbers], req_context)
+        run = self.manager.locator.locate([key_of(number) for number in numbers], req_context)
         self.manager.check()
         # It polls the tiers, and a load that failed gives its slot back.
         assert self.primary.num_free >= num_free, "a question has taken a slot"
@@ -164,7 +164,7 @@ class TieringDriver:
 
     def probe(self, tier: int, numbers: Sequence[int]) -> None:
         """Let a tier that was not wanted be measured."""
-        self.manager.survey.probe(tier, [key_of(number) for number in numbers])
+        self.manager.locator.probe(tier, [key_of(number) for number in numbers])
         self.manager.check()
 
     def step(self) -> None:

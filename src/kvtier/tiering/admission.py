@@ -1,7 +1,6 @@
-"""Which blocks are worth writing to a tier: the setting, and the way of those through the primary that are.
+"""Which blocks are worth writing to a tier: the setting ``admission``, and its effect on the primary's own admission.
 
-It predicts nothing. Whoever learns from requests says how likely a block comes back; a tier's setting says how likely
-it has to be, and within what time.
+A forecast estimates how likely a block is used again; the setting says how likely that has to be, within what time.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,10 +16,10 @@ EXAMPLE = '{"min_reuse_probability": 0.3, "horizon_s": 1024}'
 
 @dataclass(frozen=True, slots=True)
 class TierAdmission:
-    """What must be expected of a block for it to be written to a tier.
+    """How likely a block must be used again to be written to a tier.
 
     Attributes:
-        min_reuse_probability: how likely it comes back, from 0 to 1.
+        min_reuse_probability: the least probability of reuse, from 0 to 1.
         horizon_s: within how many seconds, above zero.
 
     Raises:
@@ -60,14 +59,14 @@ def parse_admission(value: object) -> TierAdmission | None:
     return TierAdmission(float(value["min_reuse_probability"]), float(value["horizon_s"]))
 
 
-class PassingThrough(AdmissionControl):
-    """Lets blocks into the primary that its policy refuses and a tier wants, for there is no other way to the tier.
+class PassThroughAdmission(AdmissionControl):
+    """Admits blocks to the primary that its policy refuses and a tier wants: they reach the tier only through it.
 
     They are the first to leave, since the policy does not want them.
 
     Args:
         own: the policy's own admission.
-        wanted_below: returns those of the keys that some tier wants.
+        wanted_below: returns those of the keys that a tier wants.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Keeps a failing or overloaded tier from costing anything but its own hits.
+"""Limits of what a failing or overloaded tier can cost: a circuit breaker, a byte budget, a back-off per key.
 
-It knows nothing of tiers or jobs: callers say what succeeded, what failed and how long work waits, and ask
-whether to go on. Three small parts: a circuit breaker (closed, open, half-open with one probe), a budget of
-bytes in flight, and a memory of keys whose load failed, each left alone for a while.
+The breaker is closed (all work may start), open (none may, for a pause) or half-open (one owner's work may, the
+probe). Failures in a row open it, the probe's success closes it, the probe's failure opens it again.
 
 Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
 """
@@ -20,8 +19,8 @@ OPEN_S = 5.0
 hits after it came back."""
 
 PROBE_TIMEOUT_S = 30.0
-"""Seconds after which a probe that nobody reports makes room for the next: as long as a job may take by default.
-Without it a probe that is lost would leave a tier out for ever."""
+"""Seconds after which a probe without an outcome makes room for the next: as long as a job may take by default.
+Without it a lost probe would leave a tier out for ever."""
 
 MAX_WAITING_S = 10.0
 """Seconds that the oldest job may wait unattended before the tier counts as overloaded. A disk behind by more
@@ -56,6 +55,10 @@ class CircuitBreaker:
         failures_to_open: consecutive failures that open it.
         open_s: pause before the probe.
         probe_timeout_s: seconds after which a probe without an outcome counts as failed.
+
+    Attributes:
+        is_closed: whether all work may start; callers read it before they call ``allows`` or ``begin``.
+        num_openings: how often it has opened.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class CircuitBreaker:
         self._open_s = open_s
         self._probe_timeout_s = probe_timeout_s
         self._num_failures = 0
-        self._opened_s: float | None = None
+        self.is_closed = True
+        self._opened_s = 0.0
         self._probe: object | None = None
         self._probe_began_s = 0.0
         self.num_openings = 0
@@ -78,14 +82,14 @@ class CircuitBreaker:
     @property
     def state(self) -> BreakerState:
         """What it lets through now."""
-        if self._opened_s is None:
+        if self.is_closed:
             return BreakerState.CLOSED
         is_paused = self._clock() - self._opened_s < self._open_s
         return BreakerState.OPEN if is_paused else BreakerState.HALF_OPEN
 
     def allows(self, owner: object) -> bool:
         """Return whether work of ``owner`` may start; changes nothing."""
-        if self._opened_s is None:
+        if self.is_closed:
             return True
         if self.state is BreakerState.OPEN:
             return False
@@ -93,30 +97,24 @@ class CircuitBreaker:
         return self._probe is None or self._probe is owner or is_lapsed
 
     def begin(self, owner: object) -> bool:
-        """Take leave to start work; in the half-open state the first owner's is the probe."""
+        """Try to start work; when half-open, the first owner's work becomes the probe."""
         if not self.allows(owner):
             return False
-        if self._opened_s is not None and self._probe is not owner:
+        if not self.is_closed and self._probe is not owner:
             self._probe = owner
             self._probe_began_s = self._clock()
         return True
 
-    def record_end(self, owner: object, *, is_well: bool) -> None:
-        """Take note of how work has ended."""
-        if is_well:
-            self.record_success(owner)
-        else:
-            self.record_failure(owner)
-
     def record_success(self, owner: object) -> None:
-        """Take note that work has succeeded; the probe's success closes it."""
-        if self._opened_s is None or self._probe is owner:
+        """Record that work has succeeded; the probe's success closes the breaker."""
+        if self.is_closed or self._probe is owner:
             self._num_failures = 0
-            self._opened_s = self._probe = None
+            self.is_closed = True
+            self._probe = None
 
     def record_failure(self, owner: object) -> None:
-        """Take note that work has failed; enough in a row, or the probe's failure, open it."""
-        if self._opened_s is None:
+        """Record that work has failed; enough failures in a row, or the probe's, open the breaker."""
+        if self.is_closed:
             self._num_failures += 1
             if self._num_failures >= self._failures_to_open:
                 self.trip()
@@ -124,19 +122,20 @@ class CircuitBreaker:
             self.trip()
 
     def record_silence(self) -> None:
-        """Take note that somebody, whoever it was, got no answer; while half-open it was the probe."""
+        """Record that some work got no answer; while half-open it counts as the probe's failure."""
         if self.state is not BreakerState.OPEN:
             self.record_failure(self._probe)
 
-    def end_question(self, owner: object) -> None:
-        """Take note that a question was answered: if it was the probe, another may follow at once."""
+    def end_lookup(self, owner: object) -> None:
+        """Record that a lookup was answered: if it was the probe, another probe may follow at once."""
         if self._probe is owner:
             self._probe = None
 
     def trip(self) -> None:
-        """Open now, or go on being open for another pause."""
+        """Open now, or stay open for another pause."""
         if self.state is not BreakerState.OPEN:
             self.num_openings += 1
+        self.is_closed = False
         self._opened_s = self._clock()
         self._probe = None
 
@@ -149,6 +148,9 @@ class InFlightBudget:
 
     Args:
         limit_bytes: the most that may be in flight at once.
+
+    Attributes:
+        used_bytes: bytes in flight; the owner of the jobs adds and subtracts.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -159,61 +161,57 @@ class InFlightBudget:
         """Return how many pieces of ``size_bytes`` still fit. Pure."""
         return max(0, self.limit_bytes - self.used_bytes) // size_bytes
 
-    def take(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` as in flight."""
-        self.used_bytes += size_bytes
 
-    def give_back(self, size_bytes: int) -> None:
-        """Count ``size_bytes`` as done."""
-        self.used_bytes -= size_bytes
+class Pause(NamedTuple):
+    """How long a key is left alone.
 
-
-class _Backoff(NamedTuple):
-    """How long a key is left alone."""
+    Attributes:
+        until_s: the clock's reading at its end.
+        length_s: its length, from which the next follows.
+    """
 
     until_s: float
     length_s: float
 
 
 class LoadBackoff:
-    """Keys whose load failed, each left alone for a doubling while.
+    """Keys whose load failed, each left alone for a pause that doubles with every failure.
 
     Without it a block that a tier claims to have and cannot deliver would be loaded again in every step.
 
     Args:
         clock: seconds, monotonic.
+
+    Attributes:
+        pauses: the pause of each such key, whether it has passed or not; mostly empty.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._pauses: OrderedDict[OffloadKey, _Backoff] = OrderedDict()
+        self.pauses: OrderedDict[OffloadKey, Pause] = OrderedDict()
 
     def record_failure(self, key: OffloadKey) -> None:
         """Leave ``key`` alone for twice as long as last time."""
-        last = self._pauses.pop(key, None)
+        last = self.pauses.pop(key, None)
         length_s = BACKOFF_S if last is None else min(2 * last.length_s, MAX_BACKOFF_S)
-        self._pauses[key] = _Backoff(self._clock() + length_s, length_s)
-        if len(self._pauses) > MAX_BACKOFF_KEYS:
-            self._pauses.popitem(last=False)
-
-    def record_success(self, key: OffloadKey) -> None:
-        """Forget the failures of ``key``."""
-        self._pauses.pop(key, None)
+        self.pauses[key] = Pause(self._clock() + length_s, length_s)
+        if len(self.pauses) > MAX_BACKOFF_KEYS:
+            self.pauses.popitem(last=False)
 
     def record_successes(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget the failures of each of ``keys``; mostly nothing is remembered, and none is looked at."""
-        if self._pauses:
+        """Forget the failures of each of ``keys``."""
+        if self.pauses:
             for key in keys:
-                self.record_success(key)
+                self.pauses.pop(key, None)
 
     def is_paused(self, key: OffloadKey) -> bool:
         """Return whether ``key`` is still to be left alone."""
-        pause = self._pauses.get(key)
+        pause = self.pauses.get(key)
         return pause is not None and self._clock() < pause.until_s
 
     def clear(self) -> None:
         """Forget every failure."""
-        self._pauses.clear()
+        self.pauses.clear()
 
     def __len__(self) -> int:
-        return len(self._pauses)
+        return len(self.pauses)

@@ -1,11 +1,12 @@
 """A secondary tier as the manager may use it: behind its breaker, budget and back-off, and never raising.
 
-It decides nothing about blocks. Every call to a tier goes through here, so that a tier which raises, hangs
-or lies costs its own hits and nothing else.
+Every call to a tier is made here, so that a tier that raises, hangs or returns nonsense costs its own hits and nothing
+else. A call that raises becomes a value, a ``CallFailure``, which is counted; what it means is decided by the caller.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar, TypeVarTuple
 
@@ -31,17 +32,30 @@ STORE_BUDGET_DIVISOR = 8
 """A tier's stores in flight hold at most an eighth of the primary unless set otherwise, so that the slowest
 tier cannot pin it; a larger share would let stores crowd out what requests load."""
 
-MAX_ASKED_KEYS = 65_536
+MAX_PENDING_LOOKUPS = 65_536
 """Keys remembered per tier whose lookup was answered None. A request that waits for one more is woken by its
 deadline alone."""
 
 
 class Submission(Enum):
-    """What became of handing a job to a tier."""
+    """Result of submitting a job to a tier."""
 
     STARTED = "started"
     DECLINED = "declined"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call to a tier that raised.
+
+    Attributes:
+        call: the method.
+        error: what it raised.
+    """
+
+    call: str
+    error: Exception
 
 
 class GuardedTier:
@@ -54,8 +68,11 @@ class GuardedTier:
         clock: seconds, monotonic.
 
     Attributes:
-        is_out_of_service: True once its get_finished has raised; it is not asked for anything any more.
-        events: what the tier has gained and lost, as far as its jobs tell; off unless asked for.
+        is_out_of_service: True once its get_finished has raised; no call for work is made any more.
+        pending: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
+        was_active: whether jobs or lookups of the tier were pending before the last poll.
+        uses_touch, uses_end_step, uses_requests: whether the tier does anything in that call.
+        events: what the tier has gained and lost, as far as its jobs tell; None unless its settings ask for it.
         load_times: how fast it loads.
     """
 
@@ -69,153 +86,186 @@ class GuardedTier:
         self.budget = InFlightBudget(max(limit_bytes, row_bytes))
         self.breaker = CircuitBreaker(clock, probe_timeout_s=tier.settings.job_timeout_s)
         self.backoff = LoadBackoff(clock)
+        self.load_times = LoadTimes(clock)
         self.is_out_of_service = False
-        self.events = EventLog(self.name, is_enabled=tier.settings.emit_events)
+        self.pending: dict[OffloadKey, ReqContext] = {}
+        self.was_active = True  # the first poll takes what the tier has counted since its start
+        self.events = EventLog(self.name) if tier.settings.emit_events else None
         self.num_declined_cascades = 0
         self.num_refused_by_admission = 0
         self.num_promoted_blocks = 0
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
         self.num_probe_blocks = 0
-        self.load_times = LoadTimes(clock)
         self.num_errors = 0
         self._clock = clock
-        # INVARIANT: oldest first, so that the age of the oldest job is one look.
-        self._began_s: dict[JobId, float] = {}
-        self._asked: dict[OffloadKey, ReqContext] = {}
         self._has_logged_error = False
-        # An isinstance of an abstract class is dear, and the answers never change.
+        # An isinstance of an abstract class is slow, and the answers never change.
         self._reachable = tier if isinstance(tier, ReachableTier) else None
         self._aware = tier if isinstance(tier, RequestAware) else None
+        self._reporter = tier if isinstance(tier, EvictionReporter) else None
+        self.uses_touch = _overrides(tier.touch, SecondaryTierManager.touch)
+        self.uses_end_step = _overrides(tier.end_step, SecondaryTierManager.end_step)
+        self.uses_requests = _overrides(tier.request_finished, SecondaryTierManager.request_finished)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Ask the tier; False without asking while it is left out or the key's last load failed."""
-        if self.is_out_of_service or not self.breaker.allows(req_context) or self.backoff.is_paused(key):
+        """Look ``key`` up; False, without a call, while the tier is left out or the key's last load failed."""
+        breaker, backoff = self.breaker, self.backoff
+        if (
+            self.is_out_of_service
+            or not (breaker.is_closed or breaker.allows(req_context))
+            or (key in backoff.pauses and backoff.is_paused(key))
+        ):
             self.num_lookups_left_out += 1
             return False
-        answer = self._ask(key, req_context)
-        if answer is None:
-            # A question is a probe too: otherwise everybody who asks waits for a place that still hangs.
-            self.breaker.begin(req_context)
-            if len(self._asked) < MAX_ASKED_KEYS:
-                self._asked[key] = req_context
-        return answer
+        try:
+            answer = self.tier.lookup(key, req_context)
+            if answer is not None:
+                return bool(answer)
+        except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
+            self._count_failure(CallFailure("lookup", error))
+            breaker.record_failure(req_context)
+            return False
+        if not breaker.is_closed:
+            # A lookup is a probe too: otherwise every request would wait for a backend that still hangs.
+            breaker.begin(req_context)
+        if len(self.pending) < MAX_PENDING_LOOKUPS:
+            self.pending[key] = req_context
+        return None
 
     def submit(self, job: JobMetadata) -> Submission:
-        """Hand a job to the tier, unless it is left out by now."""
-        if self.is_out_of_service or not self.breaker.begin(job.req_context):
+        """Submit a job to the tier, unless it is left out by now."""
+        breaker = self.breaker
+        if self.is_out_of_service or not (breaker.is_closed or breaker.begin(job.req_context)):
             return Submission.DECLINED
         submit = self.tier.submit_load if job.is_promotion else self.tier.submit_store
-        num_errors = self.num_errors
-        self._call("submit", submit, job, fallback=None)
-        if self.num_errors > num_errors:
-            self.breaker.record_failure(job.req_context)
+        if isinstance(self._call("submit", submit, job), CallFailure):
+            breaker.record_failure(job.req_context)
             return Submission.FAILED
-        self._began_s[job.job_id] = self._clock()
         return Submission.STARTED
 
     def get_finished(self) -> list[JobResult]:
-        """Return the tier's reports; a raise puts it out of service. Trips the breaker on a stale queue."""
+        """Return the tier's reports; a raise puts it out of service."""
         if self.is_out_of_service:
             return []
-        results = self._call("get_finished", take_results, self.tier, fallback=None)
-        self.is_out_of_service = results is None
-        for result in results or ():
-            self._began_s.pop(result.job_id, None)
+        try:
+            results = [as_result(result) for result in self.tier.get_finished()]
+        except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
+            self._count_failure(CallFailure("get_finished", error))
+            self.is_out_of_service = True
+            results = []
         if self._reachable is not None:
-            for _ in range(self._call("drain_unanswered", self._reachable.drain_unanswered, fallback=0)):
+            num_unanswered = self._call("drain_unanswered", self._reachable.drain_unanswered)
+            for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
                 self.breaker.record_silence()
-        if self._began_s and self._is_stale():
+        return results
+
+    def check_age(self, oldest_s: float) -> None:
+        """Trip the breaker when work waits for too long or outlives even the tier's own time-out.
+
+        Args:
+            oldest_s: the clock's reading when the oldest open job began.
+        """
+        age_s = self._clock() - oldest_s
+        # No job waits longer than the oldest job is old, and a tier walks its queue to answer.
+        if age_s <= min(MAX_WAITING_S, self.tier.settings.job_timeout_s) or self.is_out_of_service:
+            return
+        is_stale = age_s > self.tier.settings.job_timeout_s
+        if not is_stale:
+            waiting_s = self._call("waiting_s", lambda: float(self.tier.waiting_s()))
+            is_stale = not isinstance(waiting_s, CallFailure) and waiting_s > MAX_WAITING_S
+        if is_stale:
             self.breaker.trip()
-        return results or []
 
     def record_overdue(self, keys: Collection[OffloadKey], *, is_loading: bool) -> None:
         """Count a request that passed its deadline waiting for this tier: for a load, or for an answer.
 
         Without it a tier that hangs would cost every request its whole deadline.
         """
-        if is_loading or any(key in self._asked for key in keys):
+        if is_loading or any(key in self.pending for key in keys):
             self.num_overdue_requests += 1
             self.breaker.record_silence()
 
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
 
-        A tier that does not keep track is asked once more for each key, which is cheaper than waking every
-        request that waits for one of them.
+        A tier that does not keep track is called once more for each key, which is cheaper than waking every request
+        that waits for one of them.
 
         Args:
-            is_awaited: whether anybody still waits for a key; such a tier is not asked for the others again.
+            is_awaited: whether a request still waits for a key; such a tier is not called for the others again.
         """
-        if self.is_out_of_service:
-            answered: Collection[OffloadKey] | None = list(self._asked)
-        else:
-            answered = self._call("drain_answered", drain_answered_keys, self.tier, fallback=None)
-        if not answered and not self._asked:
+        if not self.pending:
             return ()
+        if self.is_out_of_service:
+            answered: Collection[OffloadKey] | None = list(self.pending)
+        else:
+            outcome = self._call("drain_answered", drain_answered_keys, self.tier)
+            answered = None if isinstance(outcome, CallFailure) else outcome
         if answered is None:
-            self._asked = {key: context for key, context in self._asked.items() if is_awaited(key)}
-            still_asked = self._asked.items()
-            answered = [key for key, context in still_asked if self._ask(key, context) is not None]
-        asked = self._asked
-        for owner in {asked.pop(key, None) for key in answered}:  # a request has asked for many keys
-            self.breaker.end_question(owner)
+            self.pending = {key: context for key, context in self.pending.items() if is_awaited(key)}
+            answered = [key for key, context in self.pending.items() if self._has_answer(key, context)]
+        pending = self.pending
+        for owner in {pending.pop(key, None) for key in answered}:  # a request has looked for many keys
+            self.breaker.end_lookup(owner)
         return answered
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return what the tier has gained and lost since the last call; nothing unless its settings ask for it."""
-        if self.tier.settings.emit_events and isinstance(self.tier, EvictionReporter):
-            reporter = self.tier
-            none: list[OffloadKey] = []
-            evicted = self._call("drain_evicted", lambda: list(reporter.drain_evicted()), fallback=none)
-            self.events.record(evicted, removed=True)
+        if self.events is None:
+            return []
+        if self._reporter is not None:
+            reporter = self._reporter
+            evicted = self._call("drain_evicted", lambda: list(reporter.drain_evicted()))
+            if not isinstance(evicted, CallFailure):
+                self.events.record(evicted, removed=True)
         return self.events.take()
 
     def end_step(self) -> None:
         """Let the tier start what this step's lookups asked for."""
         if not self.is_out_of_service:
-            self._call("end_step", self.tier.end_step, fallback=None)
+            self._call("end_step", self.tier.end_step)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Tell the tier what is in use."""
+        """Mark ``keys`` as recently used in the tier."""
         if not self.is_out_of_service:
-            self._call("touch", self.tier.touch, keys, req_context, fallback=None)
+            self._call("touch", self.tier.touch, keys, req_context)
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Tell the tier that a request is gone."""
+        """Let the tier forget a request."""
         if not self.is_out_of_service:
-            self._call("request_finished", self.tier.request_finished, req_context, fallback=None)
+            self._call("request_finished", self.tier.request_finished, req_context)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Tell a tier that wants to know of a request that has arrived."""
-        tier = self._aware
-        if tier is not None and not self.is_out_of_service:
-            self._call("note_request", tier.note_request, chains, req_context, fallback=None)
+        """Let a tier that learns from requests learn that one has arrived."""
+        if self._aware is not None and not self.is_out_of_service:
+            self._call("note_request", self._aware.note_request, chains, req_context)
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether note_request has an effect."""
+        return self._aware is not None
 
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
-        self._asked.clear()
-        num_errors = self.num_errors
-        self._call("reset", self.tier.reset, epoch, fallback=None)
-        self.is_out_of_service |= self.num_errors > num_errors
+        self.pending.clear()
+        if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
+            self.is_out_of_service = True
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
-        return self.is_out_of_service or self._call("drain", self.tier.drain, timeout_s, fallback=False)
+        return self.is_out_of_service or self._call("drain", self.tier.drain, timeout_s) is True
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the tier; False when one of its threads may still touch the primary's rows."""
-        return self._call("shutdown", lambda: bool(self.tier.shutdown(timeout_s)), fallback=False)
+        return self._call("shutdown", lambda: bool(self.tier.shutdown(timeout_s))) is True
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
-        none: dict[str, float] = {}
-        own = self._call(
-            "stats", lambda: {name: float(v) for name, v in self.tier.stats().items()}, fallback=none
-        )
+        own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
         rate = self.load_times.rate
-        return own | {
+        return ({} if isinstance(own, CallFailure) else own) | {
             "declined_cascades": float(self.num_declined_cascades),
             "refused_by_admission": float(self.num_refused_by_admission),
             "promoted_blocks": float(self.num_promoted_blocks),
@@ -230,41 +280,28 @@ class GuardedTier:
             "out_of_service": float(self.is_out_of_service),
         }
 
-    def _ask(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        try:
-            answer = self.tier.lookup(key, req_context)
-            return answer if answer is None else bool(answer)
-        except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
-            self._note_error("lookup", error)
+    def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Look ``key`` up once more; a raise is an answer: the block is absent."""
+        answer = self._call("lookup", self.tier.lookup, key, req_context)
+        if isinstance(answer, CallFailure):
             self.breaker.record_failure(req_context)
-            return False
+        return answer is not None
 
-    def _is_stale(self) -> bool:
-        """Return whether, of some job, work waits for too long or outlives even the tier's own time-out."""
-        oldest_s = next(iter(self._began_s.values()))
-        age_s = self._clock() - oldest_s
-        if age_s > self.tier.settings.job_timeout_s:
-            return True
-        # Nothing waits for longer than the oldest job is old, and a tier walks its queue to answer.
-        if age_s <= MAX_WAITING_S:
-            return False
-        return self._call("waiting_s", lambda: float(self.tier.waiting_s()), fallback=0.0) > MAX_WAITING_S
-
-    def _call(self, name: str, call: Callable[[*Ts], T], *args: *Ts, fallback: T) -> T:
-        """Return what the tier answers, or ``fallback`` when it raises, whatever it raises."""
+    def _call(self, name: str, call: Callable[[*Ts], T], *args: *Ts) -> T | CallFailure:
+        """Return what the tier returns, or the failure when it raises, whatever it raises."""
         try:
             return call(*args)
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
-            self._note_error(name, error)
-            return fallback
+            return self._count_failure(CallFailure(name, error))
 
-    def _note_error(self, name: str, error: Exception) -> None:
-        """Count what a call has raised; the first is logged with its traceback, more would fill the log."""
+    def _count_failure(self, failure: CallFailure) -> CallFailure:
+        """Count a failure; the first is logged with its traceback, more would fill the log."""
         self.num_errors += 1
         if not self._has_logged_error:
             message = "tier %r failed in %s; further errors are only counted"
-            logger.error(message, self.name, name, exc_info=error)
+            logger.error(message, self.name, failure.call, exc_info=failure.error)
             self._has_logged_error = True
+        return failure
 
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
@@ -272,18 +309,13 @@ class GuardedTier:
 
 
 def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
-    """Return what a tier says of its answers, as a list.
+    """Return the keys that a tier reports as answered, as a list.
 
     Raises:
         TypeError: it is no collection.
     """
     answered = tier.drain_answered()
     return None if answered is None else list(answered)
-
-
-def take_results(tier: SecondaryTierManager) -> list[JobResult]:
-    """Return a tier's reports; raises as ``as_result``, or TypeError when it gives nothing to go through."""
-    return [as_result(result) for result in tier.get_finished()]
 
 
 def as_result(result: JobResult) -> JobResult:
@@ -295,7 +327,12 @@ def as_result(result: JobResult) -> JobResult:
         TypeError, ValueError, AttributeError: it is no report at all.
     """
     keys = None if result.successful_keys is None else frozenset(result.successful_keys)
-    told_s = getattr(result, "took_s", None)  # a tier written before it could be told gives none
-    took_s = None if told_s is None else max(0.0, float(told_s))
+    reported_s = getattr(result, "took_s", None)  # a tier written before the field existed has none
+    took_s = None if reported_s is None else max(0.0, float(reported_s))
     is_success = result.success is True and keys is None
     return JobResult(JobId(int(result.job_id)), is_success, keys, bool(result.is_fault), took_s)
+
+
+def _overrides(method: Callable[..., object], default: Callable[..., object]) -> bool:
+    """Return whether a tier's method is another than the contract's default, which does nothing. Pure."""
+    return getattr(method, "__func__", method) is not default

@@ -1,28 +1,26 @@
-"""Where the blocks of a prefix are, before any of them is brought up.
+"""Where the blocks of a prefix are, before any of them is promoted.
 
-It reserves nothing and starts nothing but loads that only measure. A lookup that finds a block in a tier promotes it;
-whoever may not want that asks here first, for the whole run, decides how much of it to load, and looks up no more than
-that. A request whose blocks a tier cannot tell of yet waits as it does in a lookup. Blocks that were not wanted because
-the tier is slow are how it is found out that it no longer is: some are loaded now and then, and nobody waits for them.
+A lookup that finds a block in a tier promotes it. The connector calls the locator first when it may want only a part of
+a run: it decides how much to load, and looks up no more than that. A request waits for a pending answer of a tier as it
+does in a lookup. A slow tier whose blocks are not wanted is probed now and then, to notice when it is fast again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.locations import IN_HOST, BlockLocator, BlockPlace, LocatedRun, TierLoad
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.load_times import TierLoad
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvtier.tiering.transfers import TierTransfers, WantedPromotions
+from kvtier.tiering.transfers import TierTransfers
 from kvtier.tiering.waiting import WaitingRequests
 
 PROBE = ReqContext("probe")
-"""On whose behalf a tier is measured: nobody's."""
+"""The request of loads that only measure a tier; no engine knows it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepMoment:
+class StepMoment(NamedTuple):
     """Where a manager is.
 
     Attributes:
@@ -34,153 +32,100 @@ class StepMoment:
     now_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """Where a block is.
-
-    Attributes:
-        tier: position of the tier that has it; None when it is in host memory, or on its way there from the device.
-        is_coming: whether that tier is bringing it up already.
-    """
-
-    tier: int | None = None
-    is_coming: bool = False
-
-
-IN_HOST = BlockPlace()
-
-
-@dataclass(frozen=True, slots=True)
-class LocatedRun:
-    """The leading run of a prefix that is held somewhere.
-
-    Attributes:
-        places: where each block is; it ends before the first that is nowhere.
-        tiers: what a load from each tier would cost, by position.
-        deadline_s: seconds that a request may wait for its blocks.
-    """
-
-    places: Sequence[BlockPlace]
-    tiers: Sequence[TierLoad]
-    deadline_s: float
-
-
-class BlockLocator:
-    """Looks without touching. Used from the manager's thread.
+class TierBlockLocator(BlockLocator):
+    """Locates blocks in the primary tier and in the secondary ones.
 
     Args:
-        guards: the tiers, in the order in which they are asked; the manager's own list.
+        tiers: the secondary tiers, in the order of lookups; the manager's own list.
         primary: host memory.
-        waiting: who waits.
-        wanted: the loads of the present step.
-        transfers: what is in flight.
+        waiting: the requests that wait.
+        transfers: what is planned and in flight.
         deadline_s: seconds that a request may wait for its blocks.
-        open_step: polls the tiers, unless that was done in this step, and says where the manager is.
+        open_step: polls the tiers, unless that was done in this step, and returns where the manager is.
     """
 
     def __init__(
         self,
-        guards: Sequence[GuardedTier],
+        tiers: Sequence[GuardedTier],
         primary: CPUPrimaryTierOffloadingManager,
         waiting: WaitingRequests,
-        wanted: WantedPromotions,
         transfers: TierTransfers,
         deadline_s: float,
         open_step: Callable[[], StepMoment],
     ) -> None:
-        self._guards = guards
+        self._tiers = tiers
         self._primary = primary
         self._waiting = waiting
-        self._wanted = wanted
         self._transfers = transfers
         self._deadline_s = deadline_s
         self._open_step = open_step
 
     def locate(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LocatedRun | None:
-        """Say where the leading blocks of ``keys`` are.
-
-        Returns:
-            None when a tier cannot tell of one yet: the request waits for that, ask again.
-
-        Effects: What is found in host memory is held for a waiting request, as in a lookup.
-        """
-        moment = self._open_step()
-        waiter = self._waiting.get(req_context)
+        step, now_s = self._open_step()
+        waiting = self._waiting
+        waiter = waiting.waiters.get(req_context)
         is_expired = waiter is not None and waiter.is_expired
-        if waiter is not None and not is_expired and not self._waiting.begins_search(waiter, moment.step):
+        if waiter is not None and not (
+            is_expired or waiter.search_step == step or waiting.begin_search(waiter, step)
+        ):
             return None
         places: list[BlockPlace] = []
         is_pending = False
         for key in keys:
-            is_ready = self._primary.lookup(key, req_context)
+            is_ready = self._primary.manager.lookup(key, req_context)
             if is_ready:
-                self._waiting.on_found(key, req_context)
                 places.append(IN_HOST)
+                waiting.on_found(key, req_context)
             elif is_expired:
                 break
             elif is_ready is None:
                 places.append(self._place_of_coming(key))
             else:
-                answer, guard = lookup_in_tiers(self._guards, key, req_context)
-                if guard is not None:
-                    places.append(BlockPlace(self._guards.index(guard)))
+                answer, position = self._lookup_in_tiers(key, req_context)
+                if position is not None:
+                    places.append(BlockPlace(position))
                 elif answer is None:
-                    self._waiting.wait_for(key, req_context, moment.now_s, moment.step, is_held=False)
+                    waiting.wait_for(key, req_context, now_s, step, is_held=False)
                     is_pending = True
                 else:
                     break
         return None if is_pending else LocatedRun(places, self._describe(places), self._deadline_s)
 
     def probe(self, tier: int, keys: Iterable[OffloadKey]) -> None:
-        """Bring up a few of ``keys``, which were not wanted for it is slow, to see whether the tier still is.
-
-        Args:
-            tier: its position.
-            keys: blocks that it had when they were located; what it has lost or has come up since is left out.
-
-        Effects: None unless the tier has nothing to load, in this step too, and was left alone for a while. No request
-        waits for them.
-        """
         self._open_step()
-        guard = self._guards[tier]
-        if self._wanted.num_blocks_of(guard):
+        guarded_tier, table = self._tiers[tier], self._primary.table
+        if self._transfers.num_planned_blocks(guarded_tier):
             return
-        for key in islice(keys, guard.load_times.plan_probe(guard.row_bytes)):
-            if self._primary.is_ready(key) or self._primary.is_in_flight(key) or not guard.lookup(key, PROBE):
+        for key in islice(keys, guarded_tier.load_times.plan_probe(guarded_tier.row_bytes)):
+            if table.get_block(key) is not None or not guarded_tier.lookup(key, PROBE):
                 continue
-            slot = self._transfers.reserve(guard, key, PROBE, ())
-            if slot is None:
+            if not self._transfers.prepare_promotion(guarded_tier, key, PROBE, ()):
                 return
-            self._wanted.add(guard, PROBE, key, slot)
-            guard.load_times.on_probe()
-            guard.num_probe_blocks += 1
+            guarded_tier.load_times.on_probe()
+            guarded_tier.num_probe_blocks += 1
 
     def end_wait(self, req_context: ReqContext) -> None:
-        """End the wait of a request that starts without a load; what was held for it may be evicted again."""
         self._waiting.end_wait(req_context)
 
+    def _lookup_in_tiers(self, key: OffloadKey, req_context: ReqContext) -> tuple[bool | None, int | None]:
+        """Look ``key`` up in the tiers in order; return the answer, and the position of the first that has it."""
+        found: bool | None = False
+        for position, tier in enumerate(self._tiers):
+            answer = tier.lookup(key, req_context)
+            if answer:
+                return True, position
+            found = None if answer is None else found
+        return found, None
+
     def _place_of_coming(self, key: OffloadKey) -> BlockPlace:
-        guard = self._transfers.promoting.get(key)
-        return IN_HOST if guard is None else BlockPlace(self._guards.index(guard), is_coming=True)
+        tier = self._transfers.promoting.get(key)
+        return IN_HOST if tier is None else BlockPlace(self._tiers.index(tier), is_coming=True)
 
     def _describe(self, places: Sequence[BlockPlace]) -> list[TierLoad]:
         used = {place.tier for place in places}
         return [
-            guard.load_times.describe(guard.name, guard.row_bytes, self._wanted.num_blocks_of(guard))
+            tier.load_times.describe(tier.name, tier.row_bytes, self._transfers.num_planned_blocks(tier))
             if position in used
-            else TierLoad(guard.name, guard.row_bytes)
-            for position, guard in enumerate(self._guards)
+            else TierLoad(tier.name, tier.row_bytes)
+            for position, tier in enumerate(self._tiers)
         ]
-
-
-def lookup_in_tiers(
-    guards: Iterable[GuardedTier], key: OffloadKey, req_context: ReqContext
-) -> tuple[bool | None, GuardedTier | None]:
-    """Ask the tiers in order; return their answer, None while one cannot tell, and the first that has the block."""
-    found: bool | None = False
-    for guard in guards:
-        answer = guard.lookup(key, req_context)
-        if answer:
-            return True, guard
-        found = None if answer is None else found
-    return found, None

@@ -1,10 +1,9 @@
-"""The public face of tiering: one OffloadingManager over the primary tier and any number of secondary ones.
+"""Tiering as one OffloadingManager over the primary tier and any number of secondary ones.
 
-It holds no bytes and knows no kind of tier. What it decides lives beside it: which loads are wanted
-(promotion), which tiers get a store (cascade), who waits for what (waiting), what is in flight and how it
-ends (transfers), whether a tier may be used (guard). A step reads: tiers are polled once, lookups find blocks
-and reserve slots for those in lower tiers, end_step submits the promotions; a lookup that found one answers
-None until it has arrived.
+In a step the tiers are polled once, lookups find blocks and reserve slots for those in lower tiers, and end_step
+submits the promotions. A lookup that found a block in a tier answers None until the block has arrived. This file holds
+the order of a step; its parts are beside it: cascade (what tiers are still to get), waiting (which requests wait),
+transfers (what is in flight), guard (whether a tier may be used).
 
 Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pull requests 40538 and 40020).
 """
@@ -23,13 +22,14 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.locate import BlockLocator, StepMoment, lookup_in_tiers
+from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
-from kvtier.tiering.transfers import TierTransfers, WantedPromotions
-from kvtier.tiering.waiting import WaitingRequests
+from kvtier.tiering.transfers import TierTransfers
+from kvtier.tiering.waiting import Waiter, WaitingRequests
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"]
 
@@ -41,13 +41,15 @@ the process behind a hung disk."""
 
 EPOCH_BYTES = 16
 
+NOTHING_FOUND: Mapping[OffloadKey, None] = {}
+
 
 class TieringOffloadingManager(OffloadingManager):
     """Finds blocks in the primary tier and behind it, and moves them between.
 
     Args:
         primary_tier: host memory.
-        secondary_tiers: the others, in the order in which they are asked.
+        secondary_tiers: the others, in the order of lookups.
         enable_events: whether take_events returns what the primary has recorded.
         lookup_deadline_s: seconds a request may wait for promotions.
         shutdown_timeout_s: seconds that shutdown gives the tiers.
@@ -56,7 +58,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         primary: host memory.
-        survey: says where blocks are without bringing them up.
+        locator: says where blocks are without promoting them.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class TieringOffloadingManager(OffloadingManager):
         make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
     ) -> None:
         self.primary = primary_tier
+        # Calls on the way of a step go to the wrapped manager itself: one frame less for each key.
+        self._host = primary_tier.manager
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
-        self._guards = [GuardedTier(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
+        self._tiers = [GuardedTier(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
         self._enable_events = enable_events
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
@@ -83,98 +87,104 @@ class TieringOffloadingManager(OffloadingManager):
         self._is_polled = False
         self._is_stepped = False
         self._is_shut_down = False
-        self._waiting = WaitingRequests(primary_tier, lookup_deadline_s)
-        self._wanted = WantedPromotions()
-        self._transfers = TierTransfers(primary_tier)
-        self._cascades = CascadePlanner(self._guards, primary_tier, clock)
+        self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
+        self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
+        self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
+        own_admission = self._host.admission
+        self._admission = (
+            PassThroughAdmission(own_admission, self._cascades.wanted)
+            if self._tiers and own_admission is not None
+            else None
+        )
 
         def open_step() -> StepMoment:
             self._poll()
             return StepMoment(self._step, self._now_s)
 
-        self.survey = BlockLocator(
-            self._guards,
-            primary_tier,
-            self._waiting,
-            self._wanted,
-            self._transfers,
-            lookup_deadline_s,
-            open_step,
+        self.locator = TierBlockLocator(
+            self._tiers, primary_tier, self._waiting, self._transfers, lookup_deadline_s, open_step
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        self.primary.note_request(chains, req_context)
-        self._cascades.note_request(chains, req_context)
-        for guard in self._guards:
-            guard.note_request(chains, req_context)
+        if self._host.is_learning:
+            self._host.note_request(chains, req_context)
+        if self._cascades.is_learning:
+            self._cascades.note_request(chains, req_context)
+        for tier in self._tiers:
+            if tier.is_learning:
+                tier.note_request(chains, req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self._guards:
-            return self.primary.lookup(key, req_context)
+        if not self._tiers:
+            return self._host.lookup(key, req_context)
         if not self._is_polled:
             self._poll()
-        waiter = self._waiting.get(req_context)
-        if (
-            waiter is not None
-            and not waiter.is_expired
-            and not self._waiting.begins_search(waiter, self._step)
-        ):
-            return None
-        answer = self.primary.lookup(key, req_context)
-        if waiter is not None and waiter.is_expired:
-            return answer is True
-        if answer:
-            self._waiting.on_found(key, req_context)
-        elif answer is None:
-            self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
-        else:
-            found, guard = lookup_in_tiers(self._guards, key, req_context)
-            if guard is not None:
-                slot = self._transfers.reserve(guard, key, req_context, self._waiting.found(req_context))
-                if slot is None:
-                    return False
-                self._wanted.add(guard, req_context, key, slot)
-            if found is not False:
-                answer = None
-                self._waiting.wait_for(key, req_context, self._now_s, self._step, is_held=found is True)
+        waiting = self._waiting
+        waiter = waiting.waiters.get(req_context)
+        if waiter is not None:
+            if waiter.is_expired:
+                return self._host.lookup(key, req_context) is True
+            if waiter.search_step != self._step and not waiting.begin_search(waiter, self._step):
+                return None
+        answer = self._host.lookup(key, req_context)
+        if answer is False:
+            return self._lookup_in_tiers(key, req_context)
+        if answer is None:
+            waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+        elif waiter is None or key not in waiter.held:
+            waiting.on_found(key, req_context)
         return answer
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._poll()
+        if not self._is_polled:
+            self._poll()
         try:
-            return self.primary.prepare_load(keys, req_context)
+            return self._host.prepare_load(keys, req_context)
         finally:
             self._waiting.end_wait(req_context)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._poll()
-        return self.primary.prepare_store(keys, req_context)
+        if not self._is_polled:
+            self._poll()
+        if self._admission is None:
+            output = self._host.prepare_store(keys, req_context)
+        else:
+            output = self._host.prepare_admitted_store(keys, req_context, self._admission)
+        if output is not None and output.evicted_keys and self._tiers:
+            self._cascades.on_evicted(output.evicted_keys)
+        return output
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.primary.touch(keys, req_context)
-        self._cascades.on_used(keys, req_context)
-        for guard in self._guards:
-            guard.touch(keys, req_context)
+        self._host.touch(keys, req_context)
+        if self._cascades.counts_uses:
+            self._cascades.on_used(keys, req_context)
+        for tier in self._tiers:
+            if tier.uses_touch:
+                tier.touch(keys, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.primary.complete_load(keys, req_context)
+        self._host.complete_load(keys, req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        # A promotion of the same key is the tier's to complete: its slot is still being written.
+        # A promotion of the same key is completed by its tier: the slot is still being written.
         promoting = self._transfers.promoting
         if promoting and not promoting.keys().isdisjoint(keys):
-            self.primary.settle_old_stores([key for key in keys if key in promoting])
+            old_stores = [key for key in keys if key in promoting]
+            self._host.table.orphans.settle_keys(old_stores, is_write=True)
             keys = [key for key in keys if key not in promoting]
-        finished = self.primary.finish_store(keys, success=success)
-        self._waiting.notify(finished)
+        finished = self._host.finish_writes(keys, success=success)
+        if self._waiting.by_key:
+            self._waiting.notify(finished)
+        if not self._tiers:
+            return
         if success:
             self._cascades.offer(finished, req_context)
-        for planned in self._cascades.plan(req_context, is_step_over=False):
-            self._transfers.cascade(planned, req_context)
+        for cascade in self._cascades.take(req_context, is_step_over=False):
+            self._transfers.cascade(cascade, req_context)
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         if not self._is_polled:
@@ -182,62 +192,68 @@ class TieringOffloadingManager(OffloadingManager):
         return req_context in self._waiting.idle
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Return the blocks that came up while the request waited for them, each with its tier's type.
+        """Return the blocks that were promoted while the request waited for them, each with its tier's type.
 
-        Asked before prepare_load, which ends the wait. What was in the primary, or written to it by the
-        device, when the request asked for it is not among them; neither is what came after its deadline.
+        Called before prepare_load, which ends the wait. Blocks that were in the primary, or were written to it by the
+        device, are not among them; neither are blocks that arrived after the request's deadline.
         """
-        waiter = self._waiting.get(req_context)
+        waiter: Waiter | None = self._waiting.waiters.get(req_context)
         return {} if waiter is None else waiter.promoted
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._is_stepped:
             self.end_step()
             self._is_stepped = False  # by this call, not by the caller
-        events = self.primary.take_events()
-        for guard in self._guards:
-            events += guard.take_events()
-        return events if self._enable_events else ()
+        if not self._enable_events:
+            return ()
+        events = self._host.take_events()
+        for tier in self._tiers:
+            if tier.events is not None:
+                events += tier.take_events()
+        return events
 
     def end_step(self) -> None:
         self._is_stepped = True
         if not self._is_polled:
             self._poll()
-        for planned in self._wanted.take():
-            self._waiting.notify(self._transfers.promote(planned))
-        if self._cascades.has_due():
+        if self._transfers.planned:
+            self._waiting.notify(self._transfers.start_promotions())
+        if self._cascades.has_pending():
             backlog = ReqContext("backlog")
-            for due in self._cascades.plan(backlog, is_step_over=True):
-                self._transfers.cascade(due, backlog)
-        for guard in self._guards:
-            guard.end_step()
-        self._waiting.end_step()
+            for cascade in self._cascades.take(backlog, is_step_over=True):
+                self._transfers.cascade(cascade, backlog)
+        for tier in self._tiers:
+            if tier.uses_end_step:
+                tier.end_step()
+        self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
 
     def request_finished(self, req_context: ReqContext) -> None:
         self._waiting.end_wait(req_context)
-        self.primary.request_finished(req_context)
-        self._cascades.request_finished(req_context)
-        for guard in self._guards:
-            guard.request_finished(req_context)
+        if self._host.follows_requests:
+            self._host.request_finished(req_context)
+        if self._cascades.follows_requests:
+            self._cascades.request_finished(req_context)
+        for tier in self._tiers:
+            if tier.uses_requests:
+                tier.request_finished(req_context)
 
     def has_pending_work(self) -> bool:
-        return len(self._wanted) > 0
+        return bool(self._transfers.planned)
 
     def reset(self) -> None:
-        for planned in self._wanted.take():
-            self._transfers.cancel(planned)
+        self._transfers.cancel_promotions()
         self._waiting.interrupt()
-        self.primary.reset()
+        self._host.reset()
         self._cascades.clear()
         self._transfers.orphan()
         epoch = self._make_epoch()
-        for guard in self._guards:
-            guard.reset(epoch)
+        for tier in self._tiers:
+            tier.reset(epoch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Block until the tiers have got and ended what is due to them; False when ``timeout_s`` passed first.
+        """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.
 
         Blocks that write-back keeps for their eviction stay where they are.
         """
@@ -245,27 +261,27 @@ class TieringOffloadingManager(OffloadingManager):
         backlog = ReqContext("drain")
         while True:
             is_drained = True
-            for guard in self._guards:
-                is_drained &= guard.drain(max(0.0, end_s - self._clock()))
+            for tier in self._tiers:
+                is_drained &= tier.drain(max(0.0, end_s - self._clock()))
             self._is_polled = False
             self._poll()
-            due = self._cascades.plan(backlog, is_step_over=False) if is_drained else ()
-            if not due:
+            cascades = self._cascades.take(backlog, is_step_over=False) if is_drained else ()
+            if not cascades:
                 return is_drained
-            for planned in due:
-                self._transfers.cascade(planned, backlog)
+            for cascade in cascades:
+                self._transfers.cascade(cascade, backlog)
 
     def stats(self) -> dict[str, float]:
-        stats = self.primary.stats() | {
+        stats = self._host.stats() | {
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
             "open_jobs": float(len(self._transfers.jobs)),
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
         }
-        for position, guard in enumerate(self._guards):
-            own = guard.stats() | self._cascades.stats(guard)
-            stats |= {f"tier.{position}.{guard.name}.{name}": value for name, value in own.items()}
+        for position, tier in enumerate(self._tiers):
+            own = tier.stats() | self._cascades.stats(tier)
+            stats |= {f"tier.{position}.{tier.name}.{name}": value for name, value in own.items()}
         return stats
 
     def shutdown(self) -> None:
@@ -273,14 +289,12 @@ class TieringOffloadingManager(OffloadingManager):
             return
         self._is_shut_down = True
         end_s = self._clock() + self._shutdown_timeout_s
-        for planned in self._wanted.take():
-            self._waiting.notify(planned.keys)
-            self._transfers.cancel(planned)
+        self._waiting.notify(self._transfers.cancel_promotions())
         self.drain(self._shutdown_timeout_s)
-        are_gone = [guard.shutdown(max(0.0, end_s - self._clock())) for guard in self._guards]
+        are_gone = [tier.shutdown(max(0.0, end_s - self._clock())) for tier in self._tiers]
         self._is_polled = False
         self._poll()
-        self._guards.clear()  # a tier that is still referred to would keep the rows mapped
+        self._tiers.clear()  # a tier that is still referred to would keep the rows mapped
         if all(are_gone):
             self.primary.shutdown()
         else:
@@ -288,32 +302,59 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary.abandon()
 
     def check(self) -> None:
-        """Assert the laws that the books can show.
+        """Assert the laws that the state can show.
 
         Raises:
-            InvariantError: a slot leaked, a hold is nobody's, or a job's blocks are not pinned.
+            InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.check_holds(self._waiting.holds())
+        self.primary.table.check_holds(self._waiting.holds())
         self._transfers.check()
         self._cascades.check()
 
+    def _lookup_in_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Look up a key that the primary does not hold; the first tier that has it promotes it."""
+        waiting = self._waiting
+        is_pending = False
+        for tier in self._tiers:
+            answer = tier.lookup(key, req_context)
+            if answer:
+                protected = waiting.found_this_step.get(req_context, NOTHING_FOUND)
+                if not self._transfers.prepare_promotion(tier, key, req_context, protected):
+                    return False
+                waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+                return None
+            is_pending |= answer is None
+        if not is_pending:
+            return False
+        waiting.wait_for(key, req_context, self._now_s, self._step, is_held=False)
+        return None
+
     def _poll(self) -> None:
-        """Take the tiers' reports, once a step, and tell who waits."""
+        """Take the tiers' reports, once a step, and wake the requests that wait for them."""
         if self._is_polled:
             return
         self._is_polled = True
         self._now_s = self._clock()
-        for guard in self._guards:
-            ended = self._transfers.poll(guard)
-            if ended:
-                came = self.primary.ready_among(ended)
-                self._cascades.offer_promoted(came, guard)
-                self._waiting.notify(came, promoted_from=guard.name)
-                if len(came) < len(ended):
-                    self._waiting.notify(ended)
-            answered = guard.drain_answered(self._waiting.is_awaited)
-            if answered:
-                self._waiting.notify(answered)
-        for overdue in self._waiting.expire(self._now_s):
-            self._transfers.record_overdue(overdue, self._guards)
+        waiting, transfers = self._waiting, self._transfers
+        for tier in self._tiers:
+            is_active = bool(tier.pending or transfers.jobs.of_tier[tier])
+            # One poll more after the last answer takes what the tier counted meanwhile.
+            if is_active or tier.was_active:
+                tier.was_active = is_active
+                self._poll_tier(tier)
+        by_deadline = waiting.by_deadline
+        if by_deadline and by_deadline[0].deadline_s <= self._now_s:
+            for overdue in waiting.expire(self._now_s):
+                transfers.record_overdue(overdue, self._tiers)
+
+    def _poll_tier(self, tier: GuardedTier) -> None:
+        ended = self._transfers.poll(tier)
+        if ended.arrived:
+            if self._cascades.fills_tiers:
+                self._cascades.offer_promoted(ended.arrived, tier)
+            self._waiting.notify(ended.arrived, promoted_from=tier.name)
+        if ended.failed:
+            self._waiting.notify(ended.failed)
+        if tier.pending:
+            self._waiting.notify(tier.drain_answered(self._waiting.by_key.__contains__))

@@ -1,11 +1,14 @@
 """What is in flight between the primary tier and the secondary ones, and what it pins.
 
-It starts nothing and completes nothing; it numbers jobs, remembers which tier has which, and takes each back
-exactly once. A result for a job that the tier does not have, or no longer has, is nobody's and is counted.
+A promotion is prepared (its slot is reserved and its write in flight), started at the end of the step as one job for
+each tier and request, and ends with the tier's report. A cascade is pinned and started at once. Each job has one
+record, ``TierJob``, from its submit to its report; a reset makes the record stale, and then only its slots are settled.
+A report of a job that the tier does not have, or no longer has, is counted and ignored.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,68 +20,76 @@ from kvtier.tiering.guard import GuardedTier, Submission
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class TierJob:
     """A job that has not been reported.
 
     Attributes:
-        metadata: what the tier was given.
-        guard: the tier.
-        is_stale: True once a reset has forgotten its blocks; only its slots are left to settle.
+        metadata: what the tier was given; its request owns the job.
+        tier: the tier.
+        num_bytes: bytes of its rows.
+        started_s: the clock's reading when it was submitted.
+        is_stale: True once a reset has forgotten its blocks.
     """
 
     metadata: JobMetadata
-    guard: GuardedTier
+    tier: GuardedTier
+    num_bytes: int
+    started_s: float
     is_stale: bool = False
 
 
 class JobTable:
-    """The open jobs of every tier, by id."""
+    """The open jobs of every tier.
 
-    def __init__(self) -> None:
-        self._open: dict[JobId, TierJob] = {}
+    Args:
+        tiers: those that may have jobs.
+
+    Attributes:
+        of_tier: the open jobs of each tier by id. INVARIANT: oldest first, so that the oldest is one look.
+        num_unknown_results: reports of jobs that were not open.
+    """
+
+    def __init__(self, tiers: Iterable[GuardedTier]) -> None:
+        self.of_tier: dict[GuardedTier, dict[JobId, TierJob]] = {tier: {} for tier in tiers}
         self._next_id = 0
         self.num_unknown_results = 0
 
     def open(
         self,
-        guard: GuardedTier,
+        tier: GuardedTier,
         keys: Iterable[OffloadKey],
         block_ids: Sequence[int] | BlockIds,
         req_context: ReqContext,
         *,
         is_promotion: bool,
+        now_s: float,
     ) -> TierJob:
         """Number a new job and remember it until it is closed."""
         slots = np.asarray(block_ids, dtype=np.int64)
         metadata = JobMetadata(JobId(self._next_id), tuple(keys), slots, is_promotion, req_context)
         self._next_id += 1
-        job = TierJob(metadata, guard)
-        self._open[metadata.job_id] = job
+        job = TierJob(metadata, tier, len(slots) * tier.row_bytes, now_s)
+        self.of_tier[tier][metadata.job_id] = job
         return job
 
-    def close(self, job_id: JobId, guard: GuardedTier) -> TierJob | None:
-        """Take a job back; None, counted, when ``guard`` has no such job open."""
-        job = self._open.get(job_id)
-        if job is None or job.guard is not guard:
+    def close(self, job_id: JobId, tier: GuardedTier) -> TierJob | None:
+        """Take a job back; None, counted, when ``tier`` has no such job open."""
+        job = self.of_tier[tier].pop(job_id, None)
+        if job is None:
             self.num_unknown_results += 1
-            return None
-        return self._open.pop(job_id)
-
-    def of_tier(self, guard: GuardedTier) -> list[TierJob]:
-        """Return the open jobs of one tier, oldest first."""
-        return [job for job in self._open.values() if job.guard is guard]
+        return job
 
     def mark_stale(self) -> None:
-        """Note that a reset has forgotten the blocks of every open job."""
-        for job in self._open.values():
+        """Record that a reset has forgotten the blocks of every open job."""
+        for job in self:
             job.is_stale = True
 
     def __iter__(self) -> Iterator[TierJob]:
-        return iter(self._open.values())
+        return (job for jobs in self.of_tier.values() for job in jobs.values())
 
     def __len__(self) -> int:
-        return len(self._open)
+        return sum(map(len, self.of_tier.values()))
 
 
 @dataclass(slots=True)
@@ -86,46 +97,28 @@ class PlannedPromotion:
     """One load to submit.
 
     Attributes:
-        guard: the tier to load from.
+        tier: the tier to load from.
         req_context: the request whose lookups found the blocks.
         keys: the blocks, in lookup order.
         block_ids: the slots reserved for them, in the same order.
     """
 
-    guard: GuardedTier
+    tier: GuardedTier
     req_context: ReqContext
     keys: list[OffloadKey] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
 
 
-class WantedPromotions:
-    """The wishes of the present step."""
+class EndedPromotions(NamedTuple):
+    """Blocks whose promotion has ended.
 
-    def __init__(self) -> None:
-        self._planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
+    Attributes:
+        arrived: those that are ready now.
+        failed: those that are absent.
+    """
 
-    def add(self, guard: GuardedTier, req_context: ReqContext, key: OffloadKey, block_id: int) -> None:
-        """Wish for ``key`` from ``guard`` into slot ``block_id``."""
-        batch = (guard, req_context)
-        planned = self._planned.get(batch)
-        if planned is None:
-            planned = self._planned[batch] = PlannedPromotion(guard, req_context)
-        planned.keys.append(key)
-        planned.block_ids.append(block_id)
-
-    def num_blocks_of(self, guard: GuardedTier) -> int:
-        """Return how many blocks are wished for from one tier."""
-        return sum(len(planned.keys) for planned in self._planned.values() if planned.guard is guard)
-
-    def take(self) -> list[PlannedPromotion]:
-        """Return the batches, oldest first, and forget them."""
-        if not self._planned:  # as in most steps
-            return []
-        planned, self._planned = list(self._planned.values()), {}
-        return planned
-
-    def __len__(self) -> int:
-        return sum(len(planned.keys) for planned in self._planned.values())
+    arrived: list[OffloadKey]
+    failed: list[OffloadKey]
 
 
 class TierTransfers:
@@ -133,63 +126,107 @@ class TierTransfers:
 
     Args:
         primary: the primary tier.
+        tiers: the secondary ones.
+        on_evicted: called with blocks that a promotion has evicted from the primary.
+        clock: seconds, monotonic.
 
     Attributes:
         jobs: what is in flight.
+        planned: the promotions of the present step, by tier and request, oldest first.
         promoting: keys with a slot reserved for a promotion, submitted or not, and the tier they come from.
         num_failed_promotions: blocks that a tier was to load and did not.
     """
 
-    def __init__(self, primary: CPUPrimaryTierOffloadingManager) -> None:
+    def __init__(
+        self,
+        primary: CPUPrimaryTierOffloadingManager,
+        tiers: Iterable[GuardedTier],
+        on_evicted: Callable[[Collection[OffloadKey]], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._primary = primary
-        self.jobs = JobTable()
+        self._table = primary.table
+        self._on_evicted = on_evicted
+        self._clock = clock
+        self.jobs = JobTable(tiers)
+        self.planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
         self.promoting: dict[OffloadKey, GuardedTier] = {}
         self.num_failed_promotions = 0
 
-    def reserve(
-        self, guard: GuardedTier, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
-    ) -> int | None:
-        """Reserve a slot for a promotion of ``key`` and return it; None when nothing can make room.
+    def prepare_promotion(
+        self, tier: GuardedTier, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
+    ) -> bool:
+        """Reserve a slot for ``key`` and plan its load; False when nothing can make room.
 
-        A tier that is being probed is promised to this request: others are not led to wait for it.
+        A tier that is being probed is reserved for this request: lookups of others do not find its blocks.
         """
-        if not self._primary.has_room() or not guard.breaker.allows(req_context):
-            return None
-        slot = self._primary.reserve_slot(key, protected)
-        if slot is not None:
-            guard.breaker.begin(req_context)
-            self.promoting[key] = guard
-        return slot
+        table, breaker = self._table, tier.breaker
+        if not (table.slots.num_free or table.num_evictable):
+            return False
+        if not (breaker.is_closed or breaker.allows(req_context)):
+            return False
+        reserved = self._primary.reserve_slot(key, protected)
+        if reserved is None:
+            return False
+        if reserved.evicted:
+            self._on_evicted(reserved.evicted)
+        if not breaker.is_closed:
+            breaker.begin(req_context)
+        self.promoting[key] = tier
+        batch = (tier, req_context)
+        planned = self.planned.get(batch)
+        if planned is None:
+            planned = self.planned[batch] = PlannedPromotion(tier, req_context)
+        planned.keys.append(key)
+        planned.block_ids.append(reserved.slot)
+        return True
 
-    def promote(self, planned: PlannedPromotion) -> list[OffloadKey]:
-        """Submit a promotion; return the keys that have failed at once."""
-        job = self.jobs.open(
-            planned.guard, planned.keys, planned.block_ids, planned.req_context, is_promotion=True
-        )
-        return self._submit(job)
+    def num_planned_blocks(self, tier: GuardedTier) -> int:
+        """Return how many blocks this step has planned to load from one tier."""
+        return sum(len(planned.keys) for planned in self.planned.values() if planned.tier is tier)
 
-    def cancel(self, planned: PlannedPromotion) -> None:
-        """Give back what was reserved for a promotion that has not been submitted."""
-        self._end_promoting(planned.keys)
-        self._primary.complete_write(planned.keys, planned.req_context, success=False)
+    def start_promotions(self) -> list[OffloadKey]:
+        """Submit what was planned; return the keys that have failed at once."""
+        planned, self.planned = self.planned, {}
+        failed: list[OffloadKey] = []
+        for batch in planned.values():
+            failed += self._start(
+                batch.tier, batch.keys, batch.block_ids, batch.req_context, is_promotion=True
+            ).failed
+        return failed
+
+    def cancel_promotions(self) -> list[OffloadKey]:
+        """Give back what was reserved for planned promotions; return their keys."""
+        planned, self.planned = self.planned, {}
+        for batch in planned.values():
+            self._end_promoting(batch.keys)
+            self._primary.complete_write(batch.keys, batch.req_context, success=False)
+        return [key for batch in planned.values() for key in batch.keys]
 
     def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
         """Pin the blocks, take their bytes from the tier's budget and submit the store."""
-        slots = self._primary.slots_of(self._primary.prepare_read(planned.keys, req_context))
-        planned.guard.budget.take(len(planned.keys) * planned.guard.row_bytes)
-        job = self.jobs.open(planned.guard, planned.keys, slots, req_context, is_promotion=False)
-        self._submit(job)
+        slots = self._primary.prepare_read(planned.keys, req_context).block_ids
+        planned.tier.budget.used_bytes += len(slots) * planned.tier.row_bytes
+        self._start(planned.tier, planned.keys, slots, req_context, is_promotion=False)
 
-    def poll(self, guard: GuardedTier) -> list[OffloadKey]:
-        """Take a tier's reports; return the keys whose promotion has ended, well or badly."""
-        ended: list[OffloadKey] = []
-        for result in guard.get_finished():
-            job = self.jobs.close(result.job_id, guard)
+    def poll(self, tier: GuardedTier) -> EndedPromotions:
+        """Take a tier's reports; return the blocks whose promotion has ended by them."""
+        ended = EndedPromotions([], [])
+        results = tier.get_finished()
+        for result in results:
+            job = self.jobs.close(result.job_id, tier)
             if job is not None:
-                ended += self._finish(job, result)
-        guard.load_times.settle()
-        if guard.is_out_of_service:
-            ended += self._bury(guard)
+                self._finish(job, result, ended)
+        if results:
+            tier.load_times.settle()
+        jobs = self.jobs.of_tier[tier]
+        if jobs:
+            tier.check_age(next(iter(jobs.values())).started_s)
+            if tier.is_out_of_service and tier.shutdown(0.0):
+                # The tier is gone for good: no thread of it writes any more, and its slots are given back.
+                for job in list(jobs.values()):
+                    self.jobs.close(job.metadata.job_id, tier)
+                    self._settle(job, (), ended)
         return ended
 
     def orphan(self) -> None:
@@ -197,116 +234,110 @@ class TierTransfers:
         for job in self.jobs:
             if not job.is_stale:
                 is_write = job.metadata.is_promotion
-                self._primary.claim_orphans(job.metadata.block_ids.tolist(), is_write=is_write)
+                self._primary.manager.claim_orphans(job.metadata.block_ids.tolist(), is_write=is_write)
         self.promoting.clear()
         self.jobs.mark_stale()
 
     def check(self) -> None:
         """Raise InvariantError when a key is being promoted without a write in flight."""
         for key in self.promoting:
-            if not self._primary.is_in_flight(key):
+            if not self._table.is_in_flight(key):
                 raise InvariantError(f"{key.hex()} is being promoted but no write of it is in flight")
 
-    def record_overdue(self, keys: Collection[OffloadKey], guards: Iterable[GuardedTier]) -> None:
-        """Tell each tier that a request passed its deadline waiting for ``keys`` from it."""
-        loading = {id(self.promoting[key]) for key in keys if key in self.promoting}
-        for guard in guards:
-            guard.record_overdue(keys, is_loading=id(guard) in loading)
+    def record_overdue(self, keys: Collection[OffloadKey], tiers: Iterable[GuardedTier]) -> None:
+        """Count, for each tier, a request that passed its deadline waiting for ``keys`` from it."""
+        loading = {self.promoting[key] for key in keys if key in self.promoting}
+        for tier in tiers:
+            tier.record_overdue(keys, is_loading=tier in loading)
 
-    def _submit(self, job: TierJob) -> list[OffloadKey]:
-        submission = job.guard.submit(job.metadata)
+    def _start(
+        self,
+        tier: GuardedTier,
+        keys: Sequence[OffloadKey],
+        block_ids: Sequence[int] | BlockIds,
+        req_context: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> EndedPromotions:
+        """Open a job and submit it; return the blocks of a promotion that has failed at once."""
+        now_s = self._clock()
+        job = self.jobs.open(tier, keys, block_ids, req_context, is_promotion=is_promotion, now_s=now_s)
+        submission = tier.submit(job.metadata)
+        ended = EndedPromotions([], [])
         if submission is Submission.STARTED:
-            if job.metadata.is_promotion:
-                num_bytes = len(job.metadata.keys) * job.guard.row_bytes
-                job.guard.load_times.begin(job.metadata.job_id, num_bytes)
-            return []
-        self.jobs.close(job.metadata.job_id, job.guard)
+            if is_promotion:
+                tier.load_times.begin(job.num_bytes)
+            return ended
+        self.jobs.close(job.metadata.job_id, tier)
         is_declined = submission is Submission.DECLINED
-        if is_declined and not job.metadata.is_promotion:
-            job.guard.num_declined_cascades += len(job.metadata.keys)
-        return self._settle(job, (), is_tried=not is_declined)
+        if is_declined and not is_promotion:
+            tier.num_declined_cascades += len(keys)
+        self._settle(job, (), ended, is_tried=not is_declined)
+        return ended
 
-    def _finish(self, job: TierJob, result: JobResult) -> list[OffloadKey]:
-        keys = job.metadata.keys
-        if result.success:
-            arrived: Sequence[OffloadKey] = keys
-        else:
+    def _finish(self, job: TierJob, result: JobResult, ended: EndedPromotions) -> None:
+        """Settle a reported job, and record what the report says of the tier."""
+        tier, metadata = job.tier, job.metadata
+        keys = metadata.keys
+        arrived: Sequence[OffloadKey] = keys
+        if not result.success:
             successful = result.successful_keys or ()
             arrived = [key for key in keys if key in successful]
-        is_whole = len(arrived) == len(keys)
-        job.guard.load_times.end(job.metadata.job_id, is_whole=is_whole, took_s=result.took_s)
-        is_well = result.success or bool(arrived) or not result.is_fault
-        job.guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
-        if not job.is_stale:
-            on_events(job, arrived, is_fault=result.is_fault)
-        return self._settle(job, arrived)
+        if metadata.is_promotion:
+            is_whole = len(arrived) == len(keys)
+            tier.load_times.end(job.num_bytes, job.started_s, is_whole=is_whole, took_s=result.took_s)
+        if result.success or arrived or not result.is_fault:
+            tier.breaker.record_success(metadata.req_context)
+        else:
+            tier.breaker.record_failure(metadata.req_context)
+        if tier.events is not None and not job.is_stale:
+            if not metadata.is_promotion:
+                tier.events.record(arrived, removed=False)
+            elif not result.is_fault:
+                tier.events.record(left_out(keys, arrived), removed=True)
+        self._settle(job, arrived, ended)
 
     def _settle(
-        self, job: TierJob, arrived: Sequence[OffloadKey], *, is_tried: bool = True
-    ) -> list[OffloadKey]:
-        """Give back what a job pinned or reserved; return the keys of a promotion.
+        self, job: TierJob, arrived: Sequence[OffloadKey], ended: EndedPromotions, *, is_tried: bool = True
+    ) -> None:
+        """Give back what a closed job pinned or reserved.
 
         Args:
-            job: the job, closed.
+            job: the job.
             arrived: which of its keys arrived, in its order.
-            is_tried: whether the tier had a chance; keys that it was never asked for are not left alone.
+            ended: receives the keys of a promotion.
+            is_tried: whether the job was submitted; only then failed keys are left alone for a while.
         """
-        metadata = job.metadata
+        tier, metadata = job.tier, job.metadata
         if not metadata.is_promotion:
-            job.guard.budget.give_back(len(metadata.keys) * job.guard.row_bytes)
+            tier.budget.used_bytes -= job.num_bytes
         if job.is_stale:
-            self._primary.settle_orphans(metadata.block_ids.tolist(), is_write=metadata.is_promotion)
-        elif metadata.is_promotion:
-            return self._settle_promotion(job, arrived, is_tried=is_tried)
-        else:
+            slots = metadata.block_ids.tolist()
+            self._primary.manager.settle_orphans(slots, is_write=metadata.is_promotion)
+            return
+        if not metadata.is_promotion:
             self._primary.complete_read(metadata.keys, metadata.req_context)
-        return []
-
-    def _settle_promotion(
-        self, job: TierJob, arrived: Sequence[OffloadKey], *, is_tried: bool
-    ) -> list[OffloadKey]:
-        """Make ready what arrived and give back the slots of the rest, which is left alone for a while."""
-        metadata = job.metadata
-        backoff = job.guard.backoff
+            return
         self._end_promoting(metadata.keys)
         self._primary.complete_write(arrived, metadata.req_context, success=True)
-        job.guard.num_promoted_blocks += len(arrived)
-        backoff.record_successes(arrived)
-        failed = left_out(metadata.keys, arrived)
-        if failed:
+        tier.num_promoted_blocks += len(arrived)
+        ended.arrived.extend(arrived)
+        if tier.backoff.pauses:
+            tier.backoff.record_successes(arrived)
+        if len(arrived) < len(metadata.keys):
+            failed = left_out(metadata.keys, arrived)
+            ended.failed.extend(failed)
             self._primary.complete_write(failed, metadata.req_context, success=False)
             self.num_failed_promotions += len(failed)
-        for key in failed if is_tried else ():
-            backoff.record_failure(key)
-        return list(metadata.keys)
+            for key in failed if is_tried else ():
+                tier.backoff.record_failure(key)
 
     def _end_promoting(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:
             self.promoting.pop(key, None)
 
-    def _bury(self, guard: GuardedTier) -> list[OffloadKey]:
-        """Give back the slots of a tier that is out of service, once it is gone for good."""
-        jobs = self.jobs.of_tier(guard)
-        if not jobs or not guard.shutdown(0.0):
-            return []
-        ended: list[OffloadKey] = []
-        for job in jobs:
-            self.jobs.close(job.metadata.job_id, guard)
-            ended += self._settle(job, ())
-        return ended
 
-
-def on_events(job: TierJob, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
-    """Note what a tier has gained by a store, or turned out to have lost before a load."""
-    if not job.metadata.is_promotion:
-        job.guard.events.record(arrived, removed=False)
-    elif not is_fault:
-        job.guard.events.record(left_out(job.metadata.keys, arrived), removed=True)
-
-
-def left_out(keys: Sequence[OffloadKey], arrived: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Return those of ``keys``, distinct, that are not in ``arrived``, some of them; mostly there are none. Pure."""
-    if len(arrived) == len(keys):
-        return []
-    came = frozenset(arrived)
-    return [key for key in keys if key not in came]
+def left_out(keys: Sequence[OffloadKey], arrived: Collection[OffloadKey]) -> list[OffloadKey]:
+    """Return those of ``keys``, distinct, that are not in ``arrived``. Pure."""
+    found = frozenset(arrived)
+    return [key for key in keys if key not in found]

@@ -1,31 +1,29 @@
-"""Which requests wait for blocks on their way up, what they hold meanwhile, and until when.
+"""Which requests wait for blocks, what they hold meanwhile, and until when.
 
-It moves no block and asks no tier. A request waits from its first None to its prepare_load, its
-request_finished or its deadline. While it waits, what it has found is held against eviction, one count per
-key and request, and it is searched again only when something it waits for has changed.
+A request waits from its first None to its prepare_load, its request_finished or its deadline. While it waits, the
+blocks that it has found are held against eviction, one count for each key and request, and it searches again only when
+something that it waits for has changed.
 
-A deadline ends the holds of everybody, but speaks only against a request for which something did not come. One whose
-blocks had all come was kept by its engine, in a queue: it may wait once more when its engine asks again.
+A deadline always ends the holds. A request that still waited for a block then expires: what is not ready is absent for
+it from then on. A request whose blocks had all arrived was kept in its engine's queue: it may wait once more.
 """
 
 import bisect
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvtier.base import OffloadKey, ReqContext
 
-T = TypeVar("T")
-
 MAX_REMEMBERED = 65_536
 """Requests that are remembered beyond their wait: those that have expired, and those that may wait again.
-An engine ends its requests, so this only bounds one that does not; the oldest is forgotten first."""
+An engine ends its requests, so this bounds only an engine that does not; the oldest is forgotten first."""
 
 
 class Holder(Protocol):
-    """What keeps blocks from being evicted while a request waits: the primary tier."""
+    """What keeps blocks from being evicted while a request waits: the primary tier's block table."""
 
     def hold(self, key: OffloadKey) -> None:
         """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
@@ -42,18 +40,18 @@ class Waiter:
         req_context: the request.
         deadline_s: the clock's reading after which it waits no longer.
         search_step: the step in which its present search began.
-        has_news: True when searching again may give another answer.
+        has_changed: True when searching again may give another answer.
         is_expired: True once it may wait no longer: what is not ready is then absent for it.
         is_renewed: True in its second wait, when its first deadline passed while it waited for nothing.
         held: keys it holds.
-        awaited: keys whose change is news for it.
-        promoted: keys that a tier has brought up while it waited for them, each with the tier's type.
+        awaited: keys that it waits for.
+        promoted: keys that a tier has promoted while it waited for them, each with the tier's type.
     """
 
     req_context: ReqContext
     deadline_s: float
     search_step: int
-    has_news: bool = False
+    has_changed: bool = False
     is_expired: bool = False
     is_renewed: bool = False
     held: set[OffloadKey] = field(default_factory=set)
@@ -69,57 +67,53 @@ class WaitingRequests:
         lookup_deadline_s: seconds from a request's first None to its deadline.
 
     Attributes:
-        idle: the requests that wait for something and have no news: searching again could not change anything yet.
+        waiters: the requests that wait and those that have expired.
+        idle: the requests that wait for something that has not changed: searching again could not change anything yet.
+        by_key: the waiters of each key that is waited for. INVARIANT: the same object for the life of this one.
+        by_deadline: the waiters, soonest deadline first. One that has ended stays until its deadline has passed.
+        found_this_step: what requests that do not wait have found in the present step.
         num_expired: requests that have expired.
     """
 
     def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
         self._holder = holder
         self._lookup_deadline_s = lookup_deadline_s
-        self._waiting: dict[ReqContext, Waiter] = {}
+        self.waiters: dict[ReqContext, Waiter] = {}
         self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self._stopped: OrderedDict[ReqContext, Waiter] = OrderedDict()
-        # INVARIANT: a waiter is in the set of each key that it awaits, and in no other.
-        self._by_key: dict[OffloadKey, set[Waiter]] = {}
-        self._found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
-        # INVARIANT: soonest first. A waiter that has ended stays in here until its deadline would have come.
-        self._by_deadline: deque[Waiter] = deque()
-        # A set, because an engine asks for each of a thousand requests in every step: one look is all that it costs.
+        self.by_key: dict[OffloadKey, set[Waiter]] = {}
+        self.found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
+        self.by_deadline: deque[Waiter] = deque()
+        # A set: an engine looks up each of a thousand waiting requests in every step, for one membership test each.
         self.idle: set[ReqContext] = set()
         self.num_expired = 0
 
-    def get(self, req_context: ReqContext) -> Waiter | None:
-        """Return the request's state, None when it neither waits nor has passed its deadline."""
-        return self._waiting.get(req_context) or self._expired.get(req_context)
+    def begin_search(self, waiter: Waiter, step: int) -> bool:
+        """Begin the search of a request that waits; False when nothing that it waits for has changed.
 
-    def begins_search(self, waiter: Waiter, step: int) -> bool:
-        """Return whether the request may search in this step.
-
-        News allow it, and so does a last search that left nothing to wait for. What the new search does not
-        wait for again is no longer awaited.
+        A request that waits for nothing may search too. What the new search does not wait for again is no longer
+        awaited.
         """
-        if waiter.search_step != step and waiter.req_context not in self.idle:
-            waiter.has_news = False
-            waiter.search_step = step
-            self._forget_awaited(waiter)
-        return waiter.search_step == step
+        if waiter.req_context in self.idle:
+            return False
+        waiter.has_changed = False
+        waiter.search_step = step
+        self._forget_awaited(waiter)
+        return True
 
     def on_found(self, key: OffloadKey, req_context: ReqContext) -> None:
-        """Note a ready key: held at once for a waiting request, remembered for one that may start to wait."""
-        waiter = self._waiting.get(req_context)
-        if waiter is None:
-            self._found_this_step.setdefault(req_context, {})[key] = None
-        else:
-            self._hold(waiter, key)
-
-    def found(self, req_context: ReqContext) -> Collection[OffloadKey]:
-        """Return what a request that does not wait has found in this step; asking for one key is cheap."""
-        return self._found_this_step.get(req_context, {})
+        """Record a ready key: held at once for a waiting request, remembered for one that may start to wait."""
+        waiter = self.waiters.get(req_context)
+        if waiter is None or waiter.is_expired:
+            self.found_this_step.setdefault(req_context, {})[key] = None
+        elif key not in waiter.held:
+            waiter.held.add(key)
+            self._holder.hold(key)
 
     def wait_for(
         self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, is_held: bool
     ) -> None:
-        """Make the request wait for ``key``; its first wait holds what it has found so far.
+        """Make a request that has not expired wait for ``key``; its first wait holds what it has found so far.
 
         Args:
             key: what it waits for.
@@ -128,45 +122,42 @@ class WaitingRequests:
             step: the manager's present step.
             is_held: whether the primary has a slot for the key, so that it can be held there.
         """
-        waiter = self._waiting.get(req_context)
+        waiter = self.waiters.get(req_context)
         if waiter is None:
-            waiter = self._waiting[req_context] = self._begin_wait(req_context, now_s, step)
-            insert_by_deadline(self._by_deadline, waiter)
-            for found in self._found_this_step.pop(req_context, ()):
-                self._hold(waiter, found)
-        if is_held:
-            self._hold(waiter, key)
+            waiter = self.waiters[req_context] = self._begin_wait(req_context, now_s, step)
+            for found in self.found_this_step.pop(req_context, ()):
+                waiter.held.add(found)
+                self._holder.hold(found)
+        if is_held and key not in waiter.held:
+            waiter.held.add(key)
+            self._holder.hold(key)
         waiter.awaited.add(key)
-        waiters = self._by_key.get(key)
+        waiters = self.by_key.get(key)
         if waiters is None:
-            self._by_key[key] = {waiter}
+            self.by_key[key] = {waiter}
         else:
             waiters.add(waiter)
-        if not waiter.has_news:
+        if not waiter.has_changed:
             self.idle.add(req_context)
 
     def notify(self, keys: Iterable[OffloadKey], promoted_from: str | None = None) -> None:
-        """Tell whoever waits for one of ``keys`` that it has changed.
+        """Wake the requests that wait for one of ``keys``, which have changed.
 
         Args:
             keys: what has changed.
-            promoted_from: type of the tier that has just brought all of them up; None for other news.
+            promoted_from: type of the tier that has just promoted all of them; None for other changes.
         """
-        by_key = self._by_key
+        by_key = self.by_key
         if not by_key:
             return
         for key in keys:
             for waiter in by_key.pop(key, ()):
-                waiter.has_news = True
+                waiter.has_changed = True
                 waiter.awaited.discard(key)
                 self.idle.discard(waiter.req_context)
                 # A key that is not held may leave again, and come back from elsewhere.
                 if promoted_from is not None and key in waiter.held:
                     waiter.promoted[key] = promoted_from
-
-    def is_awaited(self, key: OffloadKey) -> bool:
-        """Return whether somebody waits for ``key``."""
-        return key in self._by_key
 
     def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
         """End the waits whose deadline has passed.
@@ -174,12 +165,12 @@ class WaitingRequests:
         A request expires, until it ends, if it waited for something, or waited for the second time.
 
         Returns:
-            For each request that waited for something the keys that did not come.
+            For each request that waited for something the keys that did not arrive.
         """
         overdue: list[frozenset[OffloadKey]] = []
-        while self._by_deadline and self._by_deadline[0].deadline_s <= now_s:
-            waiter = self._by_deadline.popleft()
-            if self._waiting.get(waiter.req_context) is not waiter:
+        while self.by_deadline and self.by_deadline[0].deadline_s <= now_s:
+            waiter = self.by_deadline.popleft()
+            if self.waiters.get(waiter.req_context) is not waiter:
                 continue
             if waiter.awaited:
                 overdue.append(frozenset(waiter.awaited))
@@ -193,60 +184,60 @@ class WaitingRequests:
 
     def end_wait(self, req_context: ReqContext) -> None:
         """Forget the request and release what it holds."""
-        waiter = self._waiting.get(req_context)
+        waiter = self.waiters.get(req_context)
         if waiter is not None:
             self._stop(waiter)
         self._expired.pop(req_context, None)
         self._stopped.pop(req_context, None)
-        self._found_this_step.pop(req_context, None)
-
-    def end_step(self) -> None:
-        """Forget what requests that do not wait have found."""
-        self._found_this_step.clear()
+        self.found_this_step.pop(req_context, None)
 
     def interrupt(self) -> None:
         """End every wait and release every hold, as a reset does; deadlines stay what they were."""
-        for waiter in list(self._waiting.values()):
-            self._stop(waiter)
-            self._remember_stopped(waiter)
-        self._by_deadline.clear()
-        self._found_this_step.clear()
+        for waiter in list(self.waiters.values()):
+            if not waiter.is_expired:
+                self._stop(waiter)
+                self._remember_stopped(waiter)
+        self.by_deadline.clear()
+        self.found_this_step.clear()
 
     def holds(self) -> dict[OffloadKey, int]:
         """Return how many waiting requests hold each key."""
         counts: dict[OffloadKey, int] = {}
-        for waiter in self._waiting.values():
+        for waiter in self.waiters.values():
             for key in waiter.held:
                 counts[key] = counts.get(key, 0) + 1
         return counts
 
     def _begin_wait(self, req_context: ReqContext, now_s: float, step: int) -> Waiter:
-        deadline_s = now_s + self._lookup_deadline_s
-        earlier = self._stopped.pop(req_context, None)
-        if earlier is None:
-            return Waiter(req_context, deadline_s, step)
-        if earlier.is_renewed or now_s < earlier.deadline_s:
-            return Waiter(req_context, earlier.deadline_s, step, is_renewed=earlier.is_renewed)
-        return Waiter(req_context, deadline_s, step, is_renewed=True)
+        waiter = Waiter(req_context, now_s + self._lookup_deadline_s, step)
+        earlier = self._stopped.pop(req_context, None) if self._stopped else None
+        if earlier is not None and (earlier.is_renewed or now_s < earlier.deadline_s):
+            waiter.deadline_s, waiter.is_renewed = earlier.deadline_s, earlier.is_renewed
+        elif earlier is not None:
+            waiter.is_renewed = True
+        by_deadline = self.by_deadline
+        if not by_deadline or by_deadline[-1].deadline_s <= waiter.deadline_s:
+            by_deadline.append(waiter)
+        else:  # it waits again after a reset and keeps an earlier deadline
+            bisect.insort(by_deadline, waiter, key=attrgetter("deadline_s"))
+        return waiter
 
     def _expire(self, waiter: Waiter) -> None:
         waiter.is_expired = True
-        waiter.has_news = True
+        waiter.has_changed = True
         self.num_expired += 1
-        self._expired[waiter.req_context] = waiter
-        forget_oldest(self._expired)
+        self.waiters[waiter.req_context] = self._expired[waiter.req_context] = waiter
+        if len(self._expired) > MAX_REMEMBERED:
+            req_context, _ = self._expired.popitem(last=False)
+            del self.waiters[req_context]
 
     def _remember_stopped(self, waiter: Waiter) -> None:
         self._stopped[waiter.req_context] = waiter
-        forget_oldest(self._stopped)
-
-    def _hold(self, waiter: Waiter, key: OffloadKey) -> None:
-        if key not in waiter.held:
-            waiter.held.add(key)
-            self._holder.hold(key)
+        if len(self._stopped) > MAX_REMEMBERED:
+            self._stopped.popitem(last=False)
 
     def _stop(self, waiter: Waiter) -> None:
-        del self._waiting[waiter.req_context]
+        del self.waiters[waiter.req_context]
         for key in waiter.held:
             self._holder.release(key)
         waiter.held.clear()
@@ -255,26 +246,12 @@ class WaitingRequests:
     def _forget_awaited(self, waiter: Waiter) -> None:
         self.idle.discard(waiter.req_context)
         for key in waiter.awaited:
-            waiters = self._by_key[key]
+            waiters = self.by_key[key]
             if len(waiters) == 1:
-                del self._by_key[key]
+                del self.by_key[key]
             else:
                 waiters.discard(waiter)
         waiter.awaited.clear()
 
     def __len__(self) -> int:
-        return len(self._waiting)
-
-
-def insert_by_deadline(waiters: deque[Waiter], waiter: Waiter) -> None:
-    """Put ``waiter`` where its deadline belongs: last, unless it waits again after a reset and keeps an earlier one."""
-    if not waiters or waiters[-1].deadline_s <= waiter.deadline_s:
-        waiters.append(waiter)
-    else:
-        bisect.insort(waiters, waiter, key=attrgetter("deadline_s"))
-
-
-def forget_oldest(remembered: OrderedDict[ReqContext, T]) -> None:
-    """Keep ``remembered`` within its bound."""
-    if len(remembered) > MAX_REMEMBERED:
-        remembered.popitem(last=False)
+        return len(self.waiters) - len(self._expired)

@@ -26,6 +26,10 @@ class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl, ReuseForec
         self.expected: dict[OffloadKey, float] = {}
         self.made.append(self)
 
+    @property
+    def num_remembered_blocks(self) -> int:
+        return 4 * self.cache_capacity
+
     def note_request(self, request: ArrivedRequest) -> None:
         self.requests.append(request)
 

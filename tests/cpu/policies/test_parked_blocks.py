@@ -134,7 +134,7 @@ def test_the_manager_tells_whatever_way_a_block_becomes_idle(cache_policy: str) 
     manager.prepare_store(keys(0, num_busy + 4), CONTEXT)
     manager.complete_store(keys(10, num_busy + 4), CONTEXT)
     manager.prepare_load(keys(10, num_busy), CONTEXT)
-    policy = manager._policy
+    policy = manager.table.policy
     assert isinstance(policy, LRUCachePolicy | ARCCachePolicy)
     aside = policy.aside if isinstance(policy, LRUCachePolicy) else policy.asides[0]
 

@@ -44,6 +44,6 @@ def test_a_prompt_that_is_stored_in_chunks_looks_no_more_used_than_one_that_was_
         manager.touch(KEYS[:1], REQUEST)
     for end in (3, 5, 7):
         store(1, end)
-    victims = manager._policy.evict(6, frozenset())
+    victims = manager.table.policy.evict(6, frozenset())
     assert victims is not None
     assert KEYS[0] not in dict(victims)

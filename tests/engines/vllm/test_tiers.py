@@ -81,7 +81,7 @@ def test_two_engines_share_a_directory_while_both_run(tmp_path: Path) -> None:
         writer.store([1, 2])
         writer.settle()
         assert reader.load([1, 2]) == 2
-        assert not reader.adapter._guard._asked, "answered questions are remembered for nobody"
+        assert not reader.adapter._guard.pending, "answered questions are remembered for nobody"
 
 
 def test_a_damaged_file_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What else a policy may want to know and to say: whole requests when they arrive, and what blocks are worth.
+"""Optional contracts of policies that learn from whole requests: arrivals, admission, and forecasts of reuse.
 
-The contracts are optional and small. A manager passes them on to its policy when the policy has them; an engine's
-connector and a replay call the same manager methods, so that a policy learns in production what it learned in a replay.
+A manager calls its policy through those of them that the policy implements. An engine's connector and a replay call the
+same methods of the manager, so that a policy learns in production what it learned in a replay.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvtier.base import OffloadKey
 
-NO_HINTS: Mapping[str, Any] = {}  # Any: see ArrivedRequest; nobody writes to hints
+NO_HINTS: Mapping[str, Any] = {}  # Any: see ArrivedRequest; hints are read only
 
 
 class ArrivedRequest(NamedTuple):
@@ -32,7 +32,7 @@ class ArrivedRequest(NamedTuple):
 
 
 class RequestLearner(ABC):
-    """A policy that learns from requests. Without these calls it orders blocks by what it is told of blocks."""
+    """A policy that learns from requests. Without these calls it orders blocks by the calls about blocks alone."""
 
     @abstractmethod
     def note_request(self, request: ArrivedRequest) -> None:
@@ -59,7 +59,12 @@ class AdmissionControl(ABC):
 
 
 class ReuseForecast(ABC):
-    """Whoever learns from requests how likely blocks come back, for tiers that want nothing else."""
+    """Estimates how likely blocks are used again, for tiers that admit only such blocks."""
+
+    @property
+    @abstractmethod
+    def num_remembered_blocks(self) -> int:
+        """How many blocks it can remember beyond those that are held; it estimates nothing for others."""
 
     @abstractmethod
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
@@ -69,3 +74,15 @@ class ReuseForecast(ABC):
             In the order of ``keys``, from 0 to 1; None for a block that nothing is known of, and for each while too
             little was learned.
         """
+
+
+class ReuseForecaster(RequestLearner, ReuseForecast):
+    """Learns from requests like a policy, and holds no blocks; for a primary tier whose policy gives no forecast."""
+
+    @abstractmethod
+    def on_stored(self, keys: Collection[OffloadKey], req_id: str) -> None:
+        """Learn from blocks of the request's answer that were stored."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything."""

@@ -1,6 +1,9 @@
-"""Names of eviction policies, and the construction of the one that a configuration asks for."""
+"""Names of eviction policies and of reuse forecasters, and their construction by name."""
+
+from collections.abc import Callable
 
 from kvtier.cpu.policies.base import CachePolicy
+from kvtier.cpu.policies.learning import ReuseForecaster
 from kvtier.errors import KVTierError, NamedClassError
 from kvtier.registry import Registry
 
@@ -23,12 +26,19 @@ CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
 )
 """A policy of your own is named ``"package.module:MyPolicy"``, or by a package's entry point in ``kvtier.policies``."""
 
+REUSE_FORECASTERS: Registry[Callable[[int], ReuseForecaster]] = Registry(
+    "reuse forecaster", {"hazard": "kvtier.cpu.policies.hazard.forecaster:HazardForecaster"}
+)
+"""What estimates reuse for tiers with ``admission`` when the primary's policy does not."""
+
+DEFAULT_FORECASTER = "hazard"
+
 
 def create_cache_policy(name: str, cache_capacity: int) -> CachePolicy:
     """Build the policy that ``name`` stands for.
 
     Raises:
-        UnknownNameError: nobody registered the name.
+        UnknownNameError: the name is not registered.
         NamedClassError: the class that it names cannot be imported, is no policy or cannot be built.
     """
     policy_class = CACHE_POLICIES.resolve(name)
@@ -39,3 +49,12 @@ def create_cache_policy(name: str, cache_capacity: int) -> CachePolicy:
     except Exception as error:  # foreign class: its constructor may raise anything
         reason = f"building it for {cache_capacity} blocks raised {type(error).__name__}: {error}: correct the class"
         raise NamedClassError(POLICY, name, reason) from error
+
+
+def create_reuse_forecaster(max_blocks: int, name: str = DEFAULT_FORECASTER) -> ReuseForecaster:
+    """Build the forecaster registered as ``name``, which remembers at most ``max_blocks`` blocks.
+
+    Raises:
+        UnknownNameError: the name is not registered.
+    """
+    return REUSE_FORECASTERS.resolve(name)(max_blocks)

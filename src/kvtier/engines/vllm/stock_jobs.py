@@ -72,7 +72,7 @@ class StockJobs:
             self._reports.append(StockJobResult(job.job_id, success=not keys))
             return
         # vLLM keeps all blocks of a job in place until its end, so all of them count against the budget.
-        guard.budget.take(len(keys) * guard.row_bytes)
+        guard.budget.used_bytes += len(keys) * guard.row_bytes
         self._submit(job, keys[:num_fitting], len(keys))
 
     def submit_load(self, job: TransferJob) -> None:
@@ -119,6 +119,8 @@ class StockJobs:
             job = self._open.get(result.job_id)
             if job is not None:
                 self._finish(job, result)
+        if self._open:
+            self._guard.check_age(next(iter(self._open.values())).began_s)
         if self._guard.is_out_of_service and self._open and self._guard.shutdown(0.0):
             for job in list(self._open.values()):
                 self._end(job, frozenset())
@@ -126,8 +128,10 @@ class StockJobs:
     def _finish(self, job: StockJob, result: JobResult) -> None:
         keys = frozenset(job.metadata.keys)
         arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
-        is_well = result.success or bool(arrived) or not result.is_fault
-        self._guard.breaker.record_end(job.metadata.req_context, is_well=is_well)
+        if result.success or arrived or not result.is_fault:
+            self._guard.breaker.record_success(job.metadata.req_context)
+        else:
+            self._guard.breaker.record_failure(job.metadata.req_context)
         self._end(job, arrived)
 
     def _end(self, job: StockJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
@@ -143,7 +147,7 @@ class StockJobs:
         if metadata.is_promotion:
             self._note_loads(metadata.keys, arrived, is_tried=is_tried)
         else:
-            self._guard.budget.give_back(job.num_pinned_blocks * self._guard.row_bytes)
+            self._guard.budget.used_bytes -= job.num_pinned_blocks * self._guard.row_bytes
         is_whole = len(metadata.keys) == job.num_pinned_blocks and arrived.issuperset(metadata.keys)
         came = tuple(arrived) if metadata.is_promotion and arrived and not is_whole else None
         self._reports.append(StockJobResult(metadata.job_id, is_whole, came, self._clock() - job.began_s))
@@ -154,10 +158,9 @@ class StockJobs:
         """Leave blocks that failed alone for a while: vLLM would ask for them again in the next step."""
         backoff = self._guard.backoff
         self._guard.num_promoted_blocks += len(arrived)
-        for key in keys:
-            if key in arrived:
-                backoff.record_success(key)
-            elif is_tried:
+        backoff.record_successes(arrived)
+        for key in keys if is_tried else ():
+            if key not in arrived:
                 backoff.record_failure(key)
 
 

@@ -19,7 +19,7 @@ from kvtier.cpu.policies.hazard.features import (
     request_code,
     split_codes,
 )
-from kvtier.cpu.policies.hazard.forecaster import ReuseForecaster
+from kvtier.cpu.policies.hazard.forecaster import HazardForecaster
 from kvtier.cpu.policies.hazard.model import HazardModel, Waits
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.testing.policy_suite import key_of
@@ -96,7 +96,7 @@ def test_the_level_of_no_hint_scales_nothing() -> None:
     assert model._multipliers[HINT_FACTOR][0] == 1.0
 
 
-def teach(learner: ReuseForecaster | HazardCachePolicy) -> None:
+def teach(learner: HazardForecaster | HazardCachePolicy) -> None:
     """Let prompts that are said to end in a tool call come again after 5 s, and their like after 300 s."""
     for second in range(0, 1_500, 5):
         for offset, delay_s, stop in ((0, 5, "tool_use"), (1, 300, "end_turn")):
@@ -106,7 +106,7 @@ def teach(learner: ReuseForecaster | HazardCachePolicy) -> None:
                 learner.note_request(ArrivedRequest("r", (keys,), float(second), hints))
 
 
-def likely_soon(forecaster: ReuseForecaster, stop: str) -> float:
+def likely_soon(forecaster: HazardForecaster, stop: str) -> float:
     """Return how likely a new prompt with this hint comes again within 20 s."""
     keys = [key_of(10**7 + number) for number in range(4)]
     forecaster.note_request(ArrivedRequest("r", (keys,), 1_500.0, {"expected_stop": stop}))
@@ -116,7 +116,7 @@ def likely_soon(forecaster: ReuseForecaster, stop: str) -> float:
 
 
 def test_what_is_said_to_end_in_a_tool_call_is_expected_sooner() -> None:
-    tool, chat = ReuseForecaster(10_000), ReuseForecaster(10_000)
+    tool, chat = HazardForecaster(10_000), HazardForecaster(10_000)
     teach(tool)
     teach(chat)
     assert likely_soon(tool, "tool_use") > 2 * likely_soon(chat, "end_turn")

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard import HazardCachePolicy
-from kvtier.cpu.policies.hazard.forecaster import ReuseForecaster
+from kvtier.cpu.policies.hazard.forecaster import HazardForecaster
 from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.testing.policy_suite import key_of
 
@@ -14,7 +14,7 @@ PERIOD_S = 50.0
 """After this time the chats of these tests go on."""
 
 
-MakeLearner = Callable[[], ReuseForecaster | HazardCachePolicy]
+MakeLearner = Callable[[], HazardForecaster | HazardCachePolicy]
 
 
 def keys_of(*numbers: int) -> list[OffloadKey]:
@@ -41,7 +41,7 @@ def expected(forecast: ReuseForecast, *numbers: int, horizon_s: float = 1_000.0)
     return [each for each in found if each is not None]
 
 
-@pytest.mark.parametrize("make", [lambda: ReuseForecaster(10_000), lambda: HazardCachePolicy(2_500)])
+@pytest.mark.parametrize("make", [lambda: HazardForecaster(10_000), lambda: HazardCachePolicy(2_500)])
 def test_what_comes_back_is_expected_and_what_does_not_is_not(make: MakeLearner) -> None:
     forecaster = make()
     teach(forecaster)
@@ -52,7 +52,7 @@ def test_what_comes_back_is_expected_and_what_does_not_is_not(make: MakeLearner)
 
 
 def test_it_is_expected_within_the_time_that_it_takes_and_not_sooner() -> None:
-    forecaster = ReuseForecaster(10_000)
+    forecaster = HazardForecaster(10_000)
     teach(forecaster)
     (soon,) = expected(forecaster, 100 * 1_998, horizon_s=20.0)
     (late,) = expected(forecaster, 100 * 1_998, horizon_s=100.0)
@@ -61,7 +61,7 @@ def test_it_is_expected_within_the_time_that_it_takes_and_not_sooner() -> None:
 
 
 def test_before_the_first_fit_and_of_unknown_blocks_nothing_is_told() -> None:
-    forecaster = ReuseForecaster(10_000)
+    forecaster = HazardForecaster(10_000)
     teach(forecaster, until_s=10)
     assert forecaster.reuse_probabilities(keys_of(0, 1), 1_000.0) == [None, None]
     teach(forecaster, first_s=10)
@@ -69,13 +69,13 @@ def test_before_the_first_fit_and_of_unknown_blocks_nothing_is_told() -> None:
 
 
 def test_it_remembers_no_more_blocks_than_it_may() -> None:
-    forecaster = ReuseForecaster(100)
+    forecaster = HazardForecaster(100)
     teach(forecaster, until_s=400)
     assert len(forecaster) <= 100
 
 
 def test_a_clear_forgets_blocks_and_what_was_learned() -> None:
-    forecaster = ReuseForecaster(10_000)
+    forecaster = HazardForecaster(10_000)
     teach(forecaster)
     forecaster.clear()
     assert len(forecaster) == 0
@@ -84,7 +84,7 @@ def test_a_clear_forgets_blocks_and_what_was_learned() -> None:
 
 
 def test_the_blocks_of_an_answer_are_known_once_they_are_stored() -> None:
-    forecaster = ReuseForecaster(10_000)
+    forecaster = HazardForecaster(10_000)
     teach(forecaster)
     forecaster.note_request(arrived(2_000.0, 1, 2, 3, req_id="chat"))
     assert forecaster.reuse_probabilities(keys_of(4), 1_000.0) == [None]
@@ -96,7 +96,7 @@ def test_the_blocks_of_an_answer_are_known_once_they_are_stored() -> None:
 
 
 def test_after_its_end_a_request_adds_nothing() -> None:
-    forecaster = ReuseForecaster(10_000)
+    forecaster = HazardForecaster(10_000)
     teach(forecaster)
     forecaster.note_request(arrived(2_000.0, 1, 2, 3, req_id="chat"))
     forecaster.on_finished("chat")

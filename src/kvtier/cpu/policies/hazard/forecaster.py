@@ -11,7 +11,7 @@ from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.features import HintReader
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecaster
 
 PARENT_OF = attrgetter("parent")
 
@@ -66,7 +66,7 @@ class Answers:
             yield tail, answer
 
 
-class ReuseForecaster(RequestLearner, ReuseForecast):
+class HazardForecaster(ReuseForecaster):
     """A learner without a cache.
 
     Args:
@@ -78,8 +78,11 @@ class ReuseForecaster(RequestLearner, ReuseForecast):
         self._hints = HintReader()
         self.clear()
 
+    @property
+    def num_remembered_blocks(self) -> int:
+        return self._max_blocks
+
     def clear(self) -> None:
-        """Forget everything."""
         self._shadow = HazardShadow(0, self._max_blocks)
         self._answers = Answers(self._shadow)
 
@@ -93,7 +96,6 @@ class ReuseForecaster(RequestLearner, ReuseForecast):
         self._answers.begin(request.req_id, tails)
 
     def on_stored(self, keys: Collection[OffloadKey], req_id: str) -> None:
-        """Learn what the answer of a running request adds to its prompt; of other requests nothing."""
         for _ in self._answers.learn(keys, req_id):
             pass
 

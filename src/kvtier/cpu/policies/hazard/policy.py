@@ -12,7 +12,7 @@ from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, 
 from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.features import HintReader
 from kvtier.cpu.policies.hazard.forecaster import Answers
-from kvtier.cpu.policies.hazard.shadow import HazardShadow
+from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK, HazardShadow
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
@@ -99,6 +99,10 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def is_guarded(self) -> bool:
         """Whether it is LRU now, because LRU has found as much lately."""
         return not self._guard.prefers_hazard
+
+    @property
+    def num_remembered_blocks(self) -> int:
+        return GHOSTS_PER_BLOCK * self.cache_capacity
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self._recent.get(key)
