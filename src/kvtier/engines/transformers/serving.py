@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvtier.connector.common import StopReason
+from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.block_hash import make_root_digest
-from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.request import Request, read_token_ids
@@ -22,7 +23,6 @@ from kvtier.engines.transformers.sampling import Sampler, SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import DevicePoolError, EngineStateError
-from kvtier.recording.trace_line import StopReason
 
 
 class RequestServer:
