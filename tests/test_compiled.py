@@ -18,7 +18,7 @@ USE_TWICE = """
 import importlib, sys
 for _ in range(2):
     user = importlib.import_module(sys.argv[1])
-calls = getattr(user, "COMPILED_CALLS", None) or getattr(user, "REAL_CALLS", None)
+calls = user.COMPILED_CALLS if hasattr(user, "COMPILED_CALLS") else user.REAL_CALLS
 print(user.__file__, calls is None or calls.whole_files is None)
 """
 

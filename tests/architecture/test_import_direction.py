@@ -33,6 +33,7 @@ def test_the_package_breaks_no_rule() -> None:
         ("kvtier.engines.common.step", "kvtier.cpu.common.CPULoadStoreSpec"),
         ("kvtier.engines.common.block_pool", "torch"),
         ("kvtier.engines.transformers.engine", "kvtier.cli.main"),
+        ("kvtier.__main__", "kvtier.tiering.manager"),
         ("kvtier.engines.transformers.engine", "kvtier.sim.trace"),
         ("kvtier.engines.transformers.engine", "kvtier.testing.clock.ManualClock"),
         ("kvtier.cpu.manager", "kvtier.OffloadKey"),
@@ -67,6 +68,7 @@ def test_an_import_against_the_rules_is_refused(module: str, target: str) -> Non
     [
         ("kvtier.cli.main", "kvtier.engines.transformers.engine.KVTierEngine"),
         ("kvtier.cli.main", "kvtier.__version__"),
+        ("kvtier.__main__", "kvtier.cli.main.main"),
         ("kvtier.connector.offloading_connector", "kvtier.factory.OffloadingSpecFactory"),
         ("kvtier.recording.recorder", "kvtier.connector.protocols.RequestRecorder"),
         ("kvtier.engines.vllm.connector", "kvtier.recording.recorder.open_recorder"),

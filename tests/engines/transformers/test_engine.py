@@ -213,7 +213,7 @@ def test_the_last_stores_of_a_request_are_begun_before_its_last_token_is_out(
     assert engine.stats()["connector.store_jobs"] > 0
 
 
-@pytest.mark.parametrize("prompt", ["text", None, 5, [None], [[1, 2]], [1.5], [True], torch.rand(3), []])
+@pytest.mark.parametrize("prompt", ["text", None, 5, [None], [[1, 2], [3]], [1.5], [True], torch.rand(3), []])
 def test_a_prompt_that_is_no_sequence_of_tokens_is_refused(
     llama: LlamaForCausalLM, make_engine: MakeEngine, prompt: Sequence[int]
 ) -> None:

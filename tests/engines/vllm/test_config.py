@@ -8,12 +8,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.engines.vllm.configs import BLOCK_TOKENS, cache_config, full, group, with_kvtier
-from vllm.config import KVEventsConfig, VllmConfig
+from vllm.config import KVEventsConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.config import LoadIf
-from kvtier.engines.vllm.config import check_zeroing, make_offloading_config
+from kvtier.engines.vllm.config import check_rope, check_zeroing, make_offloading_config
 from kvtier.errors import ConfigError, ModelError, UnknownNameError
 from kvtier.namespace import make_namespace
 
@@ -199,3 +199,69 @@ def test_load_if_reaches_kvtier(vllm_config: VllmConfig, kv_cache_config: KVCach
 
     for role in (SCHEDULER, WORKER):
         assert make_offloading_config(config, kv_cache_config, role).settings.load_if is LoadIf.FASTER
+
+
+@pytest.fixture(scope="module")
+def transformers_model(model_folder: Path) -> ModelConfig:
+    """A model in the implementation of transformers, of 256 positions."""
+    return ModelConfig(
+        model=str(model_folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        model_impl="transformers",
+    )
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0],
+    "long_factor": [2.0],
+    "original_max_position_embeddings": 128,
+}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_model_len", "last"),
+    [
+        (LONGROPE, 129, 128),
+        (DYNAMIC, 257, 256),
+        ({"full_attention": LONGROPE, "sliding_attention": None}, 256, 128),
+    ],
+)
+def test_a_rope_that_depends_on_the_batch_is_refused(
+    transformers_model: ModelConfig, rope: dict[str, object], max_model_len: int, last: int
+) -> None:
+    model = copy.deepcopy(transformers_model)
+    model.hf_text_config.rope_parameters = rope
+    model.max_model_len = max_model_len
+
+    with pytest.raises(
+        ConfigError, match=rf"max_model_len={max_model_len}: must be at most {last} .*other requests"
+    ):
+        check_rope(model)
+    model.max_model_len = last
+    check_rope(model)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC])
+def test_vllms_own_rotary_layers_do_not_depend_on_the_batch(
+    vllm_config: VllmConfig, rope: dict[str, object]
+) -> None:
+    model = copy.deepcopy(vllm_config.model_config)
+    model.hf_text_config.rope_parameters = rope
+    model.max_model_len = 512
+
+    check_rope(model)
+
+
+@pytest.mark.parametrize("rope", [None, {"rope_type": "default"}, {"rope_type": "yarn", "factor": 2.0}])
+def test_a_fixed_rope_is_served_in_the_implementation_of_transformers_too(
+    transformers_model: ModelConfig, rope: dict[str, object] | None
+) -> None:
+    model = copy.deepcopy(transformers_model)
+    model.hf_text_config.rope_parameters = rope
+    model.max_model_len = 512
+
+    check_rope(model)

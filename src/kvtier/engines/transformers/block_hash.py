@@ -20,6 +20,18 @@ def make_root_digest(salt: str) -> bytes:
     return hashlib.sha256(b"kvtier.block_hash.1\0" + salt.encode()).digest()
 
 
+def make_range_root(root: bytes, length_range: str) -> bytes:
+    """Return the parent of the first blocks of sequences in one range of lengths; ``root`` where none has a name. Pure.
+
+    Args:
+        root: of the engine.
+        length_range: names the range; keys of different ranges differ, so they share no block.
+    """
+    if not length_range:
+        return root
+    return hashlib.sha256(b"kvtier.length_range.1\0" + root + length_range.encode()).digest()
+
+
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of one full block after ``parent``, 32 bytes. Pure."""
     return hashlib.sha256(parent + array(ID_TYPE_CODE, token_ids).tobytes()).digest()

@@ -23,11 +23,13 @@ from kvtier.engines.transformers.connector_link import ConnectorLink
 from kvtier.engines.transformers.identity import make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.model_checks import require_shareable_prefixes
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
 from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
+from kvtier.engines.transformers.token_ids import TokenIds
 from kvtier.factory import OffloadingSpecFactory
 
 DEFAULT_SHUTDOWN_S = 10.0
@@ -45,7 +47,7 @@ class KVTierEngine:
         make_spec: builds an offloading spec, once for each half of the connector.
 
     Raises:
-        ModelError: the model has no cache of keys and values of every token.
+        ModelError: the model has no cache of keys and values of every token, or prompts cannot share what is in it.
         ConfigError: a setting has a value that cannot work.
     """
 
@@ -60,6 +62,7 @@ class KVTierEngine:
     ) -> None:
         self.config = config
         adapter = ModelAdapter(model)
+        require_shareable_prefixes(adapter)
         self._pool = DeviceBlockPool(config.num_device_blocks)
         self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
         self._is_shut_down = False
@@ -80,7 +83,7 @@ class KVTierEngine:
 
     def generate(
         self,
-        token_ids: Sequence[int] | torch.Tensor,
+        token_ids: TokenIds,
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
@@ -91,7 +94,8 @@ class KVTierEngine:
         """Return the stream of tokens that follow a prompt; it starts when its first token is asked for.
 
         Args:
-            token_ids: the prompt, at least one token; a tensor may have a leading dimension of one.
+            token_ids: the prompt, at least one token: ids, or what a tokenizer returned for one text; a leading
+                dimension of one is fine.
             max_new_tokens: tokens to generate at most.
             temperature: zero takes the most likely token.
             seed: of the draws at a temperature; None draws anew each time.
@@ -100,6 +104,7 @@ class KVTierEngine:
 
         Raises:
             ConfigError: an argument cannot work.
+            SequenceLengthError: prompt and output reach beyond the length up to which the model rotates keys alike.
             DevicePoolError: prompt and output do not fit the device pool.
         """
         if isinstance(eos_token_id, torch.Tensor):
@@ -114,7 +119,7 @@ class KVTierEngine:
 
     def run(
         self,
-        token_ids: Sequence[int] | torch.Tensor,
+        token_ids: TokenIds,
         max_new_tokens: int,
         *,
         temperature: float = 0.0,
@@ -137,7 +142,7 @@ class KVTierEngine:
                 pass
         return stream.result
 
-    def cache_for(self, input_ids: Sequence[int] | torch.Tensor) -> KVTierCache:
+    def cache_for(self, input_ids: TokenIds) -> KVTierCache:
         """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers."""
         return KVTierCache(self._server, input_ids)
 

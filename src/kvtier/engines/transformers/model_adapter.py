@@ -10,6 +10,7 @@ attention, cross attention, layers that borrow another layer's cache) are refuse
 """
 
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from kvtier.engines.transformers.rope import read_rope_ranges
 from kvtier.errors import ModelError
 
 SERVED_LAYER_TYPES = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -27,6 +29,9 @@ CACHE_QUESTION = "_supports_default_dynamic_cache"
 
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
+
+MEDIA_TOKEN = re.compile(r"(.*_)?(image|video|audio|speech|media)_(placeholder_|pad_)?token_(id|index)")
+"""Names of the settings that hold the tokens which stand for media; there is no common list of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +97,11 @@ class ModelAdapter:
     Attributes:
         model: the same, in evaluation mode.
         shape: what a token leaves in its cache.
+        rope: up to which lengths keys of one prefix are the same.
+        media_token_ids: tokens in whose place the model computes an image, a sound or a video.
 
     Raises:
-        ModelError: the model has no such cache.
+        ModelError: the model has no such cache, or a rope of an unknown type.
 
     Effects: switches the model to evaluation mode, or dropout would change its answers.
     """
@@ -103,7 +110,9 @@ class ModelAdapter:
         _require_causal(model)
         model.train(mode=False)
         self.model = model
+        self.rope = read_rope_ranges(model)
         self.shape = _probe(model)
+        self.media_token_ids = _media_token_ids(model)
         self._module: torch.nn.Module = model
         self._vocabulary_size = _vocabulary_size(model)
         self._last_logits_only = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -143,6 +152,13 @@ def _require_causal(model: object) -> None:
         raise ModelError(f"{type(model).__name__} cannot generate: pass the model with its language head")
     if not getattr(model, CACHE_QUESTION)():
         raise ModelError(f"{type(model).__name__} keeps its state in a form of its own: it has no KV cache")
+
+
+def _media_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    settings = {**model.config.get_text_config(decoder=True).to_dict(), **model.config.to_dict()}
+    return frozenset(
+        value for name, value in settings.items() if MEDIA_TOKEN.fullmatch(name) and isinstance(value, int)
+    )
 
 
 def _vocabulary_size(model: PreTrainedModel) -> int:

@@ -4,16 +4,13 @@ It decides nothing; the scheduler writes it. It has the attributes that ``kvtier
 asks for, so the connector reads it as it is.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
 
 from kvtier.connector.common import StopReason
 from kvtier.engines.transformers.block_hash import extend_block_hashes
-from kvtier.errors import ConfigError
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +23,7 @@ class Request:
         num_prompt_tokens: how many of them are the prompt.
         block_size_tokens: tokens in a block.
         root: parent digest of the first block.
+        min_step_end_tokens: each step computes at least up to there, or its keys would be those of a shorter sequence.
         kv_transfer_params: hints for the connector.
         block_hashes: one digest for each full block of ``token_ids``.
         block_ids: its device blocks, in order.
@@ -48,6 +46,7 @@ class Request:
     num_prompt_tokens: int
     block_size_tokens: int
     root: bytes
+    min_step_end_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None  # Any: the connector's contract
     block_hashes: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -92,36 +91,3 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)
-
-
-def read_token_ids(token_ids: Sequence[int] | torch.Tensor, vocabulary_size: int) -> list[int]:
-    """Return a prompt as a list. Pure.
-
-    Args:
-        token_ids: a sequence of numbers, or a tensor of shape (num_tokens,) or (1, num_tokens).
-        vocabulary_size: ids are below this.
-
-    Raises:
-        ConfigError: there is no token, more than one sequence, or something that is no id of the model.
-    """
-    if isinstance(token_ids, torch.Tensor):
-        if token_ids.dim() > 2 or (token_ids.dim() == 2 and len(token_ids) != 1):
-            raise ConfigError("token_ids", tuple(token_ids.shape), "give one sequence at a time")
-        token_ids = token_ids.reshape(-1).tolist()
-    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
-        raise ConfigError("token_ids", token_ids, "must be a sequence of whole numbers: tokenize text first")
-    prompt = list(token_ids)
-    if not prompt:
-        raise ConfigError("token_ids", prompt, "give at least one token")
-    odd = [token_id for token_id in prompt if not is_whole(token_id)]
-    if odd:
-        raise ConfigError("token_ids", odd[0], "every id must be a whole number")
-    if min(prompt) < 0 or max(prompt) >= vocabulary_size:
-        worst = next(token_id for token_id in prompt if not 0 <= token_id < vocabulary_size)
-        raise ConfigError("token_ids", worst, f"the model's ids are below {vocabulary_size}")
-    return prompt
-
-
-def is_whole(value: object) -> bool:
-    """Return whether ``value`` is a whole number, of Python or numpy; True and False are none. Pure."""
-    return isinstance(value, Integral) and not isinstance(value, bool)

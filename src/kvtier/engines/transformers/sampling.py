@@ -10,7 +10,7 @@ from numbers import Real
 
 import torch
 
-from kvtier.engines.transformers.request import is_whole
+from kvtier.engines.transformers.token_ids import is_whole
 from kvtier.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-4

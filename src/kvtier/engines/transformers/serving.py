@@ -15,14 +15,16 @@ import torch
 
 from kvtier.connector.common import StopReason
 from kvtier.engines.common.block_pool import DeviceBlockPool
-from kvtier.engines.transformers.block_hash import make_root_digest
+from kvtier.engines.transformers.block_hash import make_range_root, make_root_digest
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
-from kvtier.engines.transformers.request import Request, read_token_ids
+from kvtier.engines.transformers.request import Request
+from kvtier.engines.transformers.rope import LengthRange
 from kvtier.engines.transformers.sampling import Sampler, SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.sequence_cache import SequenceCache
-from kvtier.errors import DevicePoolError, EngineStateError
+from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
+from kvtier.errors import ConfigError, DevicePoolError, EngineStateError
 
 
 class RequestServer:
@@ -67,11 +69,36 @@ class RequestServer:
         """Token ids are below this."""
         return self._adapter.vocabulary_size
 
+    def read_prompt(self, token_ids: TokenIds) -> list[int]:
+        """Return a prompt as a list.
+
+        Raises:
+            ConfigError: it is not one sequence of the model's tokens, or has some that stand for images or sounds.
+        """
+        prompt = read_token_ids(token_ids, self.vocabulary_size)
+        media = next((token_id for token_id in prompt if token_id in self._adapter.media_token_ids), None)
+        if media is not None:
+            remedy = (
+                "stands for an image, a video or a sound, and ids do not say which one: give a prompt of text "
+                "alone, or call model.generate without kvtier"
+            )
+            raise ConfigError("token_ids", media, remedy)
+        return prompt
+
+    def range_of(self, num_prompt_tokens: int) -> LengthRange:
+        """Return the lengths of sequence in which a prompt of that many tokens shares keys with others.
+
+        Raises:
+            SequenceLengthError: there it shares none.
+        """
+        return self._adapter.rope.range_of(num_prompt_tokens)
+
     def make_request(
         self,
-        token_ids: Sequence[int] | torch.Tensor,
+        token_ids: TokenIds,
         num_new_tokens: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,  # Any: the connector's contract
+        length_range: LengthRange | None = None,
     ) -> Request:
         """Return a request that has not begun.
 
@@ -79,18 +106,27 @@ class RequestServer:
             token_ids: its prompt.
             num_new_tokens: output tokens whose keys and values will be kept while it is served.
             kv_transfer_params: hints for the connector.
+            length_range: that in which its keys were computed; None takes that of the prompt.
 
         Raises:
             ConfigError: the prompt is not one sequence of the model's tokens.
+            SequenceLengthError: prompt and output are of different ranges, or of none.
             DevicePoolError: the pool is too small for it, even when it is empty.
         """
-        prompt = read_token_ids(token_ids, self.vocabulary_size)
+        if length_range is None:
+            prompt = self.read_prompt(token_ids)
+            length_range = self.range_of(len(prompt))
+        else:
+            # Media tokens that the model itself has put out are tokens like any other; no prompt can ask for them.
+            prompt = read_token_ids(token_ids, self.vocabulary_size)
+        length_range.require(len(prompt), num_new_tokens)
         request = Request(
             request_id=f"request-{next(self._request_numbers)}",
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             block_size_tokens=self._config.block_size_tokens,
-            root=self._root,
+            root=make_range_root(self._root, length_range.name),
+            min_step_end_tokens=length_range.above + 1,
             kv_transfer_params=kv_transfer_params,
         )
         num_needed = request.num_blocks_for(len(prompt) + num_new_tokens)
@@ -126,14 +162,18 @@ class RequestServer:
             self._scheduler.gather_prefix(request, sequence)
         return {origin: num_tokens for origin, num_tokens in request.origins.items() if num_tokens}
 
-    def store_sequence(self, token_ids: Sequence[int], sequence: SequenceCache) -> None:
+    def store_sequence(
+        self, token_ids: Sequence[int], sequence: SequenceCache, length_range: LengthRange
+    ) -> None:
         """Keep the full blocks of ``sequence`` on the device and hand them to the tiers.
 
         Args:
             token_ids: what ``sequence`` holds, from the first token on; it may hold more.
             sequence: keys and values that the engine's own model computed for them.
+            length_range: that of the prompt they were computed for.
         """
-        request = self.make_request(token_ids, kv_transfer_params={"skip_load": True})
+        options = {"skip_load": True}
+        request = self.make_request(token_ids, kv_transfer_params=options, length_range=length_range)
         request.is_traffic = False
         with self._serving(request):
             self._scheduler.admit(request)
@@ -173,7 +213,8 @@ class RequestServer:
         begun_s = self._clock()
         while request.num_computed_tokens < request.num_tokens:
             first = request.num_computed_tokens
-            chunk = request.token_ids[first : first + self._config.prefill_chunk_tokens]
+            last = max(first + self._config.prefill_chunk_tokens, request.min_step_end_tokens)
+            chunk = request.token_ids[first:last]
             self._scheduler.advance(request, self._working, len(chunk), partial(self._compute, chunk))
         # The device has computed when a token is chosen, and not before.
         token_id = sampler.choose(self._logits)

@@ -6,7 +6,7 @@ for the rank, so it depends on nothing but what vLLM tells both.
 
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -84,6 +84,35 @@ def check_supported(vllm_config: VllmConfig) -> None:
         # vLLM itself clears the flag for models whose prefixes cannot be used again, and still hashes their blocks.
         remedy = "must be true: what cannot be found again on the device cannot be found in a tier either"
         raise ConfigError("enable_prefix_caching", has_prefix_caching, remedy)
+    check_rope(vllm_config.model_config)
+
+
+def check_rope(model_config: ModelConfig) -> None:
+    """Refuse a model whose keys depend on the other requests of a step. Pure.
+
+    vLLM's own rotary layers fix their factors at start. Those of transformers choose them by the longest position
+    that they are given, and behind vLLM's transformers backend that is the longest of the batch.
+
+    Raises:
+        ConfigError: such a model may meet positions beyond its original length.
+    """
+    if not model_config.using_transformers_backend():
+        return
+    config = model_config.hf_text_config
+    declared = getattr(config, "rope_parameters", None) or {}
+    for parameters in (declared, *declared.values()):
+        rope_type = str(parameters.get("rope_type", "default")) if isinstance(parameters, dict) else "default"
+        original = config.max_position_embeddings
+        if rope_type == "longrope":
+            original = parameters.get("original_max_position_embeddings", original)
+        elif "dynamic" not in rope_type:
+            continue
+        if model_config.max_model_len > original:
+            remedy = (
+                f"must be at most {original} with rope_type={rope_type!r} and model_impl='transformers': beyond, a key "
+                "depends on the other requests of its batch; take vLLM's own implementation of the model"
+            )
+            raise ConfigError("max_model_len", model_config.max_model_len, remedy)
 
 
 def check_zeroing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole) -> None:

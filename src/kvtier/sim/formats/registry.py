@@ -12,7 +12,7 @@ from kvtier.sim.trace import Trace, TraceRequest, make_trace
 TRACE_FORMATS: Registry[type[TraceFormat]] = Registry(
     "trace format",
     {
-        "shared": "kvtier.sim.formats.kvtier:SharedFormat",
+        "shared": "kvtier.sim.formats.shared:SharedFormat",
         "mooncake": "kvtier.sim.formats.mooncake:MooncakeFormat",
         "qwen_bailian": "kvtier.sim.formats.qwen_bailian:QwenBailianFormat",
         "kvtier": "kvtier.sim.formats.kvtier:KVTierFormat",

@@ -1,0 +1,102 @@
+"""Asks a model at start whether keys and values of a prefix are the same whatever follows it.
+
+That is what sharing a prefix rests on, and architectures spell it in too many ways to be read: encoders with a
+language head, flags for bidirectional attention, prefixes that see themselves, diffusion. So the model computes two
+short prompts with a common beginning, and the keys and values of that beginning are compared. A third time
+``model.generate`` computes the first prompt, because some models number positions there in another way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.sequence_cache import SequenceCache
+from kvtier.errors import ModelError
+
+NUM_PROBE_TOKENS = 8
+"""Length of a probe; its first half is the common beginning. More sees no more: a mask that lets the first token see
+the last does so here too."""
+
+MAX_RELATIVE_CHANGE = 0.03
+"""How much keys and values of the common beginning may differ, over their size, in the token that differs least.
+Smaller mistakes the rounding of kernels that choose their order by the batch's content for a mask; larger may miss
+one. Measured with random weights, float32 and bfloat16: 0 for causal models, 0.39 and more for bidirectional ones."""
+
+
+def require_shareable_prefixes(adapter: ModelAdapter) -> None:
+    """Refuse a model whose prefixes have other keys and values in another prompt. Three short forward passes.
+
+    Raises:
+        ModelError: it is such a model, or it cannot generate.
+    """
+    length = NUM_PROBE_TOKENS
+    first, second = _make_probes(adapter, length)
+    expected = _compute(adapter, first)
+    if _change(expected, _compute(adapter, second), length // 2) > MAX_RELATIVE_CHANGE:
+        raise ModelError(
+            f"{_name(adapter)} has bidirectional attention: keys and values of a prefix depend on what follows it, so "
+            "no two prompts can share them; use a causal model (is_decoder=True, use_bidirectional_attention=False)"
+        )
+    if _change(expected, _generate(adapter, first), length) > MAX_RELATIVE_CHANGE:
+        raise ModelError(
+            f"{_name(adapter)} computes other keys and values in model.generate than in its forward pass (a prefix "
+            "that sees itself, or positions counted otherwise): call model.generate without kvtier"
+        )
+
+
+def _make_probes(adapter: ModelAdapter, length: int) -> tuple[list[int], list[int]]:
+    """Return two prompts of ordinary tokens with equal first halves."""
+    # Spread over the vocabulary: its first ids are often special ones.
+    step = max(1, adapter.vocabulary_size // (2 * length + 1))
+    ids = [token_id for token_id in range(adapter.vocabulary_size) if token_id not in adapter.media_token_ids]
+    spread = [ids[(index + 1) * step % len(ids)] for index in range(2 * length)]
+    return spread[:length], spread[: length // 2] + spread[length : length + length - length // 2]
+
+
+def _compute(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
+    cache = SequenceCache(adapter.shape, len(token_ids))
+    adapter.forward(token_ids, cache)
+    return cache
+
+
+def _generate(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
+    cache = SequenceCache(adapter.shape, len(token_ids))
+    inputs = torch.tensor([token_ids], device=adapter.shape.device)
+    model: Any = adapter.model  # Any: the annotations of transformers do not fit its models
+    make_config: Any = GenerationConfig  # Any: the same
+    once = make_config(max_new_tokens=1, do_sample=False, pad_token_id=0)
+    # Beams or a kind of cache that the checkpoint asks for would take part: what is not said in `once` comes from here.
+    usual = model.generation_config
+    try:
+        model.generation_config = make_config()
+        model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, generation_config=once
+        )
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{_name(adapter)} cannot generate with a KV cache: {error}") from error
+    finally:
+        model.generation_config = usual
+    return cache
+
+
+def _change(expected: SequenceCache, found: SequenceCache, num_tokens: int) -> float:
+    """Return the largest change of a layer's keys or values, in that of its first tokens that changed least."""
+    # The least, because rounding can send a single token of a mixture of experts to another expert.
+    pairs = [
+        pair
+        for layer, other in zip(expected.sequence_layers, found.sequence_layers, strict=True)
+        for pair in ((layer.key_buffer, other.key_buffer), (layer.value_buffer, other.value_buffer))
+    ]
+    changes = []
+    for tensor, other in pairs:
+        size = tensor[:num_tokens].float().flatten(1)
+        difference = other[:num_tokens].float().flatten(1) - size
+        changes.append(float((difference.norm(dim=1) / size.norm(dim=1).clamp_min(1e-12)).min()))
+    return max(changes)
+
+
+def _name(adapter: ModelAdapter) -> str:
+    return type(adapter.model).__name__

@@ -1,0 +1,49 @@
+"""The format of kvtier's own traces: Mooncake's, and why each turn ended.
+
+``stop`` is 0 when unknown, 1 when the model called a tool, 2 when it ended its turn; a line may leave it out.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvtier.sim.formats.base import TraceFormat, check_num_blocks
+from kvtier.sim.formats.lines import Line, read_lines
+from kvtier.sim.formats.mooncake import FIELDS, MS
+from kvtier.sim.trace import StopReason, TraceRequest
+
+
+class SharedFormat(TraceFormat):
+    """Mooncake's format with a reason for the end of each turn."""
+
+    block_tokens = 512
+
+    @staticmethod
+    def recognises(line: Line) -> bool:
+        return line.values.keys() == FIELDS | {"stop"}
+
+    @classmethod
+    def read(cls, path: Path) -> Iterator[TraceRequest]:
+        for line in read_lines(path):
+            num_tokens, ids = line.whole("input_length"), line.hash_ids()
+            check_num_blocks(line, num_tokens, len(ids), cls.block_tokens)
+            yield TraceRequest(
+                line.seconds("timestamp", unit_s=MS),
+                num_tokens,
+                line.whole("output_length"),
+                ids,
+                stop_of(line),
+            )
+
+
+def stop_of(line: Line) -> StopReason:
+    """Return why the turn of a line ended.
+
+    Raises:
+        TraceError: it names a reason that there is not.
+    """
+    value = line.values.get("stop", 0)
+    if type(value) is int:
+        for reason in StopReason:
+            if reason.value == value:
+                return reason
+    raise line.fail(value, "stop must be 0 (unknown), 1 (tool use) or 2 (end of turn)")
