@@ -7,7 +7,13 @@ OffloadingWorkerMetadata, and the engine sums the answers. These values cross pr
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.base import LoadStoreSpec, TransferJobId, TransferSpec
+from kvtier.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    TransferJobId,
+    TransferSpec,
+    get_offload_block_hash,
+)
 
 
 class ConnectorRole(Enum):
@@ -147,3 +153,9 @@ class BlockRemoved:
 
     block_hashes: tuple[bytes, ...]
     medium: str
+
+
+def make_block_event(event: OffloadingEvent) -> BlockStored | BlockRemoved:
+    """Return an event of a manager, which names keys, as one that names content hashes. Pure."""
+    hashes = tuple(get_offload_block_hash(key) for key in event.keys)
+    return BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)

@@ -157,7 +157,7 @@ class LayerLoads:
         return is_begun
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Hold back what is computed from now on until the layer has its bytes; one without a ref waits for all.
+        """Delay what is computed from now on until the layer has its bytes; one without a ref waits for all.
 
         Returns:
             False when a load has failed, so that bytes are missing.

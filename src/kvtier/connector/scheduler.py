@@ -13,14 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from kvtier.base import (
-    OffloadingSpec,
-    OffloadKey,
-    ReqContext,
-    TransferJobId,
-    TransferSpec,
-    get_offload_block_hash,
-)
+from kvtier.base import OffloadingSpec, OffloadKey, ReqContext, TransferJobId, TransferSpec
 from kvtier.connector.common import (
     BlockRemoved,
     BlockStored,
@@ -28,6 +21,7 @@ from kvtier.connector.common import (
     OffloadingConnectorMetadata,
     StopReason,
     TransferJob,
+    make_block_event,
 )
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import make_handshake
@@ -274,12 +268,7 @@ class OffloadingConnectorScheduler:
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """Return what media have gained and lost since the last call, oldest first."""
-        events: list[BlockStored | BlockRemoved] = []
-        for event in self.manager.take_events():
-            hashes = tuple(get_offload_block_hash(key) for key in event.keys)
-            made = BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)
-            events.append(made)
-        return events
+        return [make_block_event(event) for event in self.manager.take_events()]
 
     def has_open_stores(self) -> bool:
         """Return True until every worker has reported each store; further steps, which may be empty, end them.
@@ -325,6 +314,7 @@ class OffloadingConnectorScheduler:
                 _record_request(self.recorder, state, StopReason.UNKNOWN)
             self.recorder.close()
 
+    # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
     def _maximal_prefix_lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
         return maximal_prefix_lookup(self.manager, keys, req_context)
 

@@ -173,7 +173,7 @@ class OffloadingConnectorWorker:
         self.worker.wait(set(self._loads))
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Hold back what is computed from now on until the layer has its bytes; costs nothing where none is loaded.
+        """Delay what is computed from now on until the layer has its bytes; costs nothing when no load is by layer.
 
         Call it before anything reads the layer in a step that computes with its loads.
 
@@ -192,7 +192,7 @@ class OffloadingConnectorWorker:
             is_computed: whether the step has computed, so that it must have waited for each layer.
 
         Returns:
-            False when what the step has computed is not to be trusted; prepare_store_kv then stores nothing of it.
+            False when the step may have computed with missing bytes; prepare_store_kv then stores nothing of it.
 
         Thread: blocks.
         """
@@ -223,8 +223,8 @@ class OffloadingConnectorWorker:
             finished_req_ids: requests that ended; a load for one of them is reported all the same.
 
         Returns:
-            No stores, because they hold no device blocks; each load once, whether it ended well or badly, but for
-            those by layer: their requests are not waiting.
+            No stores, because they hold no device blocks. Each load once, whether it ended well or badly; loads by
+            layer are left out, because their requests are not waiting.
 
         Thread: pauses once in a step without tokens; blocks until loads by layer have ended.
         """
