@@ -24,15 +24,16 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),
-    frozenset({"recording"}),
     frozenset({"connector"}),
-    frozenset({"sim", "engines", "observe"}),
+    frozenset({"observe", "recording", "engines.common"}),
+    frozenset({"sim", "engines"}),
     frozenset({"planning"}),
     frozenset({"testing"}),
     frozenset({"cli"}),
 )
 """Bottom to top; a module imports from its own part of the package and from the layers below. ``testing``
-may use everything that does work, and nothing but tests and benchmarks imports it."""
+may use everything that does work, and nothing but tests and benchmarks imports it. A dotted name is a folder of a part
+that has its own layer."""
 
 BOTTOM = LAYERS[0]
 USED_BY_NOBODY = frozenset({"testing", "cli"})
@@ -58,6 +59,9 @@ POLICY_CONTRACTS = frozenset({"base", "learning", "registry"})
 POLICY_FREE = frozenset({"manager", "cascade"})
 """Modules of tiering that are given what policies make and build none."""
 
+SHARED_BY_ENGINES = "engines.common"
+"""What engines with and without tensors share: of the package it imports the connector and the bottom, and no torch."""
+
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "numpy": ("",),
     "torch": (
@@ -65,7 +69,9 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "cpu.cuda",
         "cpu.shared_offload_region",
         "connector.worker",
-        "engines",
+        "engines.transformers",
+        "engines.vllm",
+        "engines.sglang",
         "testing",
     ),
     "triton": ("cpu.cuda",),
@@ -146,6 +152,7 @@ def objection(found: Import, tiers: Collection[str]) -> str | None:
         return (
             wrong_direction
             or contract_objection(found.module, found.target)
+            or engines_objection(found.module, found.target)
             or tier_objection(found.module, found.target, tiers)
         )
     return outside_objection(found)
@@ -182,6 +189,13 @@ def contract_objection(module: str, target: str) -> str | None:
     # A name that the package re-exports begins with a capital or is the registry's function.
     is_implementation = below[2] not in POLICY_CONTRACTS and len(below) > 3
     return "tiering knows contracts of policies and their registry, no policy" if is_implementation else None
+
+
+def engines_objection(module: str, target: str) -> str | None:
+    """Refuse what ties the part that engines share to anything but the connector and the bottom."""
+    if _part(module) != SHARED_BY_ENGINES or _part(target) in BOTTOM | {SHARED_BY_ENGINES, "connector"}:
+        return None
+    return f"{SHARED_BY_ENGINES} imports the connector and the bottom only"
 
 
 def tier_objection(module: str, target: str, tiers: Collection[str]) -> str | None:
@@ -292,8 +306,9 @@ def _shortest_circle(graph: dict[str, set[str]], start: str) -> list[str] | None
 
 def _part(module: str) -> str:
     """The part of the package a module belongs to; "" for ``kvtier`` and the names it defines itself."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and any(parts[1] in layer for layer in LAYERS) else ""
+    parts = module.split(".")[1:]
+    names = (".".join(parts[:2]), *parts[:1])
+    return next((name for name in names if any(name in layer for layer in LAYERS)), "")
 
 
 def _layer(part: str) -> int:

@@ -4,7 +4,8 @@ import pytest
 from tests.connector.fakes import FakeSpec, make_config
 
 from kvtier.config import GroupKind, KVGroup
-from kvtier.connector.groups import BlockSpan, GroupLayout, common_block_tokens, make_group_layouts
+from kvtier.connector.groups import BlockSpan, GroupLayout, make_group_layouts
+from kvtier.connector.prefix_search import split_by_need
 
 FULL = GroupLayout(0, device_block_tokens=4, block_size_factor=2, hashes_per_block=2, num_tail_tokens=None)
 WINDOW = GroupLayout(1, device_block_tokens=4, block_size_factor=2, hashes_per_block=2, num_tail_tokens=9)
@@ -60,7 +61,7 @@ def test_layouts_follow_the_kinds_of_the_groups() -> None:
     assert [layout.num_tail_tokens for layout in layouts] == [None, 19, 16]
     assert [layout.num_tail_blocks for layout in layouts] == [None, 3, 1]
     assert [layout.hashes_per_block for layout in layouts] == [1, 2, 4]
-    assert common_block_tokens(layouts) == 16
+    assert split_by_need(layouts) == (layouts[:1], layouts[1:], 16)
 
 
 def test_of_a_state_only_the_block_of_the_last_token_is_live() -> None:

@@ -17,26 +17,33 @@ from tests.connector.fakes import (
 )
 
 from kvtier.connector.common import OffloadingWorkerMetadata
-from kvtier.connector.handshake import MAX_AWAITED_STEPS, RegionHandshake
+from kvtier.connector.handshake import MAX_AWAITED_STEPS, RegionHandshake, make_handshake
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 
 PROMPT = list(range(17))
 
 
+def begin_handshake(spec: FakeRegionSpec) -> RegionHandshake:
+    """Return the handshake of a spec that has a region."""
+    handshake = make_handshake(spec)
+    assert handshake is not None
+    return handshake
+
+
 def test_a_spec_without_region_may_start_at_once() -> None:
-    assert RegionHandshake(FakeSpec(make_config(num_workers=2))).is_open
+    assert make_handshake(FakeSpec(make_config(num_workers=2))) is None
 
 
 def test_a_spec_that_owns_none_in_this_configuration_may_start_at_once() -> None:
     spec = FakeRegionSpec(make_config())
     spec.identity = None
 
-    assert RegionHandshake(spec).is_open
+    assert make_handshake(spec) is None
 
 
 def test_it_opens_and_seals_once_with_the_last_worker() -> None:
     spec = FakeRegionSpec(make_config(num_workers=2))
-    handshake = RegionHandshake(spec)
+    handshake = begin_handshake(spec)
 
     handshake.record([(1, 2)])
     assert (handshake.is_open, spec.num_seals) == (False, 0)
@@ -50,7 +57,7 @@ def test_one_worker_with_another_region_keeps_it_shut(
     reports: list[tuple[int, int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = FakeRegionSpec(make_config(num_workers=2))
-    handshake = RegionHandshake(spec)
+    handshake = begin_handshake(spec)
 
     with caplog.at_level(logging.ERROR):
         handshake.record(reports)

@@ -52,6 +52,11 @@ class Bench:
         self.half.update_connector_output(report_jobs(metadata, num_workers=num_workers))
         self.half.request_finished(request)
 
+    def take_spoiled_blocks(self) -> set[int]:
+        """Return the device blocks to forget."""
+        assert self.half.layerwise is not None
+        return self.half.layerwise.take_spoiled_blocks()
+
     def report(self, metadata: OffloadingWorkerMetadata) -> None:
         """Let the workers report."""
         self.half.update_connector_output(FakeOutput(metadata))
@@ -82,7 +87,7 @@ def test_a_request_computes_while_it_is_loaded() -> None:
     assert job.is_layerwise
     assert len(metadata.store_jobs) == 1
     bench.half.update_connector_output(report_jobs(metadata))
-    assert job_id not in bench.half._jobs  # it has ended
+    assert job_id not in bench.half._jobs.by_id  # it has ended
     stats = bench.half.stats()
     assert stats["connector.layerwise_load_jobs"] == 1
     assert stats["connector.loaded_tokens.CPU"] == 16
@@ -160,8 +165,8 @@ def test_what_was_computed_with_a_failed_load_is_forgotten_and_stored_when_compu
 
     bench.half.update_connector_output(report_jobs(metadata, failed=[load_id, store_id]))
 
-    assert bench.half.layerwise.take_spoiled_blocks() == set(range(20, 27))
-    assert bench.half.layerwise.take_spoiled_blocks() == set()
+    assert bench.take_spoiled_blocks() == set(range(20, 27))
+    assert bench.take_spoiled_blocks() == set()
     assert bench.manager.lookup(keys_of(LONGER)[4], ReqContext("?")) is False
     assert bench.ask(request) == (0, False)
     # It keeps its blocks, and is computed from its first token on.
@@ -181,7 +186,7 @@ def test_the_failed_load_of_an_aborted_request_still_names_what_it_spoiled() -> 
 
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 
-    assert bench.half.layerwise.take_spoiled_blocks() == set(range(20, 25))
+    assert bench.take_spoiled_blocks() == set(range(20, 25))
     bench.manager.check()
 
 
@@ -194,4 +199,4 @@ def test_a_failed_load_beside_the_steps_spoils_nothing() -> None:
 
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 
-    assert bench.half.layerwise.take_spoiled_blocks() == set()
+    assert bench.take_spoiled_blocks() == set()

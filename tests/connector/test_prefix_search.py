@@ -9,7 +9,12 @@ from tests.connector.fakes import TableManager
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
+from kvtier.connector.prefix_search import (
+    find_loadable_end,
+    maximal_prefix_lookup,
+    sliding_window_lookup,
+    split_by_need,
+)
 
 CONTEXT = ReqContext("r")
 Answers = list[bool | None]
@@ -90,12 +95,12 @@ def search(
     manager = TableManager(answers)
     num_tokens = min(len(run) * layouts[idx].block_tokens for idx, run in keys.items())
     return find_loadable_end(
-        layouts,
+        split_by_need(layouts),
+        manager,
         [keys[layout.idx] for layout in layouts],
         num_local_tokens,
         min(max_end_tokens, num_tokens),
-        lambda run: maximal_prefix_lookup(manager, run, CONTEXT),
-        lambda run, size: sliding_window_lookup(manager, run, size, CONTEXT),
+        CONTEXT,
     )
 
 

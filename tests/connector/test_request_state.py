@@ -73,22 +73,22 @@ def test_the_context_carries_the_clients_hints() -> None:
 
 def test_rejected_drafts_do_not_bring_back_what_left_a_window() -> None:
     state = make_request_state(FakeRequest("r", []), 1)
-    state.append_blocks(None, 20)
-    state.append_blocks(None, 17)
+    state.blocks.append(None, 20)
+    state.blocks.append(None, 17)
 
-    assert (state.num_computed_tokens, state.num_freed_tokens) == (17, 20)
+    assert (state.blocks.num_computed_tokens, state.blocks.num_freed_tokens) == (17, 20)
 
 
 def test_blocks_computed_before_a_reset_are_stale_until_computed_from_the_first_token() -> None:
     state = make_request_state(FakeRequest("r", []), 1)
-    state.replace_blocks([[1, 2]], 4)
+    state.blocks.replace([[1, 2]], 4)
 
     state.on_reset()
-    assert state.is_stale
-    state.replace_blocks([[3, 4]], 4)
-    assert state.is_stale
-    state.replace_blocks([[3, 4]], 0)
-    assert not state.is_stale
+    assert state.blocks.is_stale
+    state.blocks.replace([[3, 4]], 4)
+    assert state.blocks.is_stale
+    state.blocks.replace([[3, 4]], 0)
+    assert not state.blocks.is_stale
 
 
 def test_another_salt_makes_other_keys_of_the_same_tokens() -> None:

@@ -3,7 +3,12 @@
 from tests.connector.fakes import FakeNewRequest, FakeRequest, FakeStep
 
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import RequestState, follow_allocations, make_request_state
+from kvtier.connector.request_state import (
+    RequestState,
+    follow_allocations,
+    list_written_blocks,
+    make_request_state,
+)
 
 LAYOUTS = [GroupLayout(0, 4, 1, 1, None), GroupLayout(1, 8, 1, 2, None)]
 
@@ -12,17 +17,24 @@ def known(*tables: list[int]) -> dict[str, RequestState]:
     """Return one known request "r" with these block tables."""
     state = make_request_state(FakeRequest("r", []), len(LAYOUTS))
     if tables:
-        state.replace_blocks(tables, 0)
+        state.blocks.replace(tables, 0)
     return {"r": state}
+
+
+def follow(requests: dict[str, RequestState], step: FakeStep) -> list[int]:
+    """Follow a step; return the device blocks that it may write to."""
+    written = list_written_blocks(LAYOUTS, requests, step)
+    follow_allocations(requests, step)
+    return written
 
 
 def test_a_new_request_writes_only_beyond_its_computed_tokens() -> None:
     requests = known()
     step = FakeStep([FakeNewRequest("r", ([1, 2, 3, 4], [5, 6]), num_computed_tokens=8)])
 
-    assert follow_allocations(LAYOUTS, requests, step) == [3, 4, 6]
-    assert requests["r"].block_ids == [[1, 2, 3, 4], [5, 6]]
-    assert requests["r"].num_computed_tokens == 8
+    assert follow(requests, step) == [3, 4, 6]
+    assert requests["r"].blocks.block_ids == [[1, 2, 3, 4], [5, 6]]
+    assert requests["r"].blocks.num_computed_tokens == 8
 
 
 def test_a_running_request_writes_what_was_appended() -> None:
@@ -30,9 +42,9 @@ def test_a_running_request_writes_what_was_appended() -> None:
     step = FakeStep()
     step.scheduled_cached_reqs.add("r", 4, ([2], []))
 
-    assert follow_allocations(LAYOUTS, requests, step) == [2]
-    assert requests["r"].block_ids == [[1, 2], [5]]
-    assert requests["r"].num_computed_tokens == 4
+    assert follow(requests, step) == [2]
+    assert requests["r"].blocks.block_ids == [[1, 2], [5]]
+    assert requests["r"].blocks.num_computed_tokens == 4
 
 
 def test_a_request_without_new_blocks_writes_nothing_new() -> None:
@@ -40,24 +52,24 @@ def test_a_request_without_new_blocks_writes_nothing_new() -> None:
     step = FakeStep()
     step.scheduled_cached_reqs.add("r", 3, None)
 
-    assert follow_allocations(LAYOUTS, requests, step) == []
-    assert requests["r"].num_computed_tokens == 3
+    assert follow(requests, step) == []
+    assert requests["r"].blocks.num_computed_tokens == 3
 
 
 def test_a_pre_empted_request_gives_back_its_table_and_a_resumed_one_gets_another() -> None:
     requests = known([1, 2], [5])
 
-    assert follow_allocations(LAYOUTS, requests, FakeStep(preempted_req_ids={"r"})) == [1, 2, 5]
-    assert (requests["r"].block_ids, requests["r"].has_blocks) == ([[], []], False)
+    assert follow(requests, FakeStep(preempted_req_ids={"r"})) == [1, 2, 5]
+    assert (requests["r"].blocks.block_ids, requests["r"].blocks.is_allocated) == ([[], []], False)
 
     step = FakeStep()
     step.scheduled_cached_reqs.add("r", 4, ([7, 8], [9]), is_resumed=True)
-    assert follow_allocations(LAYOUTS, requests, step) == [8, 9]
-    assert requests["r"].block_ids == [[7, 8], [9]]
+    assert follow(requests, step) == [8, 9]
+    assert requests["r"].blocks.block_ids == [[7, 8], [9]]
 
 
-def test_blocks_given_to_a_request_that_nobody_knows_are_written_all_the_same() -> None:
+def test_blocks_given_to_a_request_that_is_not_known_are_written_all_the_same() -> None:
     step = FakeStep([FakeNewRequest("stranger", ([1], [2]))], preempted_req_ids={"other"})
     step.scheduled_cached_reqs.add("third", 0, ([3], [4]))
 
-    assert follow_allocations(LAYOUTS, {}, step) == [1, 2, 3, 4]
+    assert follow({}, step) == [1, 2, 3, 4]

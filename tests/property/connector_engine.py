@@ -150,7 +150,8 @@ class SimEngine:
         self._arriving = {}
         # Requests that ended by these tokens are finished by now: vLLM hands on the workers' reports last.
         self.scheduler.update_connector_output(FakeOutput(step.report))
-        self.cache.pool.forget(self.scheduler.layerwise.take_spoiled_blocks())
+        if self.scheduler.layerwise is not None:
+            self.cache.pool.forget(self.scheduler.layerwise.take_spoiled_blocks())
         for rank, req_id, failed_blocks in step.ended_loads:
             self._note_load(rank, req_id, has_failed=failed_blocks is not None)
         self._may_move = True
@@ -391,7 +392,7 @@ class SimEngine:
         self.seen["load of part of a table"] += any(table[0] == NULL_BLOCK for table in request.tables)
         self.seen["load of output tokens"] += request.num_computed > request.num_prompt_tokens
         self.seen["load within a limit"] += request.limit("load") < request.num_tokens
-        sources = self.scheduler.get_hit_sources(request.request_id, num_external)
+        sources = self.scheduler.get_tokens_by_tier(request.request_id, num_external)
         assert sum(sources.values()) == num_external
         self.seen["load from a tier"] += len(sources.keys() - {"CPU"})
 

@@ -200,8 +200,10 @@ class Walk:
     def _change_speed(self) -> None:
         """The engine computes faster or slower than before, or so it says."""
         token_s = self.rng.choice([1e-6, 0.01, 1.0, 1000.0])
-        for _ in range(40):
-            self.driver.engine.scheduler.load_choice.report_prefill(100, 100 * token_s)
+        choice = self.driver.engine.scheduler.load_or_compute
+        if choice is not None:
+            for _ in range(40):
+                choice.report_prefill(100, 100 * token_s)
 
     def _fail(self) -> None:
         rng = self.rng

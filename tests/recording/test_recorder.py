@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import HASH_TOKENS, FakeNewRequest, FakeRequest, FakeSpec, FakeStep, make_config
 
-from kvtier.connector.common import ConnectorRole
-from kvtier.connector.offloading_connector import OffloadingConnector, make_scheduler
+from kvtier.connector.common import ConnectorRole, StopReason
+from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.recording.recorder import TraceRecorder, open_recorder
 from kvtier.recording.trace_file import TraceFile
-from kvtier.recording.trace_line import StopReason, TraceEnd
+from kvtier.recording.trace_line import TraceEnd
 from kvtier.recording.trace_salt import TraceSalt
 from kvtier.sim.formats.kvtier import read_end
 from kvtier.sim.formats.registry import read_trace
@@ -329,7 +329,7 @@ def test_a_limit_that_holds_nothing_is_refused_and_no_file_made(tmp_path: Path, 
 
 def test_blocks_are_those_that_are_offloaded(tmp_path: Path) -> None:
     config = make_config(record_trace=str(tmp_path / "trace"), block_size=2 * HASH_TOKENS)
-    half = make_scheduler(FakeSpec(config))
+    half = OffloadingConnectorScheduler(FakeSpec(config), open_recorder(config))
     serve(half, FakeRequest("a", TEXT))
     half.shutdown()
 
@@ -341,7 +341,7 @@ def test_blocks_are_those_that_are_offloaded(tmp_path: Path) -> None:
 
 def test_the_scheduler_half_of_a_connector_records_and_a_worker_half_does_not(tmp_path: Path) -> None:
     config = make_config(cpu_bytes_to_use="1MiB", record_trace=str(tmp_path / "trace"))
-    scheduler = OffloadingConnector(config, ConnectorRole.SCHEDULER)
+    scheduler = OffloadingConnector(config, ConnectorRole.SCHEDULER, open_recorder(config))
     worker = OffloadingConnector(config, ConnectorRole.WORKER)
     assert scheduler.connector_scheduler is not None
     serve(scheduler.connector_scheduler, FakeRequest("a", TEXT))
@@ -350,6 +350,17 @@ def test_the_scheduler_half_of_a_connector_records_and_a_worker_half_does_not(tm
 
     assert [file.name for file in tmp_path.iterdir()] == ["trace"]
     assert len(read_trace(tmp_path / "trace").requests) == 1
+
+
+def test_a_connector_that_cannot_be_built_ends_its_recording(tmp_path: Path) -> None:
+    config = make_config(
+        cpu_bytes_to_use="1MiB", eviction_policy="none", record_trace=str(tmp_path / "trace")
+    )
+
+    with pytest.raises(UnknownNameError, match="eviction policy"):
+        OffloadingConnector(config, ConnectorRole.SCHEDULER, open_recorder(config))
+
+    assert read_end(tmp_path / "trace") == TraceEnd(0, 0, is_full=False)
 
 
 def test_a_request_whose_blocks_have_no_names_yet_is_dropped_and_the_others_are_read(path: Path) -> None:

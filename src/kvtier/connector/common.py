@@ -1,14 +1,19 @@
-"""What the two halves of the connector say to each other, and the events they publish.
+"""The values that the two halves of the connector exchange, and the events they publish.
 
-It decides nothing. The scheduler half sends one OffloadingConnectorMetadata a step to every worker; each
-worker answers with an OffloadingWorkerMetadata, and the engine sums the answers. These values cross process
-borders: they are plain data.
+The scheduler half sends one OffloadingConnectorMetadata a step to every worker. Each worker answers with an
+OffloadingWorkerMetadata, and the engine sums the answers. These values cross process borders: they are plain data.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.base import LoadStoreSpec, TransferJobId, TransferSpec
+from kvtier.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    TransferJobId,
+    TransferSpec,
+    get_offload_block_hash,
+)
 
 
 class ConnectorRole(Enum):
@@ -16,6 +21,14 @@ class ConnectorRole(Enum):
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
+
+
+class StopReason(Enum):
+    """Why a request's answer ended, as recorded traces write it."""
+
+    UNKNOWN = 0
+    TOOL_USE = 1
+    END_TURN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class TransferJob:
 
 
 class LostLoadStoreSpec(LoadStoreSpec):
-    """The source of a load whose blocks were gone when it was to be pinned.
+    """The source of a load whose blocks were gone when the load was to pin them.
 
     The engine already waits for that load, and only workers can end it: each reports it as failed.
     """
@@ -46,15 +59,15 @@ class LostLoadStoreSpec(LoadStoreSpec):
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConnectorMetadata:
-    """What every worker has to do in one step. It has neither length nor truth value: it is never "empty".
+    """What every worker has to do in one step. It defines no length and no truth value: it is never "empty".
 
     Attributes:
         load_jobs: to begin before the forward pass.
         store_jobs: to begin in the step after; their blocks are computed by this step or before.
         jobs_to_flush: stores to finish before anything writes to a device block in this step.
-        jobs_to_fail: loads whose bytes became void after they were begun; they are reported as failed.
+        jobs_to_fail: begun loads that a reset made void; workers report them as failed.
         is_idle: whether the step computes no token.
-        measured_step: the number under which a worker reports the step, so that its time is known; None asks nobody.
+        measured_step: the number under which workers report the step, so that its time is known; None: not measured.
     """
 
     load_jobs: dict[TransferJobId, TransferJob]
@@ -73,10 +86,10 @@ class OffloadingWorkerMetadata:
         completed_jobs: how many workers have ended each job, well or badly.
         failed_jobs: the jobs that failed on at least one of them.
         region_identities: device and inode of the region of each worker that reports for the first time.
-        layerwise_workers: by how much the number of workers has changed that can load layer by layer.
+        layerwise_workers: change of the number of workers that can load layer by layer.
         load_bytes: bytes of loads that ended, all workers together.
-        load_time_s: seconds that copying them took; workers copy at the same time, so of several the longest.
-        measured_step: number of the step that this reports, if the scheduler half wants its time.
+        load_time_s: seconds that copying them took; workers copy at the same time, so it is the longest of them.
+        measured_step: number of the step that this reports; None when its time is not measured.
     """
 
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
@@ -140,3 +153,9 @@ class BlockRemoved:
 
     block_hashes: tuple[bytes, ...]
     medium: str
+
+
+def make_block_event(event: OffloadingEvent) -> BlockStored | BlockRemoved:
+    """Return an event of a manager, which names keys, as one that names content hashes. Pure."""
+    hashes = tuple(get_offload_block_hash(key) for key in event.keys)
+    return BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)

@@ -1,12 +1,11 @@
 """How the tokens of each KV group map to device blocks, offloaded blocks and content hashes.
 
-It holds no request. A GroupLayout answers, for one group, which blocks a span of tokens touches; the group's kind
-decides how much of a prefix must be loaded: a full-attention group needs each block, a sliding window only the
-last ones, a state-space group only its last state.
+A GroupLayout tells, for one group, which blocks a span of tokens touches. The group's kind decides how much of a
+prefix must be loaded: a full-attention group needs each block, a sliding window only the last ones, a state-space group
+only its last state.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.base import OffloadingSpec
@@ -41,8 +40,8 @@ class GroupLayout:
         hashes_per_block: content hashes that an offloaded block covers.
         num_tail_tokens: how many tokens before the end of a prefix must be held to go on from there; None
             means the whole prefix.
-        num_live_tokens: of how many tokens before the end an engine keeps the device blocks; None means of as
-            many as ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
+        num_live_tokens: an engine keeps the device blocks of so many tokens before the end; None means as many as
+            ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
         block_tokens: tokens in an offloaded block.
     """
 
@@ -108,11 +107,6 @@ def make_group_layouts(spec: OffloadingSpec) -> tuple[GroupLayout, ...]:
             zip(spec.gpu_block_size, spec.config.groups, strict=True)
         )
     )
-
-
-def common_block_tokens(layouts: Sequence[GroupLayout]) -> int:
-    """Return the smallest number of tokens that is whole blocks in every group. Pure."""
-    return math.lcm(*(layout.block_tokens for layout in layouts))
 
 
 def _num_tail_tokens(group: KVGroup) -> int | None:

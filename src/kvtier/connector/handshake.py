@@ -1,9 +1,9 @@
 """Whether every worker has mapped the scheduler's own shared-memory region.
 
-It maps nothing. A stale or foreign file under the region's name would mean wrong bytes, so no transfer starts
-before each worker has reported the identity that the scheduler has. One that differs keeps offloading off.
-Workers report in their first step, and an engine makes its first step for its first request: so that one waits for
-the answer, or it would never find what an earlier process has stored.
+A stale or foreign file under the region's name would mean wrong bytes, so no transfer starts before each worker has
+reported the identity that the scheduler has. One that differs keeps offloading off. Workers report in their first
+step, and an engine makes its first step for its first request. So that request waits for the reports: otherwise it
+would never find what an earlier process has stored.
 """
 
 import logging
@@ -20,26 +20,28 @@ report that is late in a pipeline; more would hold requests for nothing when a w
 
 
 class RegionHandshake:
-    """Compares the workers' regions with the scheduler's; open at once where there is no region.
+    """Compares the workers' regions with the scheduler's. Used from one thread.
 
     Args:
-        spec: the scheduler's spec, whose manager has been built.
+        owner: maps the scheduler's region.
+        identity: of that region.
+        num_workers: workers that report.
 
     Attributes:
         is_open: whether transfers may start.
     """
 
-    def __init__(self, spec: OffloadingSpec) -> None:
-        self._owner = spec if isinstance(spec, RegionOwner) else None
-        self._identity = region_identity_of(spec)
-        self._num_missing = spec.config.world_size
+    def __init__(self, owner: RegionOwner, identity: tuple[int, int], num_workers: int) -> None:
+        self.is_open = False
+        self._owner = owner
+        self._identity = identity
+        self._num_missing = num_workers
         self._is_refused = False
         self._num_steps = 0
-        self.is_open = self._identity is None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether reports are missing and still to be expected."""
+        """Whether reports are missing and still expected."""
         return not self.is_open and not self._is_refused and self._num_steps < MAX_AWAITED_STEPS
 
     def on_step(self) -> None:
@@ -48,7 +50,7 @@ class RegionHandshake:
 
     def record(self, identities: Iterable[tuple[int, int]]) -> None:
         """Take what workers reported; the last one that agrees opens the connector and seals the region."""
-        if self.is_open or self._owner is None:
+        if self.is_open:
             return
         for identity in identities:
             self._num_missing -= 1
@@ -66,6 +68,14 @@ class RegionHandshake:
             identity,
             self._identity,
         )
+
+
+def make_handshake(spec: OffloadingSpec) -> RegionHandshake | None:
+    """Return the handshake of the scheduler half; None when its spec has no region. Call it after ``get_manager``."""
+    identity = region_identity_of(spec)
+    if identity is None or not isinstance(spec, RegionOwner):
+        return None
+    return RegionHandshake(spec, identity, spec.config.world_size)
 
 
 def region_identity_of(spec: OffloadingSpec) -> tuple[int, int] | None:

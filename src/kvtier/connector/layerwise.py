@@ -1,11 +1,13 @@
-"""Which load a request may compute with while it runs, and what follows when that load fails.
+"""Loads that their request computes with while they run, layer by layer; and what follows when one fails.
 
-It moves no byte and starts no job. Such a request is scheduled at once, and the rest of its batch waits with it for
-each layer. So one load at a time is let in, and only when no other is under way: what a batch waits for is then
-its own load and never a queue of them.
+Such a request is scheduled at once, and the rest of its batch waits with it for each layer. So at most one load at a
+time runs this way, and only when no other load is under way: a batch then waits for its own load and never for a
+queue of them.
 
-Its device blocks are in the engine's prefix cache before their bytes are there. Whoever is found to share them waits
-one step, until the load has ended: if it failed, only the one request that loads has read them.
+Its device blocks are in the engine's prefix cache before their bytes are there. A request that would share them waits
+until the load has ended: if it failed, only the one request that loads has read them.
+
+LayerwiseChoice is the scheduler half's part, LayerLoads the worker's.
 """
 
 import logging
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 from kvtier.base import CanonicalKVCaches, OffloadingSpec, TransferJobId, TransferResult, TransferSpec
 from kvtier.connector.groups import make_group_layouts
-from kvtier.connector.jobs import OpenTransfer, TransferJobs
+from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.protocols import Request
 from kvtier.connector.request_state import RequestState
 from kvtier.worker.worker import OffloadingWorker
@@ -28,7 +30,8 @@ class _LayerLoad:
     Attributes:
         job_id: its number.
         first_token: position of the first token that it brings.
-        block_hash: content hash of the tokens from there on; whoever has it at that position shares the load's blocks.
+        block_hash: content hash of the tokens from there on; a request that has it at that position shares the
+            load's blocks.
     """
 
     job_id: TransferJobId
@@ -37,22 +40,14 @@ class _LayerLoad:
 
 
 class LayerwiseChoice:
-    """The scheduler half's view of loads by layer. Used from one thread.
+    """The loads by layer of one scheduler half. Used from one thread.
 
     Args:
-        spec: says whether they are wanted, and how many workers there are.
+        spec: its one group attends to the whole prefix; it says how many workers there are.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
-        layouts = make_group_layouts(spec)
-        # With several groups or a window an engine cannot go on from the block in front of a failed load.
-        has_one_full_group = len(layouts) == 1 and layouts[0].num_tail_tokens is None
-        self._is_possible = spec.config.settings.layerwise_load and has_one_full_group
-        if spec.config.settings.layerwise_load and not has_one_full_group:
-            logger.warning(
-                "layerwise_load loads nothing by layer: the model has several KV groups, or a window"
-            )
-        self._device_block_tokens = layouts[0].device_block_tokens
+        self._device_block_tokens = spec.gpu_block_size[0]
         self._hash_block_size = spec.hash_block_size
         self._num_workers = spec.config.world_size
         self._num_able_workers = 0
@@ -63,29 +58,32 @@ class LayerwiseChoice:
         """Add to the number of workers that can load by layer."""
         self._num_able_workers += change
 
-    def answer(
-        self, state: RequestState, jobs: TransferJobs, num_tokens: int, *, can_wait_by_layer: bool
-    ) -> tuple[int, bool]:
-        """Say that so many tokens can be loaded, and True when the request must wait until they are.
+    def choose(self, state: RequestState, *, can_wait_by_layer: bool, num_open_loads: int) -> bool:
+        """Return whether a request that has something to load computes while it is loaded.
+
+        Args:
+            state: the request.
+            can_wait_by_layer: whether the engine would wait for each layer.
+            num_open_loads: loads under way.
 
         Effects:
-            ``state.is_layerwise``.
+            ``state.search.is_layerwise``.
         """
-        is_able = self._is_possible and self._num_able_workers == self._num_workers
-        state.is_layerwise = num_tokens > 0 and can_wait_by_layer and is_able and jobs.num_loads == 0
-        return num_tokens, num_tokens > 0 and not state.is_layerwise
+        is_able = self._num_able_workers == self._num_workers
+        state.search.is_layerwise = can_wait_by_layer and is_able and num_open_loads == 0
+        return state.search.is_layerwise
 
     def begin(self, job_id: TransferJobId, request: Request, first_token: int) -> None:
-        """Take note of a load by layer that brings the tokens from ``first_token`` on."""
+        """Remember a load by layer that brings the tokens from ``first_token`` on."""
         block_hash = request.block_hashes[first_token // self._hash_block_size]
         self._load = _LayerLoad(job_id, first_token, block_hash)
 
     def shares_blocks(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return whether device memory holds, of what was found there for a request, blocks without their bytes. Pure.
+        """Return whether the device prefix found for a request has blocks whose bytes are still being loaded. Pure.
 
         Args:
             request: not scheduled yet.
-            num_computed_tokens: its leading tokens that device memory is said to hold.
+            num_computed_tokens: its leading tokens that were found in device memory.
         """
         if self._load is None or num_computed_tokens <= self._load.first_token:
             return False
@@ -94,29 +92,27 @@ class LayerwiseChoice:
         return position < len(hashes) and hashes[position] == self._load.block_hash
 
     def end(self, job: OpenTransfer) -> None:
-        """Take note of the end of a load, of whatever kind.
+        """Forget the load by layer if ``job``, which has ended, is that load.
 
         Effects:
-            When a load by layer failed, what its request computed meanwhile is stored anew once it is computed anew.
+            When it failed, what its request computed meanwhile is offered anew once it is computed anew.
         """
         load = self._load
         if load is None or load.job_id != job.job_id:
             return
         self._load = None
         if job.has_failed:
-            job.state.offer_again()
-            self._spoiled_blocks.update(self._blocks_from(job.state, load.first_token))
+            job.state.stores.offer_again()
+            first_block = load.first_token // self._device_block_tokens
+            self._spoiled_blocks.update(job.state.blocks.block_ids[0][first_block:])
 
     def take_spoiled_blocks(self) -> set[int]:
         """Return, once, the device blocks that a failed load by layer, or what was computed with it, has filled.
 
-        They hold wrong bytes under the right hashes: whoever keeps a prefix cache must forget these.
+        They hold wrong bytes under the right hashes: an engine with a prefix cache must forget these.
         """
         spoiled, self._spoiled_blocks = self._spoiled_blocks, set()
         return spoiled
-
-    def _blocks_from(self, state: RequestState, first_token: int) -> list[int]:
-        return state.block_ids[0][first_token // self._device_block_tokens :]
 
 
 class LayerLoads:
@@ -135,8 +131,8 @@ class LayerLoads:
         self._worker = worker
         self._ref_of_layer = kv_caches.ref_of_layer
         self._last_ref = max(0, num_refs - 1)
-        # With one ref for all layers the first would wait for the last, and with a ref that no layer
-        # names nobody would wait for its bytes.
+        # With one ref for all layers the first layer would wait for the last. Bytes of a ref that no layer names would
+        # not be waited for.
         self.is_able = num_refs > 1 and set(kv_caches.ref_of_layer.values()) == set(range(num_refs))
         self._open: set[TransferJobId] = set()
         self._unread_layers: set[str] = set()
@@ -148,7 +144,7 @@ class LayerLoads:
     def begin(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
         """Start a load; False when no handler took it.
 
-        Thread: a worker that cannot load by layer, though it was thought to, blocks until the load has ended.
+        Thread: a worker that cannot load by layer blocks until the load has ended.
         """
         self._open.add(job_id)
         if self.is_able:
@@ -161,7 +157,7 @@ class LayerLoads:
         return is_begun
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Hold back what is computed from now on until the layer has its bytes; one without a ref waits for all.
+        """Delay what is computed from now on until the layer has its bytes; one without a ref waits for all.
 
         Returns:
             False when a load has failed, so that bytes are missing.
@@ -174,7 +170,7 @@ class LayerLoads:
         return not self._is_spoiled
 
     def end(self, *, is_computed: bool) -> tuple[list[TransferResult], bool]:
-        """Wait until every load has ended, and forget what was waited for; ``close`` forgets the loads.
+        """Wait until every load has ended, and forget which layers were read; ``close`` forgets the loads.
 
         Args:
             is_computed: whether the step has computed with what they brought.
@@ -203,3 +199,15 @@ class LayerLoads:
     def close(self, job_id: TransferJobId) -> None:
         """Forget a load that has ended."""
         self._open.discard(job_id)
+
+
+def make_layerwise_choice(spec: OffloadingSpec) -> LayerwiseChoice | None:
+    """Return what chooses loads by layer; None when the settings or the KV groups exclude them."""
+    if not spec.config.settings.layerwise_load:
+        return None
+    layouts = make_group_layouts(spec)
+    # With several groups or a window an engine cannot go on from the block in front of a failed load.
+    if len(layouts) == 1 and layouts[0].num_tail_tokens is None:
+        return LayerwiseChoice(spec)
+    logger.warning("layerwise_load loads nothing by layer: the model has several KV groups, or a window")
+    return None

@@ -1,15 +1,15 @@
-"""How much of a prefix that was found is worth loading.
+"""Whether to load a hit that would be faster to recompute.
 
-It asks nobody and changes nothing. A prefix is loaded up to some block and computed from there on, so there is one
-number to choose, and every choice has a time until the request's first token:
+A prefix is loaded up to some block and computed from there on, so there is one number to choose. Every choice has a
+time until the request's first token:
 
-- the blocks that tiers have come up first, those of different tiers at the same time, behind what each has to load;
-- meanwhile the engine computes the prompts that it has begun before; whichever takes longer counts;
+- the tiers promote their blocks, at the same time, each behind what it has to load before;
+- meanwhile the engine computes the prompts that it has begun before; the longer of the two counts;
 - then the blocks go to the device, and the rest of the prompt is computed.
 
-Others wait too: what is computed for this request keeps those that come behind it from the engine, what is loaded for
-it those from the tier. That is added, at half its weight. The choice with the lowest sum is made; of equal ones the one
-that loads most. What nobody has measured yet takes no time: it is loaded, and known afterwards.
+Other requests wait too: for the engine while it computes this one, for a tier while it loads this one. That time is
+added at half its weight. The choice with the lowest sum wins; of equal ones the one that loads most. What was not
+measured yet takes no time: it is loaded, and its time is known afterwards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,19 +25,19 @@ from kvtier.connector.protocols import SchedulerOutput
 from kvtier.connector.request_state import NOTHING_UNWANTED, RequestState, Unwanted
 from kvtier.cost_model import BandwidthEstimator, LinkRate, PrefillEstimator, PrefillRate, compute_s
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.locations import BlockPlace, LocatedRun, LocatingManager, TierLoad
+from kvtier.locations import BlockLocator, BlockPlace, LocatedRun, LocatingManager, TierLoad
 
 HIDDEN_WAIT_COST = 0.5
 """What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
-be shorter than it looks, and the request loses its turn: who comes meanwhile is computed first, and an engine that is
-busy half of the time gives half of what was hidden to those. At 0 a load of minutes that saves a second is free behind
-any queue; at 1 nothing is hidden, and an engine that is behind computes what it could have been given."""
+be shorter than it looks, and the request loses its turn: requests that come meanwhile are computed first, and an engine
+that is busy half of the time gives half of what was hidden to those. At 0 a load of minutes that saves a second is free
+behind any queue; at 1 nothing is hidden, and an engine that is behind computes what it could have loaded."""
 
 OTHERS_WEIGHT = 0.5
 """What a second costs that others wait for a request, beside one of its own. How many will come behind it is a guess.
-At 0 each looks after itself, and an engine that is behind computes what a tier could give it: measured on a recorded
-trace, with a tier at three quarters of its break-even, the median first token then came 11 % later than with everything
-loaded. At 1 a request may wait long for the sake of others who never come."""
+At 0 no request counts the others, and an engine that is behind computes what a tier could give it: measured on a
+recorded trace, with a tier at three quarters of its break-even, the median first token then came 11 % later than with
+everything loaded. At 1 a request may wait long for the sake of others that never come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PromptCosts:
         block_bytes: bytes of a block on the device, all groups and workers together.
         rows_per_block: rows of host memory that it takes: one for each KV group that loads every block.
         prefill: how fast prompts are computed.
-        to_device: the link from host memory to the device; None while nobody knows.
+        to_device: the link from host memory to the device; None while it is not measured.
         queue_s: seconds that the engine needs for the prompts it has begun.
         num_queued: how many those are.
         deadline_s: seconds that a request may wait for its blocks; what takes longer would not be loaded in the end.
@@ -98,8 +98,8 @@ def others_s(
 ) -> float:
     """Return what it costs others, in weighed seconds, when so many blocks are loaded. Pure.
 
-    As many as are in front of it are taken to come behind it: what it computes keeps those waiting that the engine
-    serves, what it loads those that wait for the same tier.
+    As many requests are taken to come behind it as are in front of it: what it computes delays those that wait for the
+    engine, what it loads those that wait for the same tier.
 
     Args:
         num_blocks: leading blocks of the run.
@@ -145,8 +145,8 @@ class LoadOrCompute:
     """The choices of one scheduler half. Used from one thread.
 
     Args:
-        spec: says whether there is a choice, and how large blocks are.
-        manager: where the blocks are.
+        spec: says how large blocks are; at least one of its groups needs a whole prefix.
+        locator: where the blocks are.
         requests: those that the scheduler half knows, by name; its own mapping, which is read.
         clock: seconds, monotonic.
     """
@@ -154,47 +154,46 @@ class LoadOrCompute:
     def __init__(
         self,
         spec: OffloadingSpec,
-        manager: OffloadingManager,
+        locator: BlockLocator,
         requests: Mapping[str, RequestState],
         clock: Callable[[], float],
     ) -> None:
-        full, _ = split_by_need(make_group_layouts(spec))
-        is_wanted = spec.config.settings.load_if is LoadIf.FASTER and bool(full)
-        self._survey = manager.locator if is_wanted and isinstance(manager, LocatingManager) else None
+        self._locator = locator
         self._requests = requests
         self._clock = clock
-        self._prefill = PrefillEstimator()
-        self._to_device = BandwidthEstimator()
-        if full:
-            # Blocks of the other groups are taken to be where those of the first are.
-            self._layout = full[0]
-            rows = [self._layout.block_tokens / layout.block_tokens for layout in full]
-            self._rows_per_block = sum(rows)
-            pages = [spec.config.groups[layout.idx].page_size_bytes for layout in full]
-            self._block_bytes = round(
-                spec.config.world_size
-                * spec.block_size_factor
-                * sum(page * ratio for page, ratio in zip(pages, rows, strict=True))
-            )
+        self._prefill_estimator = PrefillEstimator()
+        self._bandwidth_estimator = BandwidthEstimator()
+        full = split_by_need(make_group_layouts(spec)).full
+        # Blocks of the other groups are taken to be where those of the first are.
+        self._layout = full[0]
+        rows = [self._layout.block_tokens / layout.block_tokens for layout in full]
+        self._rows_per_block = sum(rows)
+        pages = [spec.config.groups[layout.idx].page_size_bytes for layout in full]
+        page_bytes = sum(page * ratio for page, ratio in zip(pages, rows, strict=True))
+        self._block_bytes = round(spec.config.world_size * spec.block_size_factor * page_bytes)
 
     def find_limit(self, state: RequestState, first_token: int, max_end_token: int) -> int | None:
-        """Return up to which token a request is to be loaded; None when a tier cannot tell yet what it has.
+        """Return up to which token to load a request; None when a tier cannot tell yet what it has.
 
         Args:
             state: the request, its keys grown.
             first_token: leading tokens that the device has.
             max_end_token: what the answer must not exceed.
+
+        Effects:
+            ``state.choice``.
         """
-        prefill = None if self._survey is None else self._prefill.rate()
-        if self._survey is None or prefill is None:
+        choice = state.choice
+        prefill = self._prefill_estimator.rate()
+        if prefill is None:
             return max_end_token
-        if state.wanted_end_token is not None:
-            return min(max_end_token, state.wanted_end_token)
-        state.unwanted = NOTHING_UNWANTED
+        if choice.wanted_end_token is not None:
+            return min(max_end_token, choice.wanted_end_token)
+        choice.unwanted = NOTHING_UNWANTED
         block_tokens = self._layout.block_tokens
         first_block = first_token // block_tokens
         keys = state.keys[self._layout.idx][first_block : max(first_block, max_end_token // block_tokens)]
-        run = self._survey.locate(keys, state.context)
+        run = self._locator.locate(keys, state.context)
         if run is None:
             return None
         if all(place.tier is None for place in run.places):
@@ -202,80 +201,76 @@ class LoadOrCompute:
         costs = self._costs_of(state, first_token, prefill, run.deadline_s)
         num_wanted = plan_load_cut(run.places, run.tiers, costs)
         if num_wanted < len(run.places):
-            state.unwanted = self._describe_unwanted(state, run, first_block, num_wanted)
+            choice.unwanted = self._describe_unwanted(state, run, first_block, num_wanted)
         end_token = min(max_end_token, (first_block + num_wanted) * block_tokens)
         if any(place.tier is not None for place in run.places[:num_wanted]):
-            state.wanted_end_token = end_token
+            choice.wanted_end_token = end_token
         return max_end_token if num_wanted == len(run.places) else end_token
 
     def on_begun(self, state: RequestState, num_external_tokens: int, counters: SchedulerCounters) -> None:
-        """Take note that the engine begins a request; what is loaded of it is pinned by now.
+        """Note that the engine begins a request; what it loads is pinned by now.
 
-        Effects: Counts the tokens that were found and are computed. Tiers that were found too slow may be measured
-        anew. The wait of a request that loads nothing ends.
+        Effects:
+            ``state.choice``. Counts the tokens that were found and are computed. Tiers that were found too slow may be
+            measured anew. The wait of a request that loads nothing ends.
         """
-        unwanted, state.unwanted = state.unwanted, NOTHING_UNWANTED
-        state.wanted_end_token = None
-        num_begun_tokens = (state.num_local_tokens or 0) + num_external_tokens
-        # An engine may say once more, without a load, that it begins a request whose load has ended.
-        state.num_begun_tokens = max(state.num_begun_tokens or 0, num_begun_tokens)
-        if self._survey is None or unwanted is NOTHING_UNWANTED:
+        choice = state.choice
+        unwanted, choice.unwanted = choice.unwanted, NOTHING_UNWANTED
+        choice.wanted_end_token = None
+        num_begun_tokens = (state.search.num_local_tokens or 0) + num_external_tokens
+        # An engine may report once more, without a load, that it begins a request whose load has ended.
+        choice.num_begun_tokens = max(choice.num_begun_tokens or 0, num_begun_tokens)
+        if unwanted is NOTHING_UNWANTED:
             return
         counters.count_not_loaded(unwanted.tokens)
         if num_external_tokens == 0:
-            self._survey.end_wait(state.context)
+            self._locator.end_wait(state.context)
         for tier, keys in unwanted.to_probe.items():
-            self._survey.probe(tier, keys)
+            self._locator.probe(tier, keys)
 
     def begin_step(self, output: SchedulerOutput) -> int | None:
         """Note a step; return the number under which its report tells how long it took."""
-        if self._survey is None:
-            return None
         num_tokens = 0
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id) if num_scheduled > 1 else None
             if state is not None:
-                num_left = state.request.num_prompt_tokens - state.num_computed_tokens
+                num_left = state.request.num_prompt_tokens - state.blocks.num_computed_tokens
                 num_tokens += max(0, min(num_scheduled, num_left))
-        return self._prefill.begin_step(num_tokens, self._clock())
+        return self._prefill_estimator.begin_step(num_tokens, self._clock())
 
     def take_report(self, report: OffloadingWorkerMetadata | None) -> None:
         """Learn from what the workers of a step reported."""
-        if self._survey is None:
-            return
-        self._prefill.end_step(None if report is None else report.measured_step, self._clock())
+        self._prefill_estimator.end_step(None if report is None else report.measured_step, self._clock())
         if report is not None:
-            self._to_device.add(report.load_bytes, report.load_time_s)
+            self._bandwidth_estimator.add(report.load_bytes, report.load_time_s)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
-        """Take the word of an engine that knows how long it has computed prompts; steps are not timed then.
+        """Take how long an engine has computed prompts, as it has measured it; steps are not timed then.
 
         Args:
             num_tokens: prompt tokens.
             time_s: seconds for them, without what the engine waited for.
         """
-        if self._survey is not None:
-            self._prefill.tell(num_tokens, time_s)
+        self._prefill_estimator.tell(num_tokens, time_s)
 
     def stats(self) -> dict[str, float]:
-        """Return what was measured, by dotted name; 0 is not known yet. Nothing when there is no choice."""
-        if self._survey is None:
-            return {}
-        prefill, to_device = self._prefill.rate(), self._to_device.rate()
+        """Return what was measured, by dotted name; 0 is not known yet."""
+        prefill, bandwidth = self._prefill_estimator.rate(), self._bandwidth_estimator.rate()
         return {
             "connector.prefill_tokens_per_s": 0.0 if prefill is None else 1 / prefill.token_s,
-            "connector.load_bytes_per_s": 0.0 if to_device is None else to_device.bytes_per_s,
+            "connector.load_bytes_per_s": 0.0 if bandwidth is None else bandwidth.bytes_per_s,
         }
 
     def _costs_of(
         self, state: RequestState, first_token: int, prefill: PrefillRate, deadline_s: float
     ) -> PromptCosts:
         begun = (
-            other.request.num_prompt_tokens - max(other.num_begun_tokens, other.num_computed_tokens)
+            other.request.num_prompt_tokens
+            - max(other.choice.num_begun_tokens, other.blocks.num_computed_tokens)
             for other in self._requests.values()
-            if other.num_begun_tokens is not None and other is not state
+            if other.choice.num_begun_tokens is not None and other is not state
         )
-        # Requests of which less than a block is left, such as those that load the rest, keep nobody waiting.
+        # Requests of which less than a block is left, such as those that load the rest, delay no other.
         queued = [num_tokens for num_tokens in begun if num_tokens >= self._layout.block_tokens]
         return PromptCosts(
             first_token=first_token,
@@ -283,7 +278,7 @@ class LoadOrCompute:
             block_tokens=self._layout.block_tokens,
             block_bytes=self._block_bytes,
             prefill=prefill,
-            to_device=self._to_device.rate(),
+            to_device=self._bandwidth_estimator.rate(),
             queue_s=sum(queued) * prefill.token_s,
             num_queued=len(queued),
             deadline_s=deadline_s,
@@ -305,3 +300,25 @@ class LoadOrCompute:
                 for tier, blocks in list_unwanted(run.places, num_wanted).items()
             },
         )
+
+
+def make_load_or_compute(
+    spec: OffloadingSpec,
+    manager: OffloadingManager,
+    requests: Mapping[str, RequestState],
+    clock: Callable[[], float],
+) -> LoadOrCompute | None:
+    """Return what chooses; None when every hit is loaded.
+
+    Args:
+        spec: says whether there is a choice.
+        manager: where the blocks are.
+        requests: those that the scheduler half knows, by name; its own mapping, which is read.
+        clock: seconds, monotonic.
+    """
+    is_wanted = spec.config.settings.load_if is LoadIf.FASTER
+    if not is_wanted or not isinstance(manager, LocatingManager):
+        return None
+    if not split_by_need(make_group_layouts(spec)).full:
+        return None
+    return LoadOrCompute(spec, manager.locator, requests, clock)

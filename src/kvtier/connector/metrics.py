@@ -1,7 +1,7 @@
 """What the connector measures: the transfers of a worker, and the counts of the scheduler half.
 
-It exports nothing; engines and exporters read it. Stats of several workers and steps can be summed, so they are
-kept as plain lists of operations that survive serialisation.
+Engines and exporters read it. Stats of several workers and steps can be summed, so they are plain lists of operations
+that survive serialisation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,10 @@ from typing import TypedDict
 
 from kvtier.base import OffloadKey, TransferType
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 
 MAX_RECORDED_OPERATIONS = 4096
-"""Operations kept for each direction until someone takes the stats. Beyond it the last one absorbs the rest:
+"""Operations kept for each direction until the stats are drained. Beyond it the last one absorbs the rest:
 totals stay right. More gives an exporter that reads rarely a finer histogram, at about 200 bytes each."""
 
 
@@ -80,13 +79,13 @@ class SchedulerCounters:
         load_jobs: loads begun, lost ones included.
         failed_load_jobs: loads that failed on a worker or became void.
         layerwise_load_jobs: loads that their request computed with while they ran.
-        lost_load_jobs: loads whose blocks were gone when they were to be pinned.
+        lost_load_jobs: loads whose blocks were gone when the load was to pin them.
         store_jobs: stores begun.
         failed_store_jobs: stores that failed on a worker or became void.
         refused_stores: offers for which the manager had no room.
         flushed_store_jobs: stores that had to end before a device block was written again.
         loaded_tokens: tokens of loads that ended well, by the tier they came from.
-        not_loaded_tokens: tokens that were found and computed all the same, which is faster, by the tier they are in.
+        not_loaded_tokens: tokens that were found and computed because that is faster, by the tier that has them.
     """
 
     load_jobs: int = 0
@@ -100,52 +99,55 @@ class SchedulerCounters:
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     not_loaded_tokens: dict[str, int] = field(default_factory=dict)
 
-    def count_loaded(self, tokens_by_source: Mapping[str, int]) -> None:
+    def count_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
         """Add the tokens of a load."""
-        for source, num_tokens in tokens_by_source.items():
-            self.loaded_tokens[source] = self.loaded_tokens.get(source, 0) + num_tokens
+        for tier, num_tokens in tokens_by_tier.items():
+            self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_tokens
 
-    def count_not_loaded(self, tokens_by_source: Mapping[str, int]) -> None:
+    def count_not_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
         """Add the tokens that a request found and does not load."""
-        for source, num_tokens in tokens_by_source.items():
-            self.not_loaded_tokens[source] = self.not_loaded_tokens.get(source, 0) + num_tokens
+        for tier, num_tokens in tokens_by_tier.items():
+            self.not_loaded_tokens[tier] = self.not_loaded_tokens.get(tier, 0) + num_tokens
 
     def snapshot(self) -> Mapping[str, float]:
         """Return the counts by dotted name."""
-        by_source = ("loaded_tokens", "not_loaded_tokens")
-        jobs = [item.name for item in fields(self) if item.name not in by_source]
+        by_tier = ("loaded_tokens", "not_loaded_tokens")
+        jobs = [item.name for item in fields(self) if item.name not in by_tier]
         counts = {f"connector.{name}": float(getattr(self, name)) for name in jobs}
-        for name in by_source:
+        for name in by_tier:
             tokens: Mapping[str, int] = getattr(self, name)
-            counts |= {f"connector.{name}.{source}": float(count) for source, count in tokens.items()}
+            counts |= {f"connector.{name}.{tier}": float(count) for tier, count in tokens.items()}
         return counts
 
 
-def count_hit_sources(
+def count_tokens_by_tier(
     layouts: Sequence[GroupLayout],
-    state: RequestState,
+    keys: Sequence[Sequence[OffloadKey]],
     promoted: Mapping[OffloadKey, str],
-    num_external_tokens: int,
+    first_token: int,
+    end_token: int,
 ) -> dict[str, int]:
-    """Return how many tokens of the load that begins come from each tier, none of them zero. Pure.
+    """Return how many tokens of a load come from each tier, none of them zero. Pure.
 
     Args:
         layouts: the KV groups.
-        state: the request.
-        promoted: blocks that came up while it waited for them, by their tier's type.
-        num_external_tokens: tokens of the load; what is returned sums to it.
+        keys: for each group the keys of the request's full blocks.
+        promoted: blocks that were promoted while the request waited for them, by their tier's type.
+        first_token: leading tokens that device memory has.
+        end_token: one past the last token of the load.
     """
-    layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
-    first_token = state.num_local_tokens or 0
-    end_token = first_token + num_external_tokens
-    span = layout.span(first_token, end_token)
-    sources: dict[str, int] = {}
-    keys, block_tokens = state.keys[layout.idx], layout.block_tokens
-    for block in range(span.first_block, span.end_block) if promoted else ():
-        tier = promoted.get(keys[block])
-        if tier is not None:
-            begin = max(first_token, block * block_tokens)
-            end = min(end_token, (block + 1) * block_tokens)
-            sources[tier] = sources.get(tier, 0) + end - begin
-    num_held_tokens = num_external_tokens - sum(sources.values())
-    return {CPULoadStoreSpec.medium(): num_held_tokens, **sources} if num_held_tokens else sources
+    num_tokens = end_token - first_token
+    tokens_by_tier: dict[str, int] = {}
+    if promoted:
+        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
+        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
+        for block in range(span.first_block, span.end_block):
+            tier = promoted.get(keys[layout.idx][block])
+            if tier is not None:
+                begin = max(first_token, block * block_tokens)
+                end = min(end_token, (block + 1) * block_tokens)
+                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
+    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
+    return (
+        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
+    )

@@ -1,15 +1,11 @@
 """The connector of one process: builds the spec, then the half that the process runs."""
 
-import time
-from collections.abc import Callable
-
-from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
 from kvtier.connector.common import ConnectorRole
+from kvtier.connector.protocols import RequestRecorder
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
-from kvtier.recording.recorder import open_recorder
 
 
 class OffloadingConnector:
@@ -18,6 +14,8 @@ class OffloadingConnector:
     Args:
         config: what the engine says of itself; with ``rank`` on a worker, without on the scheduler.
         role: which half to build.
+        recorder: records the scheduler's requests, such as what ``kvtier.recording.recorder.open_recorder`` returns;
+            None records nothing. The connector closes it, also when it cannot be built.
 
     Attributes:
         spec: what the configuration asked for; it is this half's own.
@@ -25,20 +23,27 @@ class OffloadingConnector:
         connector_worker: the worker half, or None.
     """
 
-    def __init__(self, config: OffloadingConfig, role: ConnectorRole) -> None:
+    def __init__(
+        self, config: OffloadingConfig, role: ConnectorRole, recorder: RequestRecorder | None = None
+    ) -> None:
         self.role = role
-        self.spec = OffloadingSpecFactory.create_spec(config)
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
         self.connector_worker: OffloadingConnectorWorker | None = None
-        if role is ConnectorRole.SCHEDULER:
-            self.connector_scheduler = make_scheduler(self.spec)
-        else:
-            self.connector_worker = OffloadingConnectorWorker(self.spec)
+        try:
+            self.spec = OffloadingSpecFactory.create_spec(config)
+            if role is ConnectorRole.SCHEDULER:
+                self.connector_scheduler = OffloadingConnectorScheduler(self.spec, recorder)
+            else:
+                self.connector_worker = OffloadingConnectorWorker(self.spec)
+        except BaseException:
+            if recorder is not None:
+                recorder.close()
+            raise
 
     def has_pending_push_work(self) -> bool:
         """Return True while stores are under way, deferred or begun; further steps, which may be empty, end them.
 
-        An engine that runs out of requests asks this before it rests. If it rested earlier, its last stores
+        An engine that runs out of requests calls this before it rests. If it rested earlier, its last stores
         would be neither found nor handed to the secondary tiers before another request comes.
         """
         return self.connector_scheduler is not None and self.connector_scheduler.has_open_stores()
@@ -53,24 +58,3 @@ class OffloadingConnector:
 
     def __repr__(self) -> str:
         return f"OffloadingConnector({self.role.value}, {type(self.spec).__name__})"
-
-
-def make_scheduler(
-    spec: OffloadingSpec, clock: Callable[[], float] = time.monotonic
-) -> OffloadingConnectorScheduler:
-    """Return the scheduler half, with a recorder when the settings or the environment ask for one.
-
-    Args:
-        spec: builds the manager.
-        clock: seconds, monotonic; the recorder's.
-
-    Raises:
-        ConfigError: a trace cannot be recorded as asked.
-    """
-    recorder = open_recorder(spec.config, clock=clock)
-    try:
-        return OffloadingConnectorScheduler(spec, recorder)
-    except BaseException:
-        if recorder is not None:
-            recorder.close()
-        raise

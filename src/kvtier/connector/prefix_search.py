@@ -1,18 +1,86 @@
 """How much of a request's prefix can be loaded.
 
-It reads the manager's answers and changes nothing of its own. A full-attention group needs its leading run of
-hits. A sliding-window group needs only the blocks its window covers, so it is searched from the right. Several
-groups must agree on one end: full-attention groups set the upper bound, window groups may lower it, and are asked
-again until none does; the end only shrinks, so this terminates.
+A full-attention group needs its leading run of hits. A sliding-window group needs only the blocks that its window
+covers, so it is searched from the right. Several groups must agree on one end: full-attention groups set the upper
+bound, window groups may lower it and are searched again until none does. The end only shrinks, so this terminates.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
-from kvtier.connector.groups import GroupLayout, common_block_tokens
+from kvtier.connector.groups import GroupLayout
 
-PrefixLookup = Callable[[Sequence[OffloadKey]], int | None]
-WindowLookup = Callable[[Sequence[OffloadKey], int], int | None]
+
+class SearchGroups(NamedTuple):
+    """The KV groups as a search needs them.
+
+    Attributes:
+        full: those that need a whole prefix.
+        windows: those that need only its tail.
+        common_tokens: the smallest number of tokens that is whole blocks in every group.
+    """
+
+    full: tuple[GroupLayout, ...]
+    windows: tuple[GroupLayout, ...]
+    common_tokens: int
+
+
+def split_by_need(layouts: Sequence[GroupLayout]) -> SearchGroups:
+    """Return the groups that need a whole prefix, and those that need only its tail. Pure."""
+    return SearchGroups(
+        tuple(layout for layout in layouts if layout.num_tail_tokens is None),
+        tuple(layout for layout in layouts if layout.num_tail_tokens is not None),
+        math.lcm(*(layout.block_tokens for layout in layouts)),
+    )
+
+
+def find_loadable_end(
+    groups: SearchGroups,
+    manager: OffloadingManager,
+    keys: Sequence[Sequence[OffloadKey]],
+    num_local_tokens: int,
+    max_end_tokens: int,
+    req_context: ReqContext,
+) -> int | None:
+    """Return how many tokens of the prefix device memory and the tiers hold together.
+
+    Args:
+        groups: the KV groups.
+        manager: which blocks are held.
+        keys: for each group the keys of the request's full blocks.
+        num_local_tokens: tokens that device memory holds.
+        max_end_tokens: tokens beyond which nothing may be loaded.
+        req_context: of the request.
+
+    Returns:
+        Whole blocks of every group; ``num_local_tokens`` when nothing can be loaded; None when a block that
+        decides is in flight.
+    """
+    common_tokens = groups.common_tokens
+    end = max_end_tokens // common_tokens * common_tokens
+    is_pending = False
+    for layout in groups.full:
+        first = num_local_tokens // layout.block_tokens
+        leading = keys[layout.idx][first : max(first, end // layout.block_tokens)]
+        found = maximal_prefix_lookup(manager, leading, req_context)
+        is_pending |= found is None
+        if found is not None:
+            end = min(end, (first + found) * layout.block_tokens) // common_tokens * common_tokens
+    bound = None
+    while groups.windows and end != bound and end > num_local_tokens:
+        bound = end
+        for layout in groups.windows:
+            first = num_local_tokens // layout.block_tokens
+            window = keys[layout.idx][first : max(first, end // layout.block_tokens)]
+            found = sliding_window_lookup(manager, window, layout.num_tail_blocks or 1, req_context)
+            is_pending |= found is None
+            if found is not None:
+                end = min(end, (first + found) * layout.block_tokens) // common_tokens * common_tokens
+    if end <= num_local_tokens:
+        return num_local_tokens
+    return None if is_pending else end
 
 
 def maximal_prefix_lookup(
@@ -20,8 +88,8 @@ def maximal_prefix_lookup(
 ) -> int | None:
     """Return the length of the leading run of hits.
 
-    A key that is in flight counts as a hit while scanning, so that the keys behind it are asked for too, and
-    makes the answer None.
+    A key that is in flight counts as a hit while scanning, so that the keys behind it are looked up too, and makes
+    the answer None.
     """
     is_pending = False
     for num_hits, key in enumerate(keys):
@@ -39,7 +107,7 @@ def sliding_window_lookup(
     """Return the end of the right-most run of ``num_window_blocks`` hits, else the leading run's length.
 
     None when any key that was met is in flight. Such a key counts as a hit while scanning: what lies left of
-    a window that is coming is not needed, and asking for it would promote it for nothing.
+    a window that is coming is not needed, and looking it up would promote it for nothing.
     """
     is_pending = False
     run_length = 0
@@ -50,56 +118,3 @@ def sliding_window_lookup(
         if run_length == num_window_blocks:
             return None if is_pending else position + num_window_blocks
     return None if is_pending else run_length
-
-
-def find_loadable_end(
-    layouts: Sequence[GroupLayout],
-    keys: Sequence[Sequence[OffloadKey]],
-    num_local_tokens: int,
-    max_end_tokens: int,
-    look_up_prefix: PrefixLookup,
-    look_up_window: WindowLookup,
-) -> int | None:
-    """Return how many tokens of the prefix device memory and the tiers hold together.
-
-    Args:
-        layouts: the KV groups.
-        keys: for each group the keys of the request's full blocks.
-        num_local_tokens: tokens that device memory holds.
-        max_end_tokens: tokens beyond which nothing may be loaded.
-        look_up_prefix: leading run of hits.
-        look_up_window: end of the right-most run of so many hits, or the leading run.
-
-    Returns:
-        Whole blocks of every group; ``num_local_tokens`` when nothing can be loaded; None when a block that
-        decides is in flight.
-    """
-    granularity = common_block_tokens(layouts)
-    end = max_end_tokens // granularity * granularity
-    is_pending = False
-    full, windows = split_by_need(layouts)
-    for layout in full:
-        first = num_local_tokens // layout.block_tokens
-        found = look_up_prefix(keys[layout.idx][first : max(first, end // layout.block_tokens)])
-        is_pending |= found is None
-        if found is not None:
-            end = min(end, (first + found) * layout.block_tokens) // granularity * granularity
-    bound = None
-    while windows and end != bound and end > num_local_tokens:
-        bound = end
-        for layout in windows:
-            first = num_local_tokens // layout.block_tokens
-            window = keys[layout.idx][first : max(first, end // layout.block_tokens)]
-            found = look_up_window(window, layout.num_tail_blocks or 1)
-            is_pending |= found is None
-            if found is not None:
-                end = min(end, (first + found) * layout.block_tokens) // granularity * granularity
-    if end <= num_local_tokens:
-        return num_local_tokens
-    return None if is_pending else end
-
-
-def split_by_need(layouts: Sequence[GroupLayout]) -> tuple[list[GroupLayout], list[GroupLayout]]:
-    """Return the groups that need a whole prefix, and those that need only its tail. Pure."""
-    full = [layout for layout in layouts if layout.num_tail_tokens is None]
-    return full, [layout for layout in layouts if layout.num_tail_tokens is not None]

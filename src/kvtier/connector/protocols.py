@@ -1,8 +1,8 @@
-"""What the connector needs of an engine's objects, as structural types.
+"""What the connector needs of an engine's objects, of managers and of specs, as structural types.
 
-It implements nothing. An engine passes its own objects; only the attributes named here are read and none is
-written. They are modelled on what vLLM's v1 scheduler hands to a KV connector, so its objects fit unchanged,
-and any other engine supplies four small classes with the same attributes.
+An engine passes its own objects; the connector reads the attributes named here and writes none. They are modelled on
+what vLLM's v1 scheduler hands to a KV connector, so its objects fit unchanged. Any other engine supplies four small
+classes with the same attributes, or uses those of ``kvtier.engines.common.step``.
 
 One step of the engine, in order:
 
@@ -15,10 +15,10 @@ One step of the engine, in order:
    ``request_finished`` for each request that ended.
 
 An engine that may compute a request while it is loaded says so in ``get_num_new_matched_tokens``. In a step that begins
-such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does the
-first two points of the next step after the last one of this.
+such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does points 1
+and 2 of the next step after point 4 of this one.
 
-Step 2 of the next step may come before step 4 of this one. A step without tokens is a step too: a request
+Otherwise point 2 of the next step may come before point 4 of this one. A step without tokens is a step too: a request
 that was answered None, or whose load is under way, needs steps to go on, and so does a store until it has ended.
 
 Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
 
 
 class Request(Protocol):
@@ -123,17 +123,51 @@ class ConnectorOutput(Protocol):
 
     @property
     def kv_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """The metadata of all workers, aggregated; None when none had anything to say."""
+        """The metadata of all workers, aggregated; None when none had anything to report."""
+
+
+class RequestRecorder(Protocol):
+    """Records the requests that an engine serves. Its methods are called on the scheduler's thread."""
+
+    def on_arrival(self, req_id: str) -> None:
+        """Note that a request has come, unless it is known already."""
+
+    def on_end(
+        self,
+        req_id: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        keys: Sequence[bytes],
+        stop: StopReason = StopReason.UNKNOWN,
+    ) -> None:
+        """Record a request that has ended, well or not.
+
+        Args:
+            req_id: its name; one that never came is not recorded.
+            num_prompt_tokens: length of its prompt.
+            num_output_tokens: length of its answer, as far as it got.
+            keys: the names of its full blocks, head first.
+            stop: why its answer ended.
+        """
+
+    def forget(self, req_id: str) -> None:
+        """Leave out a request that has come."""
+
+    def stats(self) -> dict[str, float]:
+        """Return what was recorded and what was not, by dotted name."""
+
+    def close(self) -> None:
+        """Write what is left; idempotent."""
 
 
 @runtime_checkable
 class PromotingManager(Protocol):
-    """An optional ability of a manager: it brings blocks from other tiers, and knows for whom it did."""
+    """An optional ability of a manager: it promotes blocks from other tiers, and knows for which request."""
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Return the blocks that came up while the request waited for them, each with its tier's type.
+        """Return the blocks that were promoted while the request waited for them, each with its tier's type.
 
-        Asked before the request's prepare_load, which ends its wait.
+        The connector calls this before the request's prepare_load, which ends its wait.
         """
 
 
@@ -147,7 +181,7 @@ class RegionOwner(Protocol):
     def region_identity(self) -> tuple[int, int] | None:
         """Return device and inode of the region that this half has mapped, or None when there is none.
 
-        A worker is asked after ``get_handlers``, the scheduler after ``get_manager``.
+        The worker half calls this after ``get_handlers``, the scheduler half after ``get_manager``.
         """
 
     def seal_region(self) -> None:
@@ -158,11 +192,11 @@ class RegionOwner(Protocol):
 class KVCacheDetacher(Protocol):
     """An optional ability of a spec: the engine may take its KV cache away, to free the device's memory.
 
-    A spec without it keeps the tensors it was given as long as it lives, so the engine cannot be put to sleep.
+    A spec without it keeps the tensors it was given for its whole life, so the engine cannot be put to sleep.
     """
 
     def detach_kv_caches(self) -> None:
-        """Let go of every device tensor when begun copies have ended; what was stored stays. Idempotent.
+        """Drop every reference to a device tensor when begun copies have ended; what was stored stays. Idempotent.
 
         Handlers report what they have begun, and decline transfers, until ``get_handlers`` is called again: with
         tensors of the same layout, between which and the same slots its handlers copy from then on.

@@ -1,7 +1,15 @@
-"""What the scheduler half remembers of one request, from first sight to its end.
+"""What the scheduler half remembers of one request, from its first search to its end.
 
-It plans nothing. The engine's own request object is kept and read each step, because hashes and confirmed
-tokens grow; everything else here is the connector's.
+RequestState keeps the engine's own request object, which it reads in each step because hashes and confirmed tokens
+grow, and the keys of its blocks. The rest is in five parts, each with one writer:
+
+    SearchState     get_num_new_matched_tokens      what the last search found
+    LoadState       the begin and end of a load     what it brought
+    ChoiceState     load_or_compute                 how much is worth loading
+    BlockTables     the engine's allocations        which device blocks it has
+    StoreState      planning                        which blocks were offered to the manager
+
+A reset changes all of them: ``RequestState.on_reset``.
 """
 
 import heapq
@@ -38,34 +46,16 @@ class RequestLimits:
         return replace(self, max_store_tokens=limit)
 
 
-def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
-    """Read the limits of one request; a value that makes no sense is logged and ignored.
-
-    A client's mistake must not end the engine, and no limit is always right, only slower or faster.
-    """
-    if not params:
-        return RequestLimits()
-    return RequestLimits(_read_limit(params, "load"), _read_limit(params, "store"))
-
-
-def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any: a client's JSON
-    if params.get(f"skip_{direction}") is True:
-        return 0
-    name = f"max_{direction}_tokens"
-    value = params.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
-    return None
+NO_LIMITS = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """What was found of a request and is not loaded.
+    """What a search found and the request does not load.
 
     Attributes:
         tokens: how many, by where they are: "CPU", or a tier's type.
-        to_probe: for tiers of which nothing is loaded, by position, blocks that they have.
+        to_probe: blocks to measure anew, by the position of their tier; nothing else is loaded from these tiers.
     """
 
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -73,6 +63,113 @@ class Unwanted:
 
 
 NOTHING_UNWANTED = Unwanted()
+
+
+@dataclass(slots=True)
+class SearchState:
+    """The last search for the request.
+
+    Attributes:
+        num_local_tokens: tokens found in device memory; None before the first search.
+        blocking_job: the load, for another request, that this one waits for.
+        is_touched: whether its keys were touched since it arrived.
+        is_layerwise: whether the last answer lets it compute while its load runs.
+    """
+
+    num_local_tokens: int | None = None
+    blocking_job: TransferJobId | None = None
+    is_touched: bool = False
+    is_layerwise: bool = False
+
+
+@dataclass(slots=True)
+class LoadState:
+    """The loads of the request.
+
+    Attributes:
+        tokens_by_tier: where the tokens of the last one came from.
+        has_failed: whether one failed; the request never loads again then.
+    """
+
+    tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
+    has_failed: bool = False
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """How much of the request is worth loading.
+
+    Attributes:
+        num_begun_tokens: tokens that it had, those of its load included, when the engine began it; None before.
+        wanted_end_token: how far to load it, once chosen and until the engine begins it; None otherwise.
+        unwanted: what was found and not loaded because computing it is faster.
+    """
+
+    num_begun_tokens: int | None = None
+    wanted_end_token: int | None = None
+    unwanted: Unwanted = NOTHING_UNWANTED
+
+
+@dataclass(slots=True)
+class BlockTables:
+    """The device blocks of the request.
+
+    Attributes:
+        block_ids: for each group the device block table; empty while the request has none.
+        num_computed_tokens: tokens whose KV is in the blocks before the step being planned.
+        num_freed_tokens: tokens computed when the engine last freed what had left a window.
+        is_allocated: whether device blocks are allocated to it.
+        is_stale: whether its device blocks were computed before a reset; then they are not stored.
+    """
+
+    block_ids: list[list[int]]
+    num_computed_tokens: int = 0
+    num_freed_tokens: int = 0
+    is_allocated: bool = False
+    is_stale: bool = False
+
+    def replace(self, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
+        """Take a whole new block table."""
+        self.block_ids = [list(ids) for ids in block_ids]
+        self.num_computed_tokens = self.num_freed_tokens = num_computed_tokens
+        self.is_allocated = True
+        if num_computed_tokens == 0:
+            self.is_stale = False
+
+    def append(self, block_ids: Sequence[Sequence[int]] | None, num_computed_tokens: int) -> None:
+        """Take what one step appended to the block table."""
+        if block_ids is not None:
+            for table, ids in zip(self.block_ids, block_ids, strict=False):
+                table.extend(ids)
+        self.num_computed_tokens = num_computed_tokens
+        # Rejected drafts lower the count, but what was freed for the higher one stays freed.
+        if num_computed_tokens > self.num_freed_tokens:
+            self.num_freed_tokens = num_computed_tokens
+
+    def drop(self) -> None:
+        """Forget the block table: the engine has taken it back."""
+        self.block_ids = [[] for _ in self.block_ids]
+        self.is_allocated = False
+
+
+@dataclass(slots=True)
+class StoreState:
+    """What was offered to the manager to be stored.
+
+    Attributes:
+        next_blocks: for each group the first offloaded block that was not offered yet.
+        next_tokens: below so many storable tokens no further block is full.
+        batch_blocks: blocks to offer in one call; None means as many as there are.
+    """
+
+    next_blocks: list[int]
+    next_tokens: int = 0
+    batch_blocks: int | None = None
+
+    def offer_again(self) -> None:
+        """Offer every block once more: the manager may have dropped those that it has stored."""
+        self.next_blocks = [0] * len(self.next_blocks)
+        self.next_tokens = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -83,24 +180,13 @@ class RequestState:
         request: the engine's own object.
         context: what every manager and tier call for this request gets.
         limits: what may be loaded and stored.
-        keys: for each group the keys of its full blocks, as far as hashed.
-        block_ids: for each group the device block table; empty while the request has none.
-        next_store_blocks: for each group the first offloaded block that was not offered to the manager yet.
-        num_computed_tokens: tokens whose KV is in the blocks before the step being planned.
-        num_local_tokens: tokens found in device memory when the request was last searched; None before.
-        blocking_job: the load, for another request, that this one waits for.
-        has_blocks: whether device blocks are allocated to it.
-        has_failed_load: whether a load failed; then it never loads again.
-        is_touched: whether its keys were touched since it arrived.
-        is_stale: whether its device blocks were computed before a reset; then they are not stored.
-        store_batch_blocks: blocks to offer in one call; None means as many as there are.
-        num_freed_tokens: tokens computed when the engine last freed what had left a window.
-        next_store_tokens: below so many storable tokens no further block is full.
-        hit_sources: where the tokens of its last load came from.
-        is_layerwise: whether it was last told that it may compute while its load runs.
-        num_begun_tokens: tokens that it had, those of its load included, when the engine began it; None before.
-        wanted_end_token: how far it is loaded, when that was chosen and it waits for it; None before.
-        unwanted: what was found of it and is not loaded because computing it is faster.
+        key_salt: decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
+        keys: for each group the keys of its full blocks, as far as hashed; only ``grow_keys`` adds to them.
+        blocks: its device blocks.
+        stores: what was offered to the manager.
+        search: what the last search found.
+        load: what its loads brought.
+        choice: how much of it is worth loading.
     """
 
     request: Request
@@ -108,27 +194,11 @@ class RequestState:
     limits: RequestLimits
     key_salt: bytes
     keys: list[list[OffloadKey]]
-    block_ids: list[list[int]]
-    next_store_blocks: list[int]
-    num_computed_tokens: int = 0
-    num_local_tokens: int | None = None
-    blocking_job: TransferJobId | None = None
-    has_blocks: bool = False
-    has_failed_load: bool = False
-    is_touched: bool = False
-    is_stale: bool = False
-    store_batch_blocks: int | None = None
-    num_freed_tokens: int = 0
-    next_store_tokens: int = 0
-    hit_sources: Mapping[str, int] = field(default_factory=dict)
-    is_layerwise: bool = False
-    num_begun_tokens: int | None = None
-    wanted_end_token: int | None = None
-    unwanted: Unwanted = NOTHING_UNWANTED
-
-    def may_fill_block(self, num_scheduled_tokens: int) -> bool:
-        """Return whether so many more tokens could make another block full; a thousand ask in every step."""
-        return self.num_computed_tokens + num_scheduled_tokens >= self.next_store_tokens
+    blocks: BlockTables
+    stores: StoreState
+    search: SearchState = field(default_factory=SearchState)
+    load: LoadState = field(default_factory=LoadState)
+    choice: ChoiceState = field(default_factory=ChoiceState)
 
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
@@ -153,39 +223,13 @@ class RequestState:
         ]
         return [key for end, _, key in heapq.merge(*runs) if end <= end_token]
 
-    def replace_blocks(self, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """Take a whole new block table."""
-        self.block_ids = [list(ids) for ids in block_ids]
-        self.num_computed_tokens = self.num_freed_tokens = num_computed_tokens
-        self.has_blocks = True
-        if num_computed_tokens == 0:
-            self.is_stale = False
-
-    def append_blocks(self, block_ids: Sequence[Sequence[int]] | None, num_computed_tokens: int) -> None:
-        """Take what one step appended to the block table."""
-        for table, ids in zip(self.block_ids, block_ids or (), strict=False):
-            table.extend(ids)
-        self.num_computed_tokens = num_computed_tokens
-        # Rejected drafts lower the count, but what was freed for the higher one stays freed.
-        self.num_freed_tokens = max(self.num_freed_tokens, num_computed_tokens)
-
-    def drop_blocks(self) -> None:
-        """Forget the block table: the engine has taken it back."""
-        self.block_ids = [[] for _ in self.block_ids]
-        self.has_blocks = False
-
-    def offer_again(self) -> None:
-        """Offer every block once more: what was stored of those offered may have been given up."""
-        self.next_store_blocks = [0] * len(self.next_store_blocks)
-        self.next_store_tokens = 0
-
     def on_reset(self) -> None:
-        """Begin anew with the primary tier empty; blocks computed before may hold what a reset forbids."""
-        self.is_stale = self.has_blocks
-        self.is_touched = False
-        self.wanted_end_token = None
-        self.unwanted = NOTHING_UNWANTED
-        self.offer_again()
+        """Begin anew with the primary tier empty; device blocks computed before must not be stored."""
+        self.blocks.is_stale = self.blocks.is_allocated
+        self.search.is_touched = False
+        self.choice.wanted_end_token = None
+        self.choice.unwanted = NOTHING_UNWANTED
+        self.stores.offer_again()
 
 
 def salt_hash(block_hash: bytes, key_salt: bytes) -> bytes:
@@ -205,55 +249,92 @@ def make_request_state(
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
     params = request.kv_transfer_params
-    limits = parse_request_limits(params)
+    limits = parse_request_limits(params) if params else NO_LIMITS
     return RequestState(
         request=request,
         context=ReqContext(request.request_id, params),
         limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
         key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
-        block_ids=[[] for _ in range(num_groups)],
-        next_store_blocks=[0] * num_groups,
+        blocks=BlockTables([[] for _ in range(num_groups)]),
+        stores=StoreState([0] * num_groups),
     )
 
 
-def follow_allocations(
+def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
+    """Read the limits of one request; a value that makes no sense is logged and ignored.
+
+    A client's mistake must not end the engine, and no limit is always right, only slower or faster.
+    """
+    if not params:
+        return NO_LIMITS
+    return RequestLimits(_read_limit(params, "load"), _read_limit(params, "store"))
+
+
+def follow_allocations(requests: Mapping[str, RequestState], output: SchedulerOutput) -> None:
+    """Bring the block tables of the known requests up to date with a step.
+
+    Args:
+        requests: the requests that are known; those of others are skipped.
+        output: the step.
+    """
+    for req_id in output.preempted_req_ids or ():
+        if (state := requests.get(req_id)) is not None:
+            state.blocks.drop()
+    for new in output.scheduled_new_reqs:
+        if (state := requests.get(new.req_id)) is not None:
+            state.blocks.replace(new.block_ids, new.num_computed_tokens)
+    cached = output.scheduled_cached_reqs
+    resumed = cached.resumed_req_ids
+    for req_id, block_ids, num_computed_tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        state = requests.get(req_id)
+        if state is None:
+            continue
+        if block_ids is not None and req_id in resumed:
+            state.blocks.replace(block_ids, num_computed_tokens)
+        else:
+            state.blocks.append(block_ids, num_computed_tokens)
+
+
+def list_written_blocks(
     layouts: Sequence[GroupLayout], requests: Mapping[str, RequestState], output: SchedulerOutput
 ) -> list[int]:
-    """Bring the block tables up to date with a step.
+    """Return the device blocks that a step may write to or takes from a request. Pure.
+
+    Stores that read them must end first. Blocks given to a request that is not known are among them.
 
     Args:
         layouts: the KV groups.
-        requests: the requests that are known; blocks of others are returned all the same.
+        requests: the requests that are known, before ``follow_allocations`` for this step.
         output: the step.
-
-    Returns:
-        Device blocks that this step may write to, or that were taken from a request; stores that read them
-        must end first.
-
-    Effects:
-        Changes the states' block tables and computed tokens.
     """
     written: list[int] = []
     for req_id in output.preempted_req_ids or ():
         if (state := requests.get(req_id)) is not None:
-            written.extend(block_id for table in state.block_ids for block_id in table)
-            state.drop_blocks()
+            written.extend(block_id for table in state.blocks.block_ids for block_id in table)
     for new in output.scheduled_new_reqs:
-        if (state := requests.get(new.req_id)) is not None:
-            state.replace_blocks(new.block_ids, new.num_computed_tokens)
-        written.extend(list_written_blocks(layouts, new.block_ids, new.num_computed_tokens))
-    if output.scheduled_cached_reqs.req_ids:
-        written.extend(_follow_cached_requests(layouts, requests, output))
+        written += list_uncomputed_blocks(layouts, new.block_ids, new.num_computed_tokens)
+    cached = output.scheduled_cached_reqs
+    for req_id, block_ids, num_computed_tokens in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if block_ids is None:
+            continue
+        if req_id in cached.resumed_req_ids:
+            written += list_uncomputed_blocks(layouts, block_ids, num_computed_tokens)
+        else:
+            written.extend(block_id for ids in block_ids for block_id in ids)
     return written
 
 
-def list_written_blocks(
+def list_uncomputed_blocks(
     layouts: Sequence[GroupLayout], block_ids: Sequence[Sequence[int]], num_computed_tokens: int
 ) -> list[int]:
     """Return the device blocks of a new block table that do not hold computed tokens alone. Pure.
 
-    The blocks before those may be shared with whoever computed them, and reading them needs no fence.
+    The blocks before those may be shared with the request that computed them; reading them needs no fence.
     """
     return [
         block_id
@@ -262,22 +343,12 @@ def list_written_blocks(
     ]
 
 
-def _follow_cached_requests(
-    layouts: Sequence[GroupLayout], requests: Mapping[str, RequestState], output: SchedulerOutput
-) -> list[int]:
-    cached = output.scheduled_cached_reqs
-    written: list[int] = []
-    for req_id, block_ids, num_computed_tokens in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        state = requests.get(req_id)
-        if req_id in cached.resumed_req_ids and block_ids is not None:
-            written.extend(list_written_blocks(layouts, block_ids, num_computed_tokens))
-            if state is not None:
-                state.replace_blocks(block_ids, num_computed_tokens)
-            continue
-        if block_ids is not None:
-            written.extend(block_id for ids in block_ids for block_id in ids)
-        if state is not None:
-            state.append_blocks(block_ids, num_computed_tokens)
-    return written
+def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any: a client's JSON
+    if params.get(f"skip_{direction}") is True:
+        return 0
+    name = f"max_{direction}_tokens"
+    value = params.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
+    return None

@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
-It moves no byte and never blocks. What it decides lives beside it: how much of a prefix can be loaded
-(prefix_search), which device blocks a load writes (load_planner), which tiers it comes from (hit_sources), what
-can be stored (store_planner), which stores others must wait for (fences), what is in flight (transfer_jobs),
-whether it may start at all (handshake), what is recorded (recorder). The order of a step stands in ``protocols``.
+It moves no byte and never blocks. ``protocols`` has the order of a step. What one step decides is in the modules beside
+this one: how much of a prefix can be loaded (prefix_search) and how much is worth it (load_or_compute), which keys and
+device blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded (layerwise),
+whether transfers may start at all (handshake). Optional ones are None when they are off.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -13,42 +13,44 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from kvtier.base import (
-    OffloadingManager,
-    OffloadingSpec,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-    TransferJobId,
-    TransferSpec,
-    get_offload_block_hash,
-)
+from kvtier.base import OffloadingSpec, OffloadKey, ReqContext, TransferJobId, TransferSpec
 from kvtier.connector.common import (
     BlockRemoved,
     BlockStored,
     LostLoadStoreSpec,
     OffloadingConnectorMetadata,
+    StopReason,
     TransferJob,
+    make_block_event,
 )
 from kvtier.connector.groups import make_group_layouts
-from kvtier.connector.handshake import RegionHandshake
-from kvtier.connector.jobs import BlockFences, JobKind, OpenTransfer, TransferJobs
-from kvtier.connector.layerwise import LayerwiseChoice
-from kvtier.connector.load_or_compute import LoadOrCompute
-from kvtier.connector.metrics import SchedulerCounters, count_hit_sources
+from kvtier.connector.handshake import make_handshake
+from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
+from kvtier.connector.layerwise import make_layerwise_choice
+from kvtier.connector.load_or_compute import make_load_or_compute
+from kvtier.connector.metrics import SchedulerCounters, count_tokens_by_tier
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
-from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, sliding_window_lookup
+from kvtier.connector.prefix_search import (
+    find_loadable_end,
+    maximal_prefix_lookup,
+    sliding_window_lookup,
+    split_by_need,
+)
 from kvtier.connector.protocols import (
     ConnectorOutput,
     DeviceBlocks,
     PromotingManager,
     Request,
+    RequestRecorder,
     SchedulerOutput,
 )
-from kvtier.connector.request_state import RequestState, follow_allocations, make_request_state
+from kvtier.connector.request_state import (
+    RequestState,
+    follow_allocations,
+    list_written_blocks,
+    make_request_state,
+)
 from kvtier.errors import BlockNotReadyError
-from kvtier.recording.recorder import TraceRecorder
-from kvtier.recording.trace_line import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -61,35 +63,36 @@ class OffloadingConnectorScheduler:
 
     Args:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
-        recorder: writes a trace of the requests; None records nothing.
+        recorder: records the requests; the scheduler half closes it. None records nothing.
         clock: seconds, monotonic; how long steps take is measured with it.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         counters: what was decided so far.
-        layerwise: what is loaded while its request computes.
-        recorder: the recorder; an engine that knows when a request came tells it before the first search.
-        load_choice: how much of what is found is loaded.
+        layerwise: the loads that their request computes with; None when there are none.
+        load_or_compute: how much of a hit is loaded; None when all of it is.
+        recorder: the recorder; an engine that knows when a request came calls its ``on_arrival`` before the search.
     """
 
     def __init__(
         self,
         spec: OffloadingSpec,
-        recorder: TraceRecorder | None = None,
+        recorder: RequestRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.recorder = recorder
         self.manager = spec.get_manager()
+        self.recorder = recorder
+        self.counters = SchedulerCounters()
+        self._requests: dict[str, RequestState] = {}
+        self.layerwise = make_layerwise_choice(spec)
+        self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock)
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
-        self.counters = SchedulerCounters()
-        self.layerwise = LayerwiseChoice(spec)
         self._layouts = make_group_layouts(spec)
-        self._handshake = RegionHandshake(spec)
-        self._requests: dict[str, RequestState] = {}
-        self.load_choice = LoadOrCompute(spec, self.manager, self._requests, clock)
+        self._search_groups = split_by_need(self._layouts)
+        # None without a region, and from the moment on when every worker has reported the scheduler's own.
+        self._handshake = make_handshake(spec)
         self._jobs = TransferJobs(spec.config.world_size)
-        self._fences = BlockFences()
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
@@ -103,10 +106,10 @@ class OffloadingConnectorScheduler:
         *,
         can_wait_by_layer: bool = False,
     ) -> tuple[int | None, bool]:
-        """Say how many tokens of a waiting request can be loaded.
+        """Return how many tokens of a waiting request can be loaded; the engine calls this until it schedules it.
 
         Args:
-            request: asked for in every step until it is scheduled.
+            request: not scheduled yet.
             num_computed_tokens: leading tokens that device memory holds.
             key_salt: what decides the bytes of the request's blocks beyond what its content hashes cover, for
                 example the weights of an adapter; at most 64 bytes. Another salt finds other blocks.
@@ -116,37 +119,33 @@ class OffloadingConnectorScheduler:
         Returns:
             How many tokens beyond those can be loaded, and True when the load runs beside the engine's steps and the
             request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
-            ask again in the next step. At least one token is left to compute.
+            call again in the next step. At least one token is left to compute.
         """
-        state = self._requests.get(request.request_id)
-        is_early = self.layerwise.shares_blocks(request, num_computed_tokens)
-        if is_early or _still_waits(state, num_computed_tokens, self.manager, self._jobs):
+        if self.layerwise is not None and self.layerwise.shares_blocks(request, num_computed_tokens):
             return WAIT
+        state = self._requests.get(request.request_id)
         if state is None:
-            state = self._requests[request.request_id] = make_request_state(
-                request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
-            )
+            state = self._add_request(request, key_salt)
+        else:
+            # Most calls end here: nothing has changed for a request that was answered None.
+            is_same = num_computed_tokens == state.search.num_local_tokens
+            if is_same and (
+                state.search.blocking_job in self._jobs.by_id or self.manager.is_waiting(state.context)
+            ):
+                return WAIT
             state.grow_keys(self._layouts)
-            self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
-            if self.recorder is not None:
-                self.recorder.on_arrival(request.request_id)
-        state.num_local_tokens = num_computed_tokens
-        if state.has_failed_load or not self._handshake.is_open:
+        state.search.num_local_tokens = num_computed_tokens
+        if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
-        end_token = self._find_loadable_end(state, num_computed_tokens)
+        end_token = self._find_end(state, num_computed_tokens)
         if end_token is None:
             return WAIT
-        if end_token > num_computed_tokens:
-            # What is being loaded for another request is waited for and not loaded twice.
-            wanted = iterate_load_keys(self._layouts, state.keys, num_computed_tokens, end_token)
-            state.blocking_job = self._jobs.find_load_of(wanted)
-            if state.blocking_job is not None:
-                return WAIT
-        if not state.is_touched:
-            state.is_touched = True
-            self._touch(state, request.num_tokens)
-        num_tokens = end_token - num_computed_tokens
-        return self.layerwise.answer(state, self._jobs, num_tokens, can_wait_by_layer=can_wait_by_layer)
+        if end_token == num_computed_tokens:
+            return NOTHING
+        is_layerwise = self.layerwise is not None and self.layerwise.choose(
+            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
+        )
+        return end_token - num_computed_tokens, not is_layerwise
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
@@ -164,35 +163,13 @@ class OffloadingConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        if num_external_tokens == 0:
-            self.load_choice.on_begun(state, 0, self.counters)
-            return
-        first_token = state.num_local_tokens or 0
-        end_token = first_token + num_external_tokens
-        plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
-        state.has_blocks = True
-        promoted = {} if self._promoting is None else self._promoting.promoted_for(state.context)
-        state.hit_sources = count_hit_sources(self._layouts, state, promoted, num_external_tokens)
-        self.counters.load_jobs += 1
-        try:
-            transfer = TransferSpec(self.manager.prepare_load(plan.keys, state.context), plan.device_spec)
-            job_id = self._jobs.open(JobKind.LOAD, state, plan.keys)
-        except BlockNotReadyError as error:
-            # The engine waits for this load already, and only a worker can tell it that a load ended. So one is
-            # sent that fails there; raising would end the engine over a block that is merely recomputed.
-            logger.warning("request %s: its load is lost, it is computed: %s", request.request_id, error)
-            self.counters.lost_load_jobs += 1
-            transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
-            job_id = self._jobs.open(JobKind.LOAD, state, [])
-        self._load_jobs[job_id] = TransferJob(request.request_id, transfer, state.is_layerwise)
-        if state.is_layerwise:
-            self.layerwise.begin(job_id, request, first_token)
-            self.counters.layerwise_load_jobs += 1
-        self.load_choice.on_begun(state, num_external_tokens, self.counters)
-        self._flush(plan.device_spec.block_ids.tolist())
+        if num_external_tokens:
+            self._begin_load(state, blocks, num_external_tokens)
+        if self.load_or_compute is not None:
+            self.load_or_compute.on_begun(state, num_external_tokens, self.counters)
 
-    def get_hit_sources(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
-        """Say where the tokens of a load come from; ask when update_state_after_alloc has begun it.
+    def get_tokens_by_tier(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
+        """Return where the tokens of a load come from; call it when update_state_after_alloc has begun the load.
 
         Args:
             req_id: the request.
@@ -204,7 +181,7 @@ class OffloadingConnectorScheduler:
             request is unknown.
         """
         state = self._requests.get(req_id)
-        return {} if state is None or num_external_tokens == 0 else dict(state.hit_sources)
+        return {} if state is None or num_external_tokens == 0 else dict(state.load.tokens_by_tier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return what the workers have to do in this step, and end the manager's step.
@@ -212,27 +189,33 @@ class OffloadingConnectorScheduler:
         Effects:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
-        if not self._handshake.is_open:
-            self._handshake.on_step()
-        written = follow_allocations(self._layouts, self._requests, scheduler_output)
-        if written:
-            self._flush(written)
+        num_scheduled_tokens = scheduler_output.num_scheduled_tokens
+        if self._jobs.fenced:
+            self._flush(list_written_blocks(self._layouts, self._requests, scheduler_output))
+        follow_allocations(self._requests, scheduler_output)
         store_jobs: dict[TransferJobId, TransferJob] = {}
-        if self._handshake.is_open:
-            for req_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-                state = self._requests.get(req_id)
-                if state is not None and state.may_fill_block(num_tokens):
-                    store_jobs.update(self._prepare_stores(state, num_tokens))
-        load_jobs = self._load_jobs
-        waits_by_layer = bool(load_jobs) and any(job.is_layerwise for job in load_jobs.values())
+        if self._handshake is not None:
+            self._handshake.on_step()
+        else:
+            requests = self._requests
+            for req_id, num_tokens in num_scheduled_tokens.items():
+                state = requests.get(req_id)
+                if (
+                    state is not None
+                    and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens
+                ):
+                    self._prepare_stores(state, num_tokens, store_jobs)
+        measured_step = None
+        # How long a step waits for a load says nothing of how fast the engine computes.
+        if self.load_or_compute is not None and not any(job.is_layerwise for job in self._load_jobs.values()):
+            measured_step = self.load_or_compute.begin_step(scheduler_output)
         metadata = OffloadingConnectorMetadata(
-            load_jobs,
+            self._load_jobs,
             store_jobs,
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,
-            is_idle=not scheduler_output.num_scheduled_tokens,
-            # How long a step waits for a load says nothing of how fast the engine computes.
-            measured_step=None if waits_by_layer else self.load_choice.begin_step(scheduler_output),
+            is_idle=not num_scheduled_tokens,
+            measured_step=measured_step,
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()
@@ -241,16 +224,24 @@ class OffloadingConnectorScheduler:
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """Take what the workers reported; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
-        self.load_choice.take_report(report)
+        if self.load_or_compute is not None:
+            self.load_or_compute.take_report(report)
         if report is None:
             return
-        self._handshake.record(report.region_identities)
-        self.layerwise.count_workers(report.layerwise_workers)
+        if self._handshake is not None:
+            self._handshake.record(report.region_identities)
+            if self._handshake.is_open:
+                self._handshake = None
+        if self.layerwise is not None and report.layerwise_workers:
+            self.layerwise.count_workers(report.layerwise_workers)
+        if not report.completed_jobs:
+            return
         for job in self._jobs.count(report):
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
             else:
-                self._end_store(job)
+                self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
+                self.counters.failed_store_jobs += job.has_failed
 
     def request_finished(
         self, request: Request, stop: StopReason = StopReason.UNKNOWN, *, is_traffic: bool = True
@@ -260,7 +251,7 @@ class OffloadingConnectorScheduler:
         Args:
             request: the request, with what it has generated.
             stop: why its answer ended.
-            is_traffic: whether somebody has asked it; the engine's own requests are not recorded.
+            is_traffic: whether it came from outside; the engine's own requests are not recorded.
 
         Returns:
             False, the engine may free its device blocks (unfinished stores fence them), and no parameters.
@@ -272,20 +263,15 @@ class OffloadingConnectorScheduler:
             if state is None or not is_traffic:
                 self.recorder.forget(request.request_id)
             else:
-                record_request(self.recorder, state, stop)
+                _record_request(self.recorder, state, stop)
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """Return what media have gained and lost since the last call, oldest first."""
-        events: list[BlockStored | BlockRemoved] = []
-        for event in self.manager.take_events():
-            hashes = tuple(get_offload_block_hash(key) for key in event.keys)
-            made = BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)
-            events.append(made)
-        return events
+        return [make_block_event(event) for event in self.manager.take_events()]
 
     def has_open_stores(self) -> bool:
-        """Return True until every worker has reported each store; steps, which may be empty, bring that about.
+        """Return True until every worker has reported each store; further steps, which may be empty, end them.
 
         What tiers still write does not count: they go on without steps.
         """
@@ -312,12 +298,12 @@ class OffloadingConnectorScheduler:
     def stats(self) -> dict[str, float]:
         """Return counters and gauges of the connector and of its manager, by dotted name."""
         gauges = {
-            "connector.open_jobs": float(len(self._jobs)),
-            "connector.fenced_jobs": float(len(self._fences)),
+            "connector.open_jobs": float(len(self._jobs.by_id)),
+            "connector.fenced_jobs": float(self._jobs.num_fenced_stores),
             "connector.requests": float(len(self._requests)),
         }
         recorded = {} if self.recorder is None else self.recorder.stats()
-        chosen = self.load_choice.stats()
+        chosen = {} if self.load_or_compute is None else self.load_or_compute.stats()
         return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
 
     def shutdown(self) -> None:
@@ -325,9 +311,10 @@ class OffloadingConnectorScheduler:
         self.manager.shutdown()
         if self.recorder is not None:
             for state in self._requests.values():
-                record_request(self.recorder, state, StopReason.UNKNOWN)
+                _record_request(self.recorder, state, StopReason.UNKNOWN)
             self.recorder.close()
 
+    # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
     def _maximal_prefix_lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
         return maximal_prefix_lookup(self.manager, keys, req_context)
 
@@ -336,93 +323,131 @@ class OffloadingConnectorScheduler:
     ) -> int | None:
         return sliding_window_lookup(self.manager, keys, sliding_window_size, req_context)
 
-    def _find_loadable_end(self, state: RequestState, num_local_tokens: int) -> int | None:
+    def _add_request(self, request: Request, key_salt: bytes) -> RequestState:
+        state = self._requests[request.request_id] = make_request_state(
+            request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
+        )
         state.grow_keys(self._layouts)
+        self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
+        if self.recorder is not None:
+            self.recorder.on_arrival(request.request_id)
+        return state
+
+    def _find_end(self, state: RequestState, num_local_tokens: int) -> int | None:
+        """Return up to which token the request can be loaded and should be; None when it has to wait.
+
+        Effects:
+            ``state.search``. The first end that is found renews the request's blocks.
+        """
+        if state.load.has_failed:
+            return num_local_tokens
         # The engine needs a token to compute: without one there is no output to sample from.
         max_end_token = state.request.num_tokens - 1
         if state.limits.max_load_tokens is not None:
             max_end_token = min(max_end_token, state.limits.max_load_tokens)
-        end_token = self.load_choice.find_limit(state, num_local_tokens, max_end_token)
+        if self.load_or_compute is not None:
+            limit = self.load_or_compute.find_limit(state, num_local_tokens, max_end_token)
+            if limit is None:
+                return None
+            max_end_token = limit
+        end_token = find_loadable_end(
+            self._search_groups, self.manager, state.keys, num_local_tokens, max_end_token, state.context
+        )
         if end_token is None:
             return None
-        return find_loadable_end(
-            self._layouts,
-            state.keys,
-            num_local_tokens,
-            end_token,
-            lambda keys: self._maximal_prefix_lookup(keys, state.context),
-            lambda keys, size: self._sliding_window_lookup(keys, size, state.context),
-        )
+        if self._jobs.loading and end_token > num_local_tokens:
+            # What is being loaded for another request is waited for and not loaded twice.
+            wanted = iterate_load_keys(self._layouts, state.keys, num_local_tokens, end_token)
+            state.search.blocking_job = self._jobs.find_load_of(wanted)
+            if state.search.blocking_job is not None:
+                return None
+        if not state.search.is_touched:
+            state.search.is_touched = True
+            self._touch(state, state.request.num_tokens)
+        return end_token
 
-    def _flush(self, block_ids: list[int]) -> None:
-        """Make the workers finish, before this step writes to ``block_ids``, every store that reads them."""
-        job_ids = self._fences.take(block_ids)
-        if job_ids:
-            self._jobs_to_flush |= job_ids
-            self.counters.flushed_store_jobs += len(job_ids)
+    def _begin_load(self, state: RequestState, blocks: DeviceBlocks, num_external_tokens: int) -> None:
+        request, is_layerwise = state.request, state.search.is_layerwise
+        first_token = state.search.num_local_tokens or 0
+        end_token = first_token + num_external_tokens
+        plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
+        state.blocks.is_allocated = True
+        promoted = {} if self._promoting is None else self._promoting.promoted_for(state.context)
+        state.load.tokens_by_tier = count_tokens_by_tier(
+            self._layouts, state.keys, promoted, first_token, end_token
+        )
+        self.counters.load_jobs += 1
+        try:
+            transfer = TransferSpec(self.manager.prepare_load(plan.keys, state.context), plan.device_spec)
+            job_id = self._jobs.open_load(state, plan.keys)
+        except BlockNotReadyError as error:
+            # The engine already waits for this load, and only a worker can report that a load ended. So a load is sent
+            # that fails there; raising would end the engine over a block that is merely recomputed.
+            logger.warning("request %s: its load is lost, it is computed: %s", request.request_id, error)
+            self.counters.lost_load_jobs += 1
+            transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
+            job_id = self._jobs.open_load(state, [])
+        self._load_jobs[job_id] = TransferJob(request.request_id, transfer, is_layerwise)
+        if is_layerwise and self.layerwise is not None:
+            self.layerwise.begin(job_id, request, first_token)
+            self.counters.layerwise_load_jobs += 1
+        if self._jobs.fenced:
+            self._flush(plan.device_blocks)
+
+    def _flush(self, written_blocks: Sequence[int]) -> None:
+        """Make the workers finish, before this step writes to these device blocks, every store that reads them."""
+        job_ids = self._jobs.take_fenced(written_blocks)
+        self._jobs_to_flush |= job_ids
+        self.counters.flushed_store_jobs += len(job_ids)
 
     def _prepare_stores(
-        self, state: RequestState, num_scheduled_tokens: int
-    ) -> dict[TransferJobId, TransferJob]:
+        self, state: RequestState, num_scheduled_tokens: int, store_jobs: dict[TransferJobId, TransferJob]
+    ) -> None:
+        """Add to ``store_jobs`` what the manager has room for."""
         storable = list_storable_blocks(self._layouts, state, num_scheduled_tokens)
-        if self._jobs.void_keys:
-            storable = list(takewhile(lambda block: block.key not in self._jobs.void_keys, storable))
+        if storable and self._jobs.void_keys:
+            void_keys = self._jobs.void_keys
+            storable = list(takewhile(lambda block: block.key not in void_keys, storable))
+            state.stores.next_tokens = 0  # the others are offered when those jobs have ended
         if not storable:
-            return {}
-
-        def offer(keys: list[OffloadKey]) -> PrepareStoreOutput | None:
-            output = self.manager.prepare_store(keys, state.context)
-            self.counters.refused_stores += output is None
-            return output
-
-        jobs: dict[TransferJobId, TransferJob] = {}
-        for plan in offer_blocks(self._layouts, state, storable, offer):
-            job_id = self._jobs.open(JobKind.STORE, state, plan.keys)
-            self._fences.add(job_id, plan.device_spec.block_ids.tolist())
-            jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(plan.device_spec, plan.slots))
-        if jobs:
-            self.counters.store_jobs += len(jobs)
+            return
+        offers = offer_blocks(self._layouts, state, storable, self.manager.prepare_store)
+        self.counters.refused_stores += offers.num_refused
+        for plan in offers.plans:
+            job_id = self._jobs.open_store(state, plan.keys, plan.device_blocks)
+            store_jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(plan.device_spec, plan.slots))
+        if offers.plans:
+            self.counters.store_jobs += len(offers.plans)
             self._touch(state, storable[-1].end_token)
-        return jobs
 
     def _end_load(self, job: OpenTransfer) -> None:
-        self.layerwise.end(job)
+        state = job.state
+        if self.layerwise is not None:
+            self.layerwise.end(job)
         if job.keys:
-            self.manager.complete_load(job.keys, job.state.context)
+            self.manager.complete_load(job.keys, state.context)
         if job.has_failed:
-            logger.warning("request %s: its load failed, it is computed", job.state.context.req_id)
-            job.state.has_failed_load = True
+            logger.warning("request %s: its load failed, it is computed", state.context.req_id)
+            state.load.has_failed = True
             self.counters.failed_load_jobs += 1
             return
-        self.counters.count_loaded(job.state.hit_sources)
-        if self._requests.get(job.state.context.req_id) is job.state:
-            self._touch(job.state, job.state.request.num_tokens)
-
-    def _end_store(self, job: OpenTransfer) -> None:
-        self._fences.remove(job.job_id)
-        self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
-        self.counters.failed_store_jobs += job.has_failed
+        self.counters.count_loaded(state.load.tokens_by_tier)
+        if self._requests.get(state.context.req_id) is state:
+            self._touch(state, state.request.num_tokens)
 
     def _touch(self, state: RequestState, end_token: int) -> None:
         """Renew the request's blocks, its first most: the tail of a prefix is evicted before its head."""
-        keys = state.keys_by_position(self._layouts, end_token)
+        layouts = self._layouts
+        if len(layouts) == 1:
+            keys = state.keys[0][: end_token // layouts[0].block_tokens]
+        else:
+            keys = state.keys_by_position(layouts, end_token)
         if keys:
             self.manager.touch(keys, state.context)
 
 
-def record_request(recorder: TraceRecorder, state: RequestState, stop: StopReason) -> None:
+def _record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
     """Record a request under the blocks of its first KV group; their content is that of the others'."""
     request = state.request
     num_output_tokens = request.num_tokens - request.num_prompt_tokens
     recorder.on_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
-
-
-def _still_waits(
-    state: RequestState | None, num_computed_tokens: int, manager: OffloadingManager, jobs: TransferJobs
-) -> bool:
-    """Return whether nothing has changed for a request that was told to wait; most questions end here. Pure."""
-    return (
-        state is not None
-        and num_computed_tokens == state.num_local_tokens
-        and (manager.is_waiting(state.context) or state.blocking_job in jobs)
-    )

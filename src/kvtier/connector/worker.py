@@ -1,13 +1,14 @@
 """The worker half: begins the transfers of each step, reports how they ended.
 
-It keeps no books of blocks. Stores are deferred: those of a step are begun in the next one, when the tokens of
-the step that computed them have gone out, so that copying never delays token generation. A load is reported
-exactly once on every worker however it ends, because the engine holds the request's blocks until then.
+Stores are deferred: those of a step are begun in the next one, when the tokens of the step that computed them have gone
+out, so that copying never delays token generation. A load is reported exactly once on every worker however it ends,
+because the engine holds the request's blocks until then.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
@@ -41,6 +42,21 @@ measured, a hit in host memory took 0.3 to 0.7 s instead of 0.07 s. Zero brings 
 token by as much."""
 
 
+@dataclass(eq=False, slots=True)
+class _OpenLoad:
+    """A load that this worker has not reported.
+
+    Attributes:
+        job: what to load, and for which request.
+        has_begun: whether a handler has taken it; one that was declined is reported as failed.
+        is_void: whether a reset came after it was begun; its bytes must not be used.
+    """
+
+    job: TransferJob
+    has_begun: bool = True
+    is_void: bool = False
+
+
 class OffloadingConnectorWorker:
     """Carries out what the scheduler half has planned, on one worker. Used from one thread.
 
@@ -61,9 +77,7 @@ class OffloadingConnectorWorker:
         self._is_idle = False
         self._deferred_stores: dict[TransferJobId, TransferJob] = {}
         self._stores: set[TransferJobId] = set()
-        self._loads: dict[TransferJobId, TransferJob] = {}
-        self._declined_loads: list[TransferJobId] = []
-        self._void_loads: set[TransferJobId] = set()
+        self._loads: dict[TransferJobId, _OpenLoad] = {}
         self._failed_loads: dict[str, list[int]] = {}
         self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
         self._results: list[TransferResult] = []
@@ -90,11 +104,11 @@ class OffloadingConnectorWorker:
             self._report.region_identities = (identity,)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the KV cache, whose memory the engine is about to free; what was stored stays. Idempotent.
+        """Drop every reference to the KV cache, whose memory the engine is about to free; what was stored stays.
 
-        Deferred stores are begun first and ended like those under way. Loads that have not been reported are
-        reported as failed, for their bytes are in memory that goes. So is what is submitted before
-        ``register_kv_caches`` brings the tensors that take the place of these.
+        Idempotent. Deferred stores are begun first and ended like those under way. Loads that have not been reported
+        are reported as failed, because their bytes are in memory that goes. So is what is submitted before
+        ``register_kv_caches`` brings the tensors that replace these.
 
         Thread: blocks until every copy has ended.
 
@@ -113,7 +127,8 @@ class OffloadingConnectorWorker:
                 self._record(result)
                 self._stores.remove(result.job_id)
                 self._report.mark_completed(result.job_id, result.success)
-        self._declined_loads = list(self._loads)
+        for load in self._loads.values():
+            load.has_begun = False
         self._spec.detach_kv_caches()
         self.worker = OffloadingWorker()
         self._report.layerwise_workers -= self._layer_loads.is_able
@@ -132,33 +147,33 @@ class OffloadingConnectorWorker:
         self._begin_deferred_stores()
         if metadata.jobs_to_flush:
             self.worker.wait(metadata.jobs_to_flush)
-        if metadata.jobs_to_fail:
-            self._void_loads |= metadata.jobs_to_fail & self._loads.keys()
+        for job_id in metadata.jobs_to_fail or ():
+            if job_id in self._loads:
+                self._loads[job_id].is_void = True
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Begin the loads of this step; handle_preemptions is done first if the engine left it out."""
         self.handle_preemptions(metadata)
         self._is_spoiled = False
         for job_id, job in metadata.load_jobs.items():
-            self._loads[job_id] = job
             # A declined load is reported in get_finished like any other: the engine looks nowhere else.
             is_lost = isinstance(job.transfer_spec.source, LostLoadStoreSpec)
             begin = self._layer_loads.begin if job.is_layerwise else self.worker.transfer_async
-            if (is_lost and not job.is_layerwise) or not begin(job_id, job.transfer_spec):
-                self._declined_loads.append(job_id)
+            has_begun = (job.is_layerwise or not is_lost) and begin(job_id, job.transfer_spec)
+            self._loads[job_id] = _OpenLoad(job, has_begun)
 
     def wait_for_loads(self) -> None:
         """Wait until the loads that have begun have ended, which get_finished then reports.
 
-        An engine that has nothing else to do is told sooner so than by asking again and again, which would take the
-        interpreter from the threads that copy.
+        An engine that has nothing else to do goes on sooner this way: polling would take the interpreter from the
+        threads that copy.
 
         Thread: blocks.
         """
         self.worker.wait(set(self._loads))
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Hold back what is computed from now on until the layer has its bytes; costs nothing where none is loaded.
+        """Delay what is computed from now on until the layer has its bytes; costs nothing when no load is by layer.
 
         Call it before anything reads the layer in a step that computes with its loads.
 
@@ -177,7 +192,7 @@ class OffloadingConnectorWorker:
             is_computed: whether the step has computed, so that it must have waited for each layer.
 
         Returns:
-            False when what the step has computed is not to be trusted; prepare_store_kv then stores nothing of it.
+            False when the step may have computed with missing bytes; prepare_store_kv then stores nothing of it.
 
         Thread: blocks.
         """
@@ -208,8 +223,8 @@ class OffloadingConnectorWorker:
             finished_req_ids: requests that ended; a load for one of them is reported all the same.
 
         Returns:
-            No stores, because they hold no device blocks; each load once, whether it ended well or badly, but for
-            those by layer: their requests are not waiting.
+            No stores, because they hold no device blocks. Each load once, whether it ended well or badly; loads by
+            layer are left out, because their requests are not waiting.
 
         Thread: pauses once in a step without tokens; blocks until loads by layer have ended.
         """
@@ -218,12 +233,11 @@ class OffloadingConnectorWorker:
         if self._is_idle:
             self._pause(IDLE_PAUSE_S)
         self._is_idle = False
-        # What nobody took belongs to an earlier answer: the engine has drawn its conclusions from that one.
+        # What was not taken belongs to an earlier answer, and take_failed_loads is about the last one alone.
         self._failed_loads = {}
         ended: set[str] = set()
-        for job_id in self._declined_loads:
+        for job_id in [job_id for job_id, load in self._loads.items() if not load.has_begun]:
             ended |= self._end_load(job_id, success=False)
-        self._declined_loads = []
         results, self._results = [*self._results, *self.worker.get_finished()], []
         for result in results:
             if result.job_id in self._loads:
@@ -267,17 +281,17 @@ class OffloadingConnectorWorker:
 
     def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
         """Report a load; return its request when the engine waits for it."""
-        job = self._loads.pop(job_id)
+        load = self._loads.pop(job_id)
+        req_id = load.job.req_id
         is_layerwise = job_id in self._layer_loads
         self._layer_loads.close(job_id)
-        is_good = success and job_id not in self._void_loads and not (is_layerwise and self._is_spoiled)
-        self._void_loads.discard(job_id)
+        is_good = success and not load.is_void and not (is_layerwise and self._is_spoiled)
         self._report.mark_completed(job_id, is_good)
         if not is_good:
-            destination = job.transfer_spec.destination
+            destination = load.job.transfer_spec.destination
             blocks = destination.block_ids.tolist() if isinstance(destination, BlockIDsLoadStoreSpec) else []
-            self._failed_loads[job.req_id] = blocks
-        return set() if is_layerwise else {job.req_id}
+            self._failed_loads[req_id] = blocks
+        return set() if is_layerwise else {req_id}
 
     def _record(self, result: TransferResult) -> None:
         size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type

@@ -1,8 +1,8 @@
-"""Records what an engine is asked, as a trace that the simulator reads: when, how long, which blocks are shared.
+"""Records the requests of an engine as a trace that the simulator reads: when, how long, which blocks are shared.
 
-It sees no token and no text, and writes no name of a request or of a block: a block stands in the trace as a salted id.
-The scheduler's thread hands over what it knows of a request that has ended; a thread of the recorder makes the ids and
-writes the line. When that thread falls behind requests are dropped and counted: the scheduler never waits for a disk.
+It gets no token and no text, and writes no name of a request or of a block: a block stands in the trace as a salted id.
+The scheduler's thread hands over what it knows of a request that has ended. A thread of the recorder makes the ids and
+writes the line. When that thread falls behind, requests are dropped and counted: the scheduler never waits for a disk.
 """
 
 import logging
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.config import OffloadingConfig, parse_bytes
+from kvtier.connector.common import StopReason
+from kvtier.connector.protocols import RequestRecorder
 from kvtier.errors import ConfigError
 from kvtier.recording.trace_file import TraceFile, create_trace_file
-from kvtier.recording.trace_line import StopReason, TraceEnd, TraceHeader, TraceLine
+from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt, draw_salt, read_salt_file
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class _Ended:
     stop: StopReason
 
 
-class TraceRecorder:
+class TraceRecorder(RequestRecorder):
     """Writes a line for each request that ends. Its methods are for the scheduler's thread.
 
     Arrivals, what was handed over and what was dropped change on the scheduler's thread alone, the file and what was
@@ -105,7 +107,6 @@ class TraceRecorder:
         return self._file.path
 
     def on_arrival(self, req_id: str) -> None:
-        """Note that a request has come, unless it is known already."""
         self._arrivals_s.setdefault(req_id, max(0.0, self._clock() - self._began_s))
 
     def on_end(
@@ -116,16 +117,6 @@ class TraceRecorder:
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
     ) -> None:
-        """Record a request that has ended, well or not.
-
-        Args:
-            req_id: its name, which is not written; one that never came is not recorded.
-            num_prompt_tokens: length of its prompt.
-            num_output_tokens: length of its answer, as far as it got.
-            keys: the names of its blocks, head first; those beyond the full blocks of its prompt are left out. A
-                request that lacks one of them is dropped and counted: a reader would refuse the whole trace.
-            stop: why its answer ended.
-        """
         arrival_s = self._arrivals_s.pop(req_id, None)
         if arrival_s is None:
             return
@@ -133,6 +124,7 @@ class TraceRecorder:
         of_prompt = tuple(keys[:num_blocks])
         num_queued = self._num_handed_keys - self._num_taken_keys
         is_over = self._has_ended or self._is_closed
+        # A reader would refuse the whole trace if a request lacked a block of its prompt.
         if is_over or len(of_prompt) < num_blocks or num_queued > self._max_queued_keys:
             self._num_dropped += 1
             return
@@ -140,11 +132,9 @@ class TraceRecorder:
         self._queue.put(_Ended(arrival_s, num_prompt_tokens, num_output_tokens, of_prompt, stop))
 
     def forget(self, req_id: str) -> None:
-        """Leave a request out that has come."""
         self._arrivals_s.pop(req_id, None)
 
     def stats(self) -> dict[str, float]:
-        """Return what was written and what was not, by dotted name."""
         return {
             "recorder.requests": float(self._num_written),
             "recorder.dropped_requests": float(self._num_dropped + self._num_unwritten),
@@ -152,7 +142,6 @@ class TraceRecorder:
         }
 
     def close(self) -> None:
-        """Write what waits and the last line, for at most CLOSE_TIMEOUT_S; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)

@@ -1,8 +1,8 @@
 """A file of lines that is private, never overwrites, never exceeds its limit, and is readable up to any crash.
 
-It knows nothing of what the lines say. Each line is handed to the kernel before the next one, so that a process that
-is killed leaves whole lines and at most one cut at the end. A path that ends in ".gz" is compressed; each line is then
-flushed through the compressor, which costs a few bytes and keeps the same promise.
+Each line is handed to the kernel before the next one, so a process that is killed leaves whole lines and at most one
+cut at the end. A path that ends in ".gz" is compressed; each line is then flushed through the compressor, which costs a
+few bytes and keeps the same promise.
 """
 
 import os
@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError
 
 GZIP_SUFFIX = ".gz"
 GZIP_WINDOW = 31
-"""zlib's word for its largest window with gzip's frame."""
+"""What zlib calls its largest window with gzip's frame."""
 
 GZIP_EDGE_BYTES = 64
 """Frame and end of a compressed file take less."""
@@ -55,7 +55,7 @@ class TraceFile:
         return self.num_bytes + num_bytes + edge <= self._max_bytes
 
     def write(self, line: bytes) -> None:
-        """Hand one line, which ends with a line feed, to the kernel; the caller has asked for room.
+        """Hand one line, which ends with a line feed, to the kernel; call ``has_room`` before.
 
         Raises:
             OSError: it cannot be written; the line may be cut, so nothing may be written behind it.
@@ -110,7 +110,7 @@ def create_trace_file(path: Path, max_bytes: int, setting: str) -> TraceFile:
     Args:
         path: its absolute path.
         max_bytes: what it may take on the disk.
-        setting: what to blame.
+        setting: the setting that an error names.
 
     Raises:
         ConfigError: the path is not absolute, or no file can be made there.

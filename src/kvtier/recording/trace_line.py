@@ -1,6 +1,6 @@
 """The lines of a recorded trace: one for the recording, one for each request, one for the end.
 
-It writes no file and makes no id. A line is one JSON object:
+Each line is one JSON object:
 
     {"kvtier_trace": 1, "block_tokens": 16}
     {"timestamp": 12.5, "input_length": 70, "output_length": 8, "hash_ids": [5, 7, 9, 11], "stop": 2}
@@ -13,20 +13,13 @@ order in which they ended. The last line is missing where a recording did not en
 
 import json
 from dataclasses import dataclass
-from enum import Enum
+
+from kvtier.connector.common import StopReason
 
 TRACE_MARK = "kvtier_trace"
 END_MARK = "kvtier_trace_end"
 VERSION = 1
 """A reader refuses other versions: their fields may mean something else."""
-
-
-class StopReason(Enum):
-    """Why a turn ended, as traces write it."""
-
-    UNKNOWN = 0
-    TOOL_USE = 1
-    END_TURN = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Turns names of blocks into ids that say nothing of the blocks.
+"""Turns names of blocks into ids that reveal nothing of the blocks.
 
-A block's name is a hash of its tokens, the same in each engine of a kind: who guesses a prompt can compute it. So an id
-is a keyed hash (BLAKE2b) of the name under a secret. Equal names get equal ids under one secret, and only under that.
+A block's name is a hash of its tokens, the same in each engine of a kind: a guess of the prompt gives the name. So an
+id is a keyed hash (BLAKE2b) of the name under a secret. Equal names get equal ids under one secret, and only under it.
 The secret is drawn at the start and never written, or read from a file so that recordings of several engines agree.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 
 SECRET_BYTES = 32
-"""As long as the digests of blocks; nobody tries 2**256 keys."""
+"""As long as the digests of blocks; 2**256 keys cannot be tried out."""
 
 MIN_FILE_BYTES = 16
 """Less could be tried out."""
@@ -30,7 +30,7 @@ class TraceSalt:
     """A secret, and the ids under it.
 
     Args:
-        secret: 16 to 64 bytes; keep it from whoever gets the trace.
+        secret: 16 to 64 bytes; keep it from readers of the trace.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -54,10 +54,10 @@ def read_salt_file(path: Path) -> TraceSalt:
     """Return the salt that a file holds.
 
     Args:
-        path: a file of 16 to 4096 bytes that nobody but its owner may read.
+        path: a file of 16 to 4096 bytes that only its owner may read.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it cannot be read, others may read it, or its size is wrong.
     """
     setting = "record_salt_file"
     make = f"make one: (umask 077; head -c {SECRET_BYTES} /dev/urandom > {path})"

@@ -19,15 +19,10 @@ from functools import partial
 from math import inf
 
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.sim.device import DevicePool
+from kvtier.engines.common.block_pool import DeviceBlockPool
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.request import (
-    CachedRequests,
-    NewRequest,
-    SimulatedRequest,
-    StepOutput,
-    WorkerOutput,
-)
+from kvtier.sim.request import SimulatedRequest
 from kvtier.sim.spec import SimulatedSpec
 from kvtier.sim.timeline import Timeline
 from kvtier.sim.worker import SimulatedWorker
@@ -75,7 +70,7 @@ class SimulatedEngine:
         self._on_advance = on_advance
         self._model = model
         self._connector = OffloadingConnectorScheduler(self.spec, clock=self.timeline) if self.spec else None
-        self._pool = DevicePool(model.num_device_blocks)
+        self._pool = DeviceBlockPool(model.num_device_blocks)
         self._on_finished = on_finished
         self._waiting: deque[SimulatedRequest] = deque()
         self._loading: dict[str, SimulatedRequest] = {}
@@ -119,7 +114,7 @@ class SimulatedEngine:
     @property
     def num_held_device_blocks(self) -> int:
         """Device blocks that a request uses or that can be found."""
-        return self._pool.num_held
+        return self._pool.num_held_blocks
 
     def _step(self) -> None:
         self._has_news = False
@@ -186,7 +181,7 @@ class SimulatedEngine:
         return self._connector.get_num_new_matched_tokens(request, num_device_tokens)[0]
 
     def _start(self, request: SimulatedRequest, prefix: list[int], num_loadable: int) -> None:
-        request.block_ids = self._pool.take(prefix, self._num_blocks(request) - len(prefix))
+        request.block_ids = self._pool.allocate(prefix, self._num_blocks(request) - len(prefix))
         num_held_tokens = len(prefix) * self._model.block_tokens
         request.num_device_tokens = min(num_held_tokens, request.num_prompt_tokens - 1)
         request.num_computed_tokens = request.num_device_tokens + num_loadable
@@ -198,7 +193,7 @@ class SimulatedEngine:
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)
             return
-        request.loaded_tokens = self._connector.get_hit_sources(request.request_id, num_loadable)
+        request.loaded_tokens = self._connector.get_tokens_by_tier(request.request_id, num_loadable)
         self._loading[request.request_id] = request
 
     def _plan_compute(self) -> StepOutput:
@@ -230,8 +225,8 @@ class SimulatedEngine:
         self._computing = None
         self._has_news = True
         request.num_computed_tokens += num_tokens
-        if self._connector is not None:
-            self._connector.load_choice.report_prefill(num_tokens, duration_s)
+        if self._connector is not None and self._connector.load_or_compute is not None:
+            self._connector.load_or_compute.report_prefill(num_tokens, duration_s)
         if self.worker is not None:
             self.worker.begin_stores()
         if request.num_computed_tokens < request.num_prompt_tokens:
@@ -246,7 +241,7 @@ class SimulatedEngine:
         self._num_running -= 1
         if self._connector is not None:
             self._connector.request_finished(request)
-        self._pool.give_back(request.block_ids)
+        self._pool.free(request.block_ids)
         self._on_finished(request)
 
     def _reject(self, request: SimulatedRequest) -> None:
@@ -265,4 +260,4 @@ class SimulatedEngine:
         """
         first = first_token // self._model.block_tokens
         num_full = min(num_tokens // self._model.block_tokens, len(request.block_hashes))
-        self._pool.name(request.block_ids[first:num_full], request.block_hashes[first:num_full])
+        self._pool.publish(request.block_ids[first:num_full], request.block_hashes[first:num_full])

@@ -1,10 +1,9 @@
-"""A request on its way through the simulated engine, and the values that the connector is given about it."""
+"""A request on its way through the simulated engine."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.sim.trace import ID_BYTES, TraceRequest
 
 
@@ -12,7 +11,7 @@ from kvtier.sim.trace import ID_BYTES, TraceRequest
 class SimulatedRequest:
     """One request; it fits the connector's protocol of a request.
 
-    The answer's tokens take device blocks but have no hashes, for traces do not name them: they are never stored.
+    The answer's tokens take device blocks but have no hashes, because traces do not name them: they are never stored.
 
     Attributes:
         request_id: its number in the trace.
@@ -73,42 +72,3 @@ def make_request(
     num_tokens = max(1, traced.num_prompt_tokens)
     hashes = list(map(hash_of, traced.hash_ids[: num_tokens // block_tokens]))
     return SimulatedRequest(str(number), traced.arrival_s, num_tokens, traced.num_output_tokens, hashes)
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A request that is scheduled for the first time."""
-
-    req_id: str
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRequests:
-    """Requests that were scheduled before, as parallel sequences."""
-
-    req_ids: Sequence[str] = ()
-    resumed_req_ids: Collection[str] = ()
-    new_block_ids: Sequence[tuple[list[int], ...] | None] = ()
-    num_computed_tokens: Sequence[int] = ()
-
-
-NO_CACHED_REQUESTS = CachedRequests()
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step will compute; nothing by default."""
-
-    scheduled_new_reqs: Sequence[NewRequest] = ()
-    scheduled_cached_reqs: CachedRequests = NO_CACHED_REQUESTS
-    num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
-    preempted_req_ids: Collection[str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOutput:
-    """What the workers of one step reported."""
-
-    kv_connector_worker_meta: OffloadingWorkerMetadata | None

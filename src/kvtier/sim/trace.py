@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.recording.trace_line import StopReason as StopReason
+from kvtier.connector.common import StopReason as StopReason
 
 ID_BYTES = 8
 

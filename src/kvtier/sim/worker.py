@@ -1,7 +1,7 @@
 """The worker half of a simulated engine: loads, stores and flushes on two links instead of on tensors.
 
-It decides nothing. It follows the order that the contract of the connector fixes: what is flushed ends before anything
-of the step begins; loads begin before the forward pass; stores begin in the step after the one that computed them.
+It follows the order that the contract of the connector fixes: what is flushed ends before anything of the step begins;
+loads begin before the forward pass; stores begin in the step after the one that computed them.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class SimulatedWorker:
 
     Args:
         timeline: where ends are planned.
-        speed: of the link to the device; loads and stores have one each, for such links go both ways at once.
+        speed: of the link to the device; loads and stores have one each, because such links go both ways at once.
         block_bytes: bytes of a block.
-        wake: called when a job has ended: the next report has it.
+        wake: called when a job has ended, which the next report then has.
 
     Attributes:
         to_device: the link of loads.
@@ -46,7 +46,7 @@ class SimulatedWorker:
         self.has_report = False
 
     def begin_step(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Begin what a step asks for; its stores wait for ``begin_stores``."""
+        """Begin the flushes and loads of a step; its stores wait for ``begin_stores``."""
         flushed = metadata.jobs_to_flush
         if flushed:
             self._begin(dict.fromkeys(flushed & self._computed_later.keys()))
@@ -99,7 +99,7 @@ class SimulatedWorker:
 
     def _end_load(self, job_id: TransferJobId, job: TransferJob, *, is_good: bool) -> None:
         self._ended_loads[job.req_id] = is_good
-        self._note_ended(job_id, is_good=is_good)
+        self._report_end(job_id, is_good=is_good)
 
     def _begin(self, job_ids: dict[TransferJobId, None]) -> None:
         for job_id in job_ids:
@@ -116,7 +116,7 @@ class SimulatedWorker:
     def _end_store(self, job_id: TransferJobId, num_parts: int) -> None:
         del num_parts
         self._storing.discard(job_id)
-        self._note_ended(job_id, is_good=True)
+        self._report_end(job_id, is_good=True)
         if self._flushing:
             self._flushing.discard(job_id)
             if not self._flushing:
@@ -124,7 +124,7 @@ class SimulatedWorker:
                 for action in waiting:
                     action()
 
-    def _note_ended(self, job_id: TransferJobId, *, is_good: bool) -> None:
+    def _report_end(self, job_id: TransferJobId, *, is_good: bool) -> None:
         self._report.mark_completed(job_id, success=is_good)
         self.has_report = True
         self._wake()

@@ -15,10 +15,12 @@ from kvtier.sim.formats.registry import read_trace
 ENGINE = """
 import sys
 from tests.connector.fakes import FakeRequest, FakeSpec, make_config
-from kvtier.connector.offloading_connector import make_scheduler
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.recording.recorder import open_recorder
 settings = dict(part.split("=", 1) for part in sys.argv[2:])
 for engine in range(int(sys.argv[1])):
-    half = make_scheduler(FakeSpec(make_config(**settings)))
+    config = make_config(**settings)
+    half = OffloadingConnectorScheduler(FakeSpec(config), open_recorder(config))
     for number in range(5 + engine):
         request = FakeRequest(str(number), [7] * (4 * number + 5))
         half.get_num_new_matched_tokens(request, 0)

@@ -8,7 +8,7 @@ import torch
 from tests.engines.transformers.conftest import MakeEngine
 from transformers import LlamaForCausalLM
 
-from kvtier.recording.trace_line import StopReason
+from kvtier.connector.common import StopReason
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.trace import TraceRequest
 

@@ -13,7 +13,7 @@ from tests.engines.vllm.mini_engine import MiniEngine
 from vllm.config import VllmConfig
 from vllm.v1.request import RequestStatus
 
-from kvtier.recording.trace_line import StopReason
+from kvtier.connector.common import StopReason
 from kvtier.sim.formats.kvtier import read_end
 from kvtier.sim.formats.registry import read_trace
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.connector.common import StopReason
 from kvtier.errors import TraceError
 from kvtier.recording.recorder import TraceRecorder
 from kvtier.recording.trace_file import TraceFile
-from kvtier.recording.trace_line import StopReason, TraceEnd, TraceHeader, TraceLine
+from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt
 from kvtier.sim.formats.kvtier import read_end
 from kvtier.sim.formats.registry import detect_format, read_trace

@@ -1,9 +1,8 @@
 """Drives both halves of kvtier's connector, step by step, in one process.
 
-It knows neither tensors nor models. The order within a step is the contract of
-``kvtier.connector.protocols``; this file adds what a lone engine needs around it: waiting for answers and
-loads in steps without tokens, and a step whose computation fails, whose stores must not happen because the
-bytes they would store do not exist.
+The order within a step is the contract of ``kvtier.connector.protocols``. This file adds what an engine without a
+scheduling loop needs around it: waiting for answers and loads in steps without tokens, and a step whose computation
+fails, whose stores must not happen because the bytes they would store do not exist.
 """
 
 import time
@@ -12,12 +11,13 @@ from typing import Protocol, runtime_checkable
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
-from kvtier.connector.offloading_connector import make_scheduler
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
-from kvtier.engines.transformers.step import StepPlan, StepReport
 from kvtier.errors import LayerLoadError
+from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
 """Pause between two steps that wait for a tier. Longer delays the first token by as much; shorter
@@ -36,7 +36,7 @@ class ConnectorLink:
     """Both halves of the connector and the steps between them. Used from one thread.
 
     Args:
-        scheduler_spec: builds the books.
+        scheduler_spec: builds the manager.
         worker_spec: builds the handlers; an object of its own, because each half maps the region itself.
         kv_caches: the device pool.
         clock: seconds, monotonic.
@@ -52,8 +52,8 @@ class ConnectorLink:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
-        self._scheduler = make_scheduler(scheduler_spec, clock)
-        # Whoever waits here pauses between two steps or is woken; pausing in each step would delay the first token.
+        self._scheduler = _make_scheduler(scheduler_spec, clock)
+        # This engine pauses between two steps where it waits; pausing in each step would delay the first token.
         self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
             self._worker.register_kv_caches(kv_caches)
@@ -66,15 +66,15 @@ class ConnectorLink:
         self._loading: set[str] = set()
         self._failed_block_ids: dict[str, set[int]] = {}
         # Both halves must have compared their regions before the first load can start.
-        self.step(StepPlan())
+        self.step(StepOutput())
 
     @property
     def manager(self) -> OffloadingManager:
-        """The books of the tiers."""
+        """Which blocks the tiers hold."""
         return self._scheduler.manager
 
     def match(self, request: Request, *, can_wait_by_layer: bool) -> tuple[int, bool]:
-        """Return how many tokens after the computed ones the tiers hold; waits for those who are not sure.
+        """Return how many tokens after the computed ones the tiers hold; waits until each tier has answered.
 
         Args:
             request: not computed yet.
@@ -90,13 +90,13 @@ class ConnectorLink:
                 )
             if answer is not None:
                 return answer, answer > 0 and not is_beside
-            self.step(StepPlan())
+            self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
 
     def on_allocated(
         self, request: Request, num_external_tokens: int, *, is_layerwise: bool
     ) -> Mapping[str, int]:
-        """Tell the connector the request's blocks, and to load that many tokens into them.
+        """Pass the request's device blocks to the connector, which loads that many tokens into them.
 
         Returns:
             Those tokens by the medium or the type of the tier that they come from.
@@ -105,7 +105,7 @@ class ConnectorLink:
             self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
             if num_external_tokens and not is_layerwise:
                 self._loading.add(request.request_id)
-            return self._scheduler.get_hit_sources(request.request_id, num_external_tokens)
+            return self._scheduler.get_tokens_by_tier(request.request_id, num_external_tokens)
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Wait, within a step's computation, until the blocks have the bytes of a layer.
@@ -134,13 +134,13 @@ class ConnectorLink:
     def wait_for_load(self, request: Request) -> set[int]:
         """Step until the request's load has ended; return the device blocks that did not get their bytes."""
         while request.request_id in self._loading:
-            self.step(StepPlan())
+            self.step(StepOutput())
             if request.request_id in self._loading:
-                with DeferredInterrupt():  # the books of those who copy must not be left half read
+                with DeferredInterrupt():  # what the copying threads have reported must not be left half read
                     self._worker.wait_for_loads()
         return self.drain_failed_blocks(request)
 
-    def step(self, plan: StepPlan, compute: Callable[[], None] | None = None) -> None:
+    def step(self, plan: StepOutput, compute: Callable[[], None] | None = None) -> None:
         """Do one step.
 
         Args:
@@ -154,7 +154,7 @@ class ConnectorLink:
             self._worker.start_kv_transfers(metadata)
             try:
                 if compute is None:
-                    # A request that ended before its first step: its load is waited for, and nobody reads it.
+                    # A request that ended before its first step: its load must end, and its bytes are not read.
                     self._worker.end_layer_loads(is_computed=False)
                 else:
                     with deferred.lifted():
@@ -164,21 +164,22 @@ class ConnectorLink:
                 self._end_step(plan, metadata, is_computed=is_computed)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
-        """Tell the connector how long computing so many tokens of a prompt has taken."""
-        self._scheduler.load_choice.report_prefill(num_tokens, time_s)
+        """Report how long computing so many tokens of a prompt has taken."""
+        if self._scheduler.load_or_compute is not None:
+            self._scheduler.load_or_compute.report_prefill(num_tokens, time_s)
 
     def finish(self, request: Request) -> None:
         """End the request; its last stores are started, in a step without tokens, and not waited for."""
         with DeferredInterrupt():
             self.wait_for_load(request)
             self._scheduler.request_finished(request, request.stop, is_traffic=request.is_traffic)
-            self.step(StepPlan(finished_req_ids=frozenset({request.request_id})))
+            self.step(StepOutput(finished_req_ids=frozenset({request.request_id})))
 
     def drain(self, timeout_s: float) -> bool:
         """Step until every store has ended and every tier is done; False when ``timeout_s`` passed first."""
         end_s = self._clock() + timeout_s
         while self._open_jobs and self._clock() < end_s:
-            self.step(StepPlan())
+            self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
         if self._open_jobs:
             return False
@@ -189,7 +190,7 @@ class ConnectorLink:
         """Forget every block in every tier; the device pool is the caller's."""
         with DeferredInterrupt():
             self._scheduler.reset()
-            self.step(StepPlan())
+            self.step(StepOutput())
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges of the connector and the tiers, by dotted name."""
@@ -208,7 +209,9 @@ class ConnectorLink:
         for spec in self._specs:
             spec.shutdown()
 
-    def _end_step(self, plan: StepPlan, metadata: OffloadingConnectorMetadata, *, is_computed: bool) -> None:
+    def _end_step(
+        self, plan: StepOutput, metadata: OffloadingConnectorMetadata, *, is_computed: bool
+    ) -> None:
         self._open_jobs.update(metadata.load_jobs, metadata.store_jobs)
         if is_computed:
             self._worker.prepare_store_kv(metadata)
@@ -221,4 +224,14 @@ class ConnectorLink:
             for job_id in metadata.store_jobs:
                 report.mark_completed(job_id, success=False)
         self._open_jobs.difference_update(report.completed_jobs)
-        self._scheduler.update_connector_output(StepReport(frozenset(finished_recving), report))
+        self._scheduler.update_connector_output(WorkerOutput(report))
+
+
+def _make_scheduler(spec: OffloadingSpec, clock: Callable[[], float]) -> OffloadingConnectorScheduler:
+    recorder = open_recorder(spec.config, clock=clock)
+    try:
+        return OffloadingConnectorScheduler(spec, recorder)
+    except BaseException:
+        if recorder is not None:
+            recorder.close()
+        raise

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
-from kvtier.engines.transformers.block_pool import DeviceBlockPool
+from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_link import ConnectorLink

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from kvtier.connector.common import StopReason
 from kvtier.engines.transformers.block_hash import extend_block_hashes
-from kvtier.recording.trace_line import StopReason
 
 
 @dataclass(eq=False, slots=True)

@@ -1,45 +1,31 @@
-"""Tells where loaded tokens were: in host memory already, or in a tier that promoted them just now."""
+"""The order of one request's steps: blocks from the device and the tiers, then what is computed, block by block.
+
+A request gets its device blocks when it is admitted, with what the device or a tier holds of its tokens. Each step then
+computes some tokens and publishes the blocks that became full, so that later requests find them on the device.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
 
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.engines.transformers.block_pool import DeviceBlockPool
+from kvtier.engines.common.block_pool import DeviceBlockPool
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput
 from kvtier.engines.transformers.connector_link import ConnectorLink
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
 from kvtier.engines.transformers.result import DEVICE, HOST
 from kvtier.engines.transformers.sequence_cache import SequenceCache
-from kvtier.engines.transformers.step import plan_step
 from kvtier.errors import LayerLoadError
-
-
-def split_origins(num_loaded_tokens: int, sources: Mapping[str, int]) -> dict[str, int]:
-    """Divide loaded tokens among the tiers that promoted them and host memory. Pure.
-
-    Args:
-        num_loaded_tokens: tokens that arrived on the device.
-        sources: tokens by where they were to come from, host memory or the type of a tier; more than were loaded when
-            a block did not arrive.
-    """
-    origins: dict[str, int] = {}
-    num_left = num_loaded_tokens
-    for source, num_tokens in sources.items():
-        if source != CPULoadStoreSpec.medium():
-            origins[source] = min(num_tokens, num_left)
-            num_left -= origins[source]
-    return origins | {HOST: num_left}
-
 
 logger = logging.getLogger(__name__)
 
 
 class RequestScheduler:
-    """The books of the device pool and the order of a request's steps. Used from one thread.
+    """Gives requests their device blocks and takes them through their steps. Used from one thread.
 
     Args:
-        pool: which device blocks are whose.
+        pool: the device blocks.
         pages: their bytes.
         link: the connector; None when nothing is offloaded.
     """
@@ -61,8 +47,8 @@ class RequestScheduler:
         Raises:
             DevicePoolError: the pool is too small for the request's tokens.
         """
-        with DeferredInterrupt():  # blocks that were taken and not written down would be lost
-            request.block_ids = self._pool.take_prefix(request.block_hashes)
+        with DeferredInterrupt():  # blocks that were allocated and not written down would be lost
+            request.block_ids = self._pool.allocate(self._pool.find_prefix(request.block_hashes), 0)
         num_device_tokens = len(request.block_ids) * request.block_size_tokens
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
@@ -70,16 +56,16 @@ class RequestScheduler:
         if self._link is not None:
             num_external_tokens, is_layerwise = self._link.match(request, can_wait_by_layer=can_wait_by_layer)
         self._grow(request, request.num_tokens)
-        sources: Mapping[str, int] = {}
+        tokens_by_tier: Mapping[str, int] = {}
         if self._link is not None:
-            sources = self._link.on_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
+            tokens_by_tier = self._link.on_allocated(request, num_external_tokens, is_layerwise=is_layerwise)
         num_loaded_tokens = num_external_tokens
         if is_layerwise:
             request.num_arriving_blocks = num_external_tokens // request.block_size_tokens
             request.num_computed_tokens += num_external_tokens
         elif num_external_tokens:
             num_loaded_tokens = self._load(request, num_external_tokens)
-        request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, sources)
+        request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, tokens_by_tier)
 
     def gather_prefix(self, request: Request, sequence: SequenceCache) -> None:
         """Copy the request's computed tokens into ``sequence``, all but the last token of all.
@@ -135,7 +121,7 @@ class RequestScheduler:
         request.num_computed_tokens += num_tokens
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
-        """Tell whoever decides between loading and computing how long so many tokens of a prompt have taken."""
+        """Report how long so many tokens of a prompt have taken, for the choice between loading and computing."""
         if self._link is not None:
             self._link.report_prefill(num_tokens, time_s)
 
@@ -169,10 +155,9 @@ class RequestScheduler:
 
     def _fill_blocks(self, request: Request, num_blocks: int) -> None:
         """Publish blocks whose bytes have come, those after the filled ones."""
-        first = request.num_filled_blocks
-        for index in range(first, first + num_blocks):
-            self._pool.publish(request.block_ids[index], request.block_hashes[index])
-        request.num_filled_blocks += num_blocks
+        first, end = request.num_filled_blocks, request.num_filled_blocks + num_blocks
+        self._pool.publish(request.block_ids[first:end], request.block_hashes[first:end])
+        request.num_filled_blocks = end
 
     def _load(self, request: Request, num_external_tokens: int) -> int:
         """Wait for the load and return how many tokens it brought before the first failed block."""
@@ -191,13 +176,49 @@ class RequestScheduler:
         """Allocate what the request lacks for that many tokens, and return it."""
         num_missing = request.num_blocks_for(num_tokens) - len(request.block_ids)
         with DeferredInterrupt():
-            new_block_ids = self._pool.allocate(max(0, num_missing))
+            new_block_ids = self._pool.allocate([], max(0, num_missing))
             request.block_ids.extend(new_block_ids)
         return new_block_ids
 
     def _keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:
         first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
         self._pages.scatter(sequence, first, request.block_ids[first:last])
-        for index in range(first, last):
-            self._pool.publish(request.block_ids[index], request.block_hashes[index])
+        self._pool.publish(request.block_ids[first:last], request.block_hashes[first:last])
         request.num_filled_blocks = max(first, last)
+
+
+def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> dict[str, int]:
+    """Divide loaded tokens among the tiers that promoted them and host memory. Pure.
+
+    Args:
+        num_loaded_tokens: tokens that arrived on the device.
+        tokens_by_tier: tokens by where they were to come from, host memory or the type of a tier; more than were
+            loaded when a block did not arrive.
+    """
+    origins: dict[str, int] = {}
+    num_left = num_loaded_tokens
+    for tier, num_tokens in tokens_by_tier.items():
+        if tier != CPULoadStoreSpec.medium():
+            origins[tier] = min(num_tokens, num_left)
+            num_left -= origins[tier]
+    return origins | {HOST: num_left}
+
+
+def plan_step(request: Request, num_tokens: int, new_block_ids: list[int]) -> StepOutput:
+    """Return the step that computes ``num_tokens`` tokens of ``request``. Pure.
+
+    Args:
+        request: the one request of the step.
+        num_tokens: tokens to compute after those it has.
+        new_block_ids: blocks appended to its table since its last step.
+    """
+    scheduled = {request.request_id: num_tokens}
+    if not request.is_known:
+        new = NewRequest(request.request_id, request.get_block_ids(), request.num_computed_tokens)
+        return StepOutput(scheduled_new_reqs=[new], num_scheduled_tokens=scheduled)
+    cached = CachedRequests(
+        req_ids=[request.request_id],
+        new_block_ids=[(new_block_ids,) if new_block_ids else None],
+        num_computed_tokens=[request.num_computed_tokens],
+    )
+    return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled)

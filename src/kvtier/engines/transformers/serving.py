@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvtier.connector.common import StopReason
+from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.block_hash import make_range_root, make_root_digest
-from kvtier.engines.transformers.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.request import Request
@@ -24,7 +25,6 @@ from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
 from kvtier.errors import ConfigError, DevicePoolError, EngineStateError
-from kvtier.recording.trace_line import StopReason
 
 
 class RequestServer:

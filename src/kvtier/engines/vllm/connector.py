@@ -28,6 +28,7 @@ from kvtier.engines.vllm.identity import start_fingerprints
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
+from kvtier.recording.recorder import open_recorder
 
 
 def find_obstacle(vllm_config: VllmConfig) -> str | None:
@@ -76,9 +77,11 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         SchedulerHooks.__init__(self)
         WorkerHooks.__init__(self)
         is_scheduler = role is KVConnectorRole.SCHEDULER
-        self._connector = OffloadingConnector(
-            make_offloading_config(vllm_config, kv_cache_config, role),
-            ConnectorRole.SCHEDULER if is_scheduler else ConnectorRole.WORKER,
+        config = make_offloading_config(vllm_config, kv_cache_config, role)
+        self._connector = (
+            OffloadingConnector(config, ConnectorRole.SCHEDULER, open_recorder(config))
+            if is_scheduler
+            else OffloadingConnector(config, ConnectorRole.WORKER)
         )
         self._stats_clock = StatsClock()
         if is_scheduler:

@@ -23,12 +23,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.connector.common import BlockRemoved, BlockStored, OffloadingConnectorMetadata
+from kvtier.connector.common import (
+    BlockRemoved,
+    BlockStored,
+    OffloadingConnectorMetadata,
+    StopReason,
+)
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
-from kvtier.recording.trace_line import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +211,8 @@ class SchedulerHooks:
             return None, False
         if key_salt is None:
             # Blocks of its own it has none, but it may share those of a load that is not there yet.
-            is_early = self._scheduler.layerwise.shares_blocks(request, num_computed_tokens)
+            layerwise = self._scheduler.layerwise
+            is_early = layerwise is not None and layerwise.shares_blocks(request, num_computed_tokens)
             return None if is_early else 0, False
         return self._scheduler.get_num_new_matched_tokens(
             request,
@@ -240,8 +245,7 @@ class SchedulerHooks:
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> HitSources:
         """Say, for vLLM's statistics, which tiers the tokens of a load come from."""
-        sources = self._scheduler.get_hit_sources(request.request_id, num_external_tokens)
-        return name_hit_sources(sources)
+        return name_hit_sources(self._scheduler.get_tokens_by_tier(request.request_id, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return what the workers have to do in this step."""
@@ -254,7 +258,8 @@ class SchedulerHooks:
         request aborted or pre-empted before that, others would find the wrong bytes there: they are forgotten first.
         """
         self._scheduler.update_connector_output(connector_output)
-        spoiled_blocks = self._scheduler.layerwise.take_spoiled_blocks()
+        layerwise = self._scheduler.layerwise
+        spoiled_blocks = None if layerwise is None else layerwise.take_spoiled_blocks()
         if spoiled_blocks and self._block_pool is not None:
             self._block_pool.evict_blocks(spoiled_blocks)
 

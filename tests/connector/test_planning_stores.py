@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.connector.fakes import FakeRequest
 
-from kvtier.base import OffloadKey, PrepareStoreOutput
+from kvtier.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.planning import StorePlan, list_storable_blocks, offer_blocks
 from kvtier.connector.request_state import RequestState, make_request_state
@@ -26,7 +26,7 @@ class Room:
         self.held = set(held)
         self.num_calls = 0
 
-    def offer(self, keys: list[OffloadKey]) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: list[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Reserve, or refuse."""
         self.num_calls += 1
         missing = [key for key in keys if key not in self.held]
@@ -49,7 +49,7 @@ def running(
     request = FakeRequest("r", list(range(num_tokens)), params)
     request.num_prompt_tokens = num_prompt_tokens or num_tokens
     state = make_request_state(request, len(tables), is_prompt_only=num_prompt_tokens is not None)
-    state.replace_blocks(tables, num_computed_tokens)
+    state.blocks.replace(tables, num_computed_tokens)
     return state
 
 
@@ -103,8 +103,8 @@ def test_of_the_prompt_and_the_clients_limit_the_smaller_ends_what_is_storable()
 
 def test_prompt_only_what_was_generated_before_a_pre_emption_is_no_prompt_after_it() -> None:
     state = running(16, 0, [1, 2], num_prompt_tokens=8)
-    state.drop_blocks()
-    state.replace_blocks([[5, 6, 7, 8]], 0)
+    state.blocks.drop()
+    state.blocks.replace([[5, 6, 7, 8]], 0)
 
     assert blocks_of([FULL], state, 16) == [(0, 0), (0, 1)]
 
@@ -116,7 +116,7 @@ def test_a_request_is_planned_for_until_no_further_block_can_be_within_its_limit
     state = running(9, 0, [1, 2, 3], num_prompt_tokens=num_prompt_tokens)
     store(state, [FULL], Room(9), 4)
 
-    assert state.may_fill_block(1_000) is may_fill
+    assert (state.blocks.num_computed_tokens + 1_000 >= state.stores.next_tokens) is may_fill
 
 
 def test_stale_blocks_are_not_storable() -> None:
@@ -142,7 +142,7 @@ def test_blocks_of_several_groups_are_listed_by_position() -> None:
 def store(state: RequestState, layouts: list[GroupLayout], room: Room, num_scheduled: int) -> list[StorePlan]:
     """Plan one step."""
     storable = list_storable_blocks(layouts, state, num_scheduled)
-    return list(offer_blocks(layouts, state, storable, room.offer))
+    return offer_blocks(layouts, state, storable, room.prepare_store).plans
 
 
 def test_what_fits_is_stored_in_one_job_and_never_offered_again() -> None:
@@ -186,7 +186,7 @@ def test_when_the_whole_has_no_room_its_head_is_stored_and_the_rest_offered_in_t
     stored = [key for plan in plans for key in plan.keys]
     assert stored == state.keys[0][:6]
     room.num_blocks = 4
-    state.append_blocks(None, 40)
+    state.blocks.append(None, 40)
     plans = store(state, [FULL], room, 0)
     assert [key for plan in plans for key in plan.keys] == state.keys[0][6:]
 

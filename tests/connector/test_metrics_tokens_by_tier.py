@@ -19,8 +19,7 @@ from tests.tiering.drivers import make_driver
 
 from kvtier.base import OffloadKey
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.metrics import count_hit_sources
-from kvtier.connector.request_state import RequestState, make_request_state
+from kvtier.connector.metrics import count_tokens_by_tier
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 
@@ -35,12 +34,9 @@ def key_of(group_idx: int, block: int) -> OffloadKey:
     return OffloadKey(bytes([block, group_idx]))
 
 
-def make_state(num_groups: int, num_local_tokens: int) -> RequestState:
-    """Return a request that has so many tokens on the device."""
-    state = make_request_state(FakeRequest("r", []), num_groups)
-    state.keys = [[key_of(group, block) for block in range(NUM_BLOCKS)] for group in range(num_groups)]
-    state.num_local_tokens = num_local_tokens
-    return state
+def make_keys(num_groups: int) -> list[list[OffloadKey]]:
+    """Return the keys of a request, by group."""
+    return [[key_of(group, block) for block in range(NUM_BLOCKS)] for group in range(num_groups)]
 
 
 @pytest.mark.parametrize(
@@ -59,28 +55,30 @@ def test_a_token_counts_for_the_tier_of_its_block(
 ) -> None:
     by_key = {key_of(0, block): tier for block, tier in promoted.items()}
 
-    assert count_hit_sources([FULL], make_state(1, first_token), by_key, num_tokens) == sources
+    assert (
+        count_tokens_by_tier([FULL], make_keys(1), by_key, first_token, first_token + num_tokens) == sources
+    )
 
 
 def test_a_block_that_is_entered_in_the_middle_counts_its_own_tokens_only() -> None:
     pairs = GroupLayout(0, HASH_TOKENS, 2, 2, None)
     promoted = {key_of(0, 1): "fs", key_of(0, 2): "obj"}
 
-    assert count_hit_sources([pairs], make_state(1, 12), promoted, 12) == {"fs": 4, "obj": 8}
+    assert count_tokens_by_tier([pairs], make_keys(1), promoted, 12, 24) == {"fs": 4, "obj": 8}
 
 
 def test_of_several_groups_the_full_attention_group_counts_wherever_it_stands() -> None:
     layouts = [WINDOW, GroupLayout(1, HASH_TOKENS, 1, 1, None)]
     promoted = {key_of(0, 3): "obj", key_of(1, 0): "fs"}
 
-    assert count_hit_sources(layouts, make_state(2, 0), promoted, 16) == {"CPU": 12, "fs": 4}
+    assert count_tokens_by_tier(layouts, make_keys(2), promoted, 0, 16) == {"CPU": 12, "fs": 4}
 
 
 def test_without_full_attention_the_first_group_counts_and_only_what_it_loads() -> None:
     layouts = [WINDOW, GroupLayout(1, HASH_TOKENS, 1, 1, num_tail_tokens=6)]
     promoted = {key_of(0, 0): "obj", key_of(0, 3): "fs", key_of(1, 2): "obj"}
 
-    assert count_hit_sources(layouts, make_state(2, 0), promoted, 16) == {"CPU": 12, "fs": 4}
+    assert count_tokens_by_tier(layouts, make_keys(2), promoted, 0, 16) == {"CPU": 12, "fs": 4}
 
 
 @given(
@@ -104,7 +102,9 @@ def test_sources_sum_to_the_tokens_of_the_load_and_none_is_zero(
     groups = [GroupLayout(idx, tokens, factor, 1, tail) for idx, (tokens, factor, tail) in enumerate(layouts)]
     by_key = {key_of(*at): tier for at, tier in promoted.items()}
 
-    sources = count_hit_sources(groups, make_state(len(groups), first_token), by_key, num_tokens)
+    sources = count_tokens_by_tier(
+        groups, make_keys(len(groups)), by_key, first_token, first_token + num_tokens
+    )
 
     assert sum(sources.values()) == num_tokens
     assert min(sources.values()) > 0
@@ -143,7 +143,7 @@ class Bench:
         """Load what can be loaded, see it through, and return where it came from."""
         num_tokens = self.search(request, num_local_tokens)
         self.half.update_state_after_alloc(request, FakeBlocks((list(range(10, 15)),)), num_tokens)
-        sources = self.half.get_hit_sources(request.request_id, num_tokens)
+        sources = self.half.get_tokens_by_tier(request.request_id, num_tokens)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
         return sources
 
@@ -181,7 +181,7 @@ def test_the_sources_of_a_request_are_forgotten_with_it() -> None:
 
     bench.half.request_finished(request)
 
-    assert bench.half.get_hit_sources("b", 16) == {}
+    assert bench.half.get_tokens_by_tier("b", 16) == {}
 
 
 def test_without_tokens_there_are_no_sources() -> None:
@@ -189,7 +189,7 @@ def test_without_tokens_there_are_no_sources() -> None:
     bench.store_below(FakeRequest("a", PROMPT))
     bench.load(FakeRequest("b", PROMPT), num_local_tokens=6)
 
-    assert bench.half.get_hit_sources("b", 0) == {}
+    assert bench.half.get_tokens_by_tier("b", 0) == {}
 
 
 def test_a_manager_without_other_tiers_has_one_source() -> None:

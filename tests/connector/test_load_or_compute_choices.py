@@ -81,8 +81,9 @@ class Bench:
 
     def know_prefill(self, token_s: float = TOKEN_S) -> None:
         """Let the engine say how fast it computes."""
+        assert self.half.load_or_compute is not None
         for _ in range(3):
-            self.half.load_choice.report_prefill(100, 100 * token_s)
+            self.half.load_or_compute.report_prefill(100, 100 * token_s)
 
     def request(self, prompt: list[int] = PROMPT) -> FakeRequest:
         """Return a new request."""
@@ -188,7 +189,6 @@ def test_a_hit_that_loads_slower_than_it_computes_is_not_loaded_and_nobody_waits
 
 def test_with_always_it_is_loaded_all_the_same() -> None:
     bench = Bench("always", block_s=2.0)
-    bench.know_prefill()
     bench.fill()
 
     for _ in range(2):
