@@ -18,7 +18,9 @@ PACKAGE = "kvtier"
 SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "config", "registry", "namespace", "base", "cost_model", "compiled", "limits"}),
+    frozenset(
+        {"errors", "config", "registry", "namespace", "base", "cost_model", "compiled", "limits", "settings"}
+    ),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
     frozenset({"tiering"}),
@@ -41,7 +43,9 @@ PUBLIC_FACE = BOTTOM | {"factory"}
 SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
-TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "limits", "cpu.policies"})
+TIER_FOUNDATIONS = frozenset(
+    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "cpu.policies"}
+)
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
 OUTSIDE: dict[str, tuple[str, ...]] = {

@@ -27,6 +27,7 @@ from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
 from kvtier.errors import ConfigError, MissingExtraError, RegionOwnerError, TierError, UnknownNameError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import TIERS
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -125,7 +126,7 @@ def test_a_tier_that_cannot_work_leaves_no_memory_behind() -> None:
 class UnableTier(ExampleSecondaryTier):
     """Cannot start: its server is not there, for example."""
 
-    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings) -> None:
         raise ConnectionError("nobody listens")
 
 

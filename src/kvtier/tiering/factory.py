@@ -1,4 +1,4 @@
-"""Names of secondary tiers, and the construction of the one that a configuration entry asks for."""
+"""Names of secondary tiers, and the construction of one from an entry of the configuration."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
 from kvtier.registry import Registry
+from kvtier.settings import settings_of
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
 TIERS: Registry[type[SecondaryTierManager]] = Registry(
@@ -22,11 +23,11 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     },
 )
 
-NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
-"""Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
+NOT_SETTINGS = frozenset({"config", "primary_kv_view", "settings", "clock"})
+"""Arguments of a tier without ``own_settings`` that code passes and a user's JSON cannot."""
 
 SPECIAL_SETTINGS = frozenset({"policy"})
-"""Settings that a tier has to honour by itself: refused elsewhere rather than silently without effect."""
+"""Common settings that only some tiers support: refused elsewhere rather than silently without effect."""
 
 
 def create_secondary_tier(
@@ -37,7 +38,7 @@ def create_secondary_tier(
     """Build the tier that ``tier_config`` describes.
 
     Args:
-        tier_config: ``type``, the settings that every tier has, and the constructor's arguments; not changed.
+        tier_config: ``type``, the settings that every tier has, and the tier's own; not changed.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
         config: what the engine said of itself.
 
@@ -52,27 +53,32 @@ def create_secondary_tier(
         raise ConfigError("type", name, f"every secondary tier needs one of {', '.join(TIERS.names())}")
     tier_class = TIERS.resolve(name)
     settings = parse_tier_settings(tier_config)
-    _refuse_unavailable(settings, name, tier_class.supported_settings)
+    _refuse_unsupported(settings, name, tier_class.supported_settings)
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
-    known = set(inspect.signature(tier_class).parameters) - NOT_SETTINGS
+    known = own_setting_names(tier_class)
     unknown = sorted(set(own) - known)
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known | COMMON_SETTINGS)
     try:
-        inspect.signature(tier_class).bind(config, primary_kv_view, **own)
+        inspect.signature(tier_class).bind(config, primary_kv_view, settings=settings, **own)
     except TypeError as error:
         raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
     try:
-        tier = tier_class(config, primary_kv_view, **own)
+        return tier_class(config, primary_kv_view, settings=settings, **own)
     except KVTierError:
         raise
     except Exception as error:  # a foreign tier may raise anything: it cannot start
         raise TierError(name, f"cannot start: {error}") from error
-    tier.settings = settings
-    return tier
 
 
-def _refuse_unavailable(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:
+def own_setting_names(tier_class: type[SecondaryTierManager]) -> frozenset[str]:
+    """Return the names of a tier's own settings. Pure."""
+    if tier_class.own_settings is not None:
+        return frozenset(settings_of(tier_class.own_settings))
+    return frozenset(inspect.signature(tier_class).parameters) - NOT_SETTINGS
+
+
+def _refuse_unsupported(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:
     for field in fields(TierSettings):
         value = getattr(settings, field.name)
         if field.name in SPECIAL_SETTINGS - supported_settings and value != field.default:

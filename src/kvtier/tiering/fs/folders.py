@@ -62,12 +62,12 @@ class FSNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
     Attributes:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
         path: its folder.
         index: which blocks of it are on the disk.
     """
 
-    namespace: Namespace
+    identity: Namespace
     path: str
     index: KeyIndex
 
