@@ -19,7 +19,18 @@ SOURCE_FOLDER = Path("src")
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"errors", "config", "registry", "namespace", "base", "cost_model", "locations", "compiled", "limits"}
+        {
+            "errors",
+            "config",
+            "registry",
+            "namespace",
+            "base",
+            "cost_model",
+            "locations",
+            "compiled",
+            "limits",
+            "settings",
+        }
     ),
     frozenset({"worker", "factory"}),
     frozenset({"cpu"}),
@@ -47,7 +58,9 @@ PUBLIC_FACE = BOTTOM | {"factory"}
 SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
-TIER_FOUNDATIONS = frozenset({"base", "config", "namespace", "errors", "compiled", "limits", "cpu.policies"})
+TIER_FOUNDATIONS = frozenset(
+    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "cpu.policies"}
+)
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
 POLICY_NAMES = frozenset({"registry", "create_cache_policy"})

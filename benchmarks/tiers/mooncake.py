@@ -133,8 +133,8 @@ class Tier:
         self._tier.check_reachable()
         self._janitor = join(master, 0)
         self._keys = make_keys(num_blocks, 0)
-        space = MooncakeNamespace(make_namespace(config, block_bytes))
-        self._names = [space.name_of(key) for key in self._keys]
+        namespace = MooncakeNamespace(make_namespace(config, block_bytes))
+        self._names = [namespace.name_of(key) for key in self._keys]
 
     def run(self) -> Mapping[str, float]:
         """Store and load every block once, and return the rates."""

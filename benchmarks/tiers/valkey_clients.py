@@ -11,11 +11,12 @@ from redis import Redis
 from redis._parsers import Encoder
 from redis.connection import ConnectionPool, PythonRespSerializer
 
+from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey.connection import Command
 from kvtier.tiering.valkey.resp import Reply, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import ServerNode
-from kvtier.tiering.valkey.settings import parse_settings
+from kvtier.tiering.valkey.settings import ValkeySettings
 
 TIMEOUT_S = 10.0
 
@@ -61,21 +62,14 @@ class PathClient(Client):
         self, rows: Sequence[memoryview], url: str, num_threads: int, clock: Callable[[], float]
     ) -> None:
         super().__init__(rows)
-        settings = parse_settings(
-            url=url,
-            cluster=False,
-            ttl_s=None,
-            timeout_s=TIMEOUT_S,
-            ca_file=None,
-            num_threads=num_threads,
-            environ={},
-        )
-        self._node = ServerNode(settings, settings.endpoint.address, clock)
+        values = {"url": url, "timeout_s": TIMEOUT_S, "num_threads": num_threads}
+        settings = parse_settings(ValkeySettings, values)
+        self._node = ServerNode(settings, settings.url.address, clock)
 
     def put(self, part: Part) -> None:
         """Write the blocks of ``part`` as one batch."""
-        calls = [Command(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
-        assert all(isinstance(reply, Reply) and reply.kind == "+" for reply in self._node.run(calls))
+        commands = [Command(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
+        assert all(isinstance(reply, Reply) and reply.kind == "+" for reply in self._node.run(commands))
 
     def get(self, part: Part) -> None:
         """Read the blocks of ``part`` as one batch, into their rows."""

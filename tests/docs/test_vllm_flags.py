@@ -1,6 +1,5 @@
 """The JSON flags for vLLM in README and docs are JSON, and kvtier knows every setting in them."""
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from kvtier.config import parse_settings
 from kvtier.tiering.base import COMMON_SETTINGS
-from kvtier.tiering.factory import TIERS
+from kvtier.tiering.factory import TIERS, own_setting_names
 from scripts.check_docs import pages
 
 ROOT = Path(__file__).parents[2]
@@ -32,5 +31,5 @@ def test_kvtier_knows_every_setting_of_a_flag(page: str, flag: dict[str, Any]) -
     settings = parse_settings(flag["kv_connector_extra_config"])
 
     for tier in settings.secondary_tiers:
-        own = set(inspect.signature(TIERS.resolve(tier["type"])).parameters)
+        own = own_setting_names(TIERS.resolve(tier["type"]))
         assert set(tier) - {"type"} <= own | COMMON_SETTINGS, page

@@ -157,11 +157,13 @@ class ConnectorDriver:
                 options.num_slots, rows, options.cache_policy, clock=self.clock
             )
             tiers = [
-                ExampleSecondaryTier(config, primary.get_kv_memoryview(), max_blocks, simulate_async=True)
-                for max_blocks in (12, 60)[-len(options.tier_settings) :]
+                ExampleSecondaryTier(
+                    config, primary.get_kv_memoryview(), max_blocks, simulate_async=True, settings=own
+                )
+                for max_blocks, own in zip(
+                    (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
+                )
             ]
-            for tier, tier_settings in zip(tiers, options.tier_settings, strict=True):
-                tier.settings = tier_settings
             self.manager = MoodyTieringManager(primary, tiers, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(

@@ -98,9 +98,9 @@ class TieringModel(RuleBasedStateMachine):
 
         def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
             for position in range(num_tiers):
-                inner = ExampleSecondaryTier(make_config(), view, max_blocks=6 + position)
-                own = TierSettings() if position else first
-                inner.settings = replace(own, max_in_flight_store_bytes=budget_rows * ROW_BYTES)
+                wanted = TierSettings() if position else first
+                own = replace(wanted, max_in_flight_store_bytes=budget_rows * ROW_BYTES)
+                inner = ExampleSecondaryTier(make_config(), view, max_blocks=6 + position, settings=own)
                 self.faulty.append(FaultyTier(inner, Faults(), random.Random(seed + position)))
             return [*self.faulty]
 

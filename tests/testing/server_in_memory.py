@@ -15,9 +15,8 @@ from kvtier.tiering.kit.envelope import (
     FAILURE_OF_CHECK,
     FAULTS,
     HeaderCheck,
-    check,
-    pack,
-    seal,
+    check_block,
+    make_header,
 )
 from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -94,38 +93,42 @@ class MemoryBlockStore(BlockStore[Namespace]):
         self.rows = rows
         self.counters = Counters(*(reason.value for reason in TierFailure))
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> Namespace:
-        return namespace
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> Namespace:
+        return identity
 
-    def find(self, space: Namespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+    def contains_batch(self, namespace: Namespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self.server.call()
-        return [key for key in keys if name_of(space, key) in self.server.values]
+        return [key for key in keys if name_of(namespace, key) in self.server.values]
 
-    def store(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def store(
+        self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         self.server.call()
-        arrived = []
+        succeeded = []
         for key, slot in zip(keys, slots, strict=True):
             if self.server.has_room:
                 row = bytes(self.rows.row(slot))
-                self.server.values[name_of(space, key)] = pack(seal(key, space.digest, row)) + row
-                arrived.append(key)
-        return TransferOutcome(arrived)
+                self.server.values[name_of(namespace, key)] = make_header(key, namespace.digest, row) + row
+                succeeded.append(key)
+        return TransferOutcome(succeeded)
 
-    def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def load(self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.server.call()
-        reasons = [self.land(space, key, self.rows.row(slot)) for key, slot in zip(keys, slots, strict=True)]
+        reasons = [
+            self.land(namespace, key, self.rows.row(slot)) for key, slot in zip(keys, slots, strict=True)
+        ]
         for reason in filter(None, reasons):
             self.counters.add(**{reason.value: 1})
-        arrived = [key for key, reason in zip(keys, reasons, strict=True) if reason is None]
-        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(reasons))
+        succeeded = [key for key, reason in zip(keys, reasons, strict=True) if reason is None]
+        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(reasons))
 
-    def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
+    def land(self, namespace: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
         """Read a block into its row; return why it did not come, None when it did."""
-        name = name_of(space, key)
+        name = name_of(namespace, key)
         value = self.server.values.get(name)
         if value is None:
             return TierFailure.ABSENT
-        verdict = self.judge(space, key, value, row)
+        verdict = self.judge(namespace, key, value, row)
         if verdict is HeaderCheck.OK:
             row[:] = value[ENVELOPE_BYTES:]
             return None
@@ -134,11 +137,11 @@ class MemoryBlockStore(BlockStore[Namespace]):
             self.remove(name)
         return reason
 
-    def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
+    def judge(self, namespace: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
         """Return whether a value is the block."""
         if len(value) != ENVELOPE_BYTES + len(row):
             return HeaderCheck.DAMAGED
-        return check(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], key, space.digest)
+        return check_block(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], key, namespace.digest)
 
     def remove(self, name: str) -> None:
         """Remove a damaged value."""
@@ -162,7 +165,8 @@ class MemoryTier(ThreadedTier[Namespace]):
 
     def __init__(self, config: OffloadingConfig, rows: memoryview, block_store: MemoryBlockStore) -> None:
         self.server = block_store.server
-        super().__init__(config, rows, block_store, ThreadOptions(2, max_part_blocks=4, positive_ttl_s=2.0))
+        options = ThreadOptions(2, max_part_blocks=4, positive_ttl_s=2.0)
+        super().__init__(config, rows, block_store=block_store, options=options)
 
     @staticmethod
     def get_tier_type() -> str:

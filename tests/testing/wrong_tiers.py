@@ -85,12 +85,14 @@ class DropsWhatIsOpen(WrongSuite):
 
 
 class ClaimsSuccess(WrongSuite):
-    """Says that a load has arrived when nobody answered."""
+    """Says that a load has succeeded when nobody answered."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        def load(
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             try:
-                return super().load(space, keys, slots)
+                return super().load(namespace, keys, slots)
             except TierError:
                 return TransferOutcome(keys)
 
@@ -99,9 +101,11 @@ class HidesFaults(WrongSuite):
     """Lets the circuit breaker know nothing."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        def load(
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             try:
-                return super().load(space, keys, slots)
+                return super().load(namespace, keys, slots)
             except TierError:
                 return TransferOutcome(())
 
@@ -113,11 +117,11 @@ class StaysAway(WrongSuite):
         has_failed = False
 
         def store(
-            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
         ) -> TransferOutcome:
             try:
                 if not self.has_failed:
-                    return super().store(space, keys, slots)
+                    return super().store(namespace, keys, slots)
             except TierError:
                 self.has_failed = True
             return TransferOutcome((), is_fault=True)
@@ -127,16 +131,18 @@ class WritesLate(WrongSuite):
     """Reports a load as failed whose bytes land when the server goes on."""
 
     class _Store(MemoryBlockStore):
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        def load(
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             try:
-                return super().load(space, keys, slots)
+                return super().load(namespace, keys, slots)
             except TierError:
-                self.server.late_answers.append(lambda: self._land_all(space, keys, slots))
+                self.server.late_answers.append(lambda: self._land_all(namespace, keys, slots))
                 raise
 
-        def _land_all(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        def _land_all(self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
             for key, slot in zip(keys, slots, strict=True):
-                self.land(space, key, self.rows.row(slot))
+                self.land(namespace, key, self.rows.row(slot))
 
 
 class AsksInTheStep(WrongSuite):
@@ -162,16 +168,16 @@ class LoadsWhatDoesNotFit(WrongSuite):
 
     class _Store(MemoryBlockStore):
         def store(
-            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
         ) -> TransferOutcome:
             if self.server.has_room:
-                return super().store(space, keys, slots)
-            self.server.values.update({name_of(space, key): b"half" for key in keys})
+                return super().store(namespace, keys, slots)
+            self.server.values.update({name_of(namespace, key): b"half" for key in keys})
             return TransferOutcome(keys)
 
-        def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
-            is_half = self.server.values.get(name_of(space, key)) == b"half"
-            return None if is_half else super().land(space, key, row)
+        def land(self, namespace: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
+            is_half = self.server.values.get(name_of(namespace, key)) == b"half"
+            return None if is_half else super().land(namespace, key, row)
 
 
 class DropsWhatDoesNotFit(WrongSuite):
@@ -179,11 +185,11 @@ class DropsWhatDoesNotFit(WrongSuite):
 
     class _Store(MemoryBlockStore):
         def store(
-            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
         ) -> TransferOutcome:
             while not self.server.has_room:
                 self.server.values.pop(next(iter(self.server.values)))
-            return super().store(space, keys, slots)
+            return super().store(namespace, keys, slots)
 
         def stats(self) -> dict[str, float]:
             return {}
@@ -195,27 +201,27 @@ class KnowsNoNamespace(WrongSuite):
     class _Store(MemoryBlockStore):
         def __init__(self, server: ServerInMemory, rows: Rows) -> None:
             super().__init__(server, rows)
-            self.first_space: Namespace | None = None
+            self.first_namespace: Namespace | None = None
 
-        def open_space(self, namespace: Namespace, *, is_new: bool) -> Namespace:
-            self.first_space = self.first_space or namespace
-            return self.first_space
+        def open_namespace(self, identity: Namespace, *, is_new: bool) -> Namespace:
+            self.first_namespace = self.first_namespace or identity
+            return self.first_namespace
 
 
 class SharesOneNamespace(WrongSuite):
     """Gives every engine the names and the digest of one."""
 
     class _Store(MemoryBlockStore):
-        def open_space(self, namespace: Namespace, *, is_new: bool) -> Namespace:
-            return namespace if is_new else Namespace("one for all", bytes(32))
+        def open_namespace(self, identity: Namespace, *, is_new: bool) -> Namespace:
+            return identity if is_new else Namespace("one for all", bytes(32))
 
 
 class BelievesAnything(WrongSuite):
     """Checks no value."""
 
     class _Store(MemoryBlockStore):
-        def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
-            verdict = super().judge(space, key, value, row)
+        def judge(self, namespace: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
+            verdict = super().judge(namespace, key, value, row)
             has_length = len(value) == ENVELOPE_BYTES + len(row)
             return HeaderCheck.OK if has_length else verdict
 
@@ -251,10 +257,14 @@ class KeepsDamage(WrongSuite):
 
     class _Store(MemoryBlockStore):
         def store(
-            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
         ) -> TransferOutcome:
-            new = [(k, s) for k, s in zip(keys, slots, strict=True) if k not in self.find(space, keys)]
-            super().store(space, [key for key, _ in new], [slot for _, slot in new])
+            new = [
+                (k, s)
+                for k, s in zip(keys, slots, strict=True)
+                if k not in self.contains_batch(namespace, keys)
+            ]
+            super().store(namespace, [key for key, _ in new], [slot for _, slot in new])
             return TransferOutcome(keys)
 
         def remove(self, name: str) -> None:
@@ -265,10 +275,10 @@ class RemovesForeign(WrongSuite):
     """Removes whatever it cannot use."""
 
     class _Store(MemoryBlockStore):
-        def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
-            reason = super().land(space, key, row)
+        def land(self, namespace: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
+            reason = super().land(namespace, key, row)
             if reason is not None:
-                self.remove(name_of(space, key))
+                self.remove(name_of(namespace, key))
             return reason
 
 
@@ -276,9 +286,9 @@ class StripsZeros(WrongSuite):
     """Takes a row for a string that ends with its zeros."""
 
     class _Store(MemoryBlockStore):
-        def land(self, space: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
+        def land(self, namespace: Namespace, key: OffloadKey, row: memoryview) -> TierFailure | None:
             before = bytes(row)
-            reason = super().land(space, key, row)
+            reason = super().land(namespace, key, row)
             kept = bytes(row).rstrip(b"\0")
             row[len(kept) :] = before[len(kept) :]
             return reason
@@ -293,15 +303,17 @@ class KeepsTheSlot(WrongSuite):
             self.slot_of: dict[OffloadKey, int] = {}
 
         def store(
-            self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
         ) -> TransferOutcome:
             self.slot_of |= dict(zip(keys, slots, strict=True))
-            return super().store(space, keys, slots)
+            return super().store(namespace, keys, slots)
 
-        def load(self, space: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        def load(
+            self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        ) -> TransferOutcome:
             known = [key for key in keys if key in self.slot_of]
-            self.store(space, known, [self.slot_of[key] for key in known])
-            return super().load(space, keys, slots)
+            self.store(namespace, known, [self.slot_of[key] for key in known])
+            return super().load(namespace, keys, slots)
 
 
 class NobodyIsKilled(WrongSuite):

@@ -17,9 +17,7 @@ ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
 
 def make_example(view: memoryview, settings: TierSettings = ROOMY) -> ExampleSecondaryTier:
     """A well-behaved tier."""
-    tier = ExampleSecondaryTier(make_config(), view)
-    tier.settings = settings
-    return tier
+    return ExampleSecondaryTier(make_config(), view, settings=settings)
 
 
 def make_faulty(view: memoryview, settings: TierSettings = ROOMY) -> FaultyTier:
@@ -57,8 +55,7 @@ class NotingTier(ExampleSecondaryTier):
     """Notes in which order it is told what, and whether the memory was still there."""
 
     def __init__(self, view: memoryview, notes: list[str]) -> None:
-        super().__init__(make_config(), view)
-        self.settings = ROOMY
+        super().__init__(make_config(), view, settings=ROOMY)
         self.notes = notes
         self.answered: list[OffloadKey] = []
         self.is_asking = False

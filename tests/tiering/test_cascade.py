@@ -244,9 +244,7 @@ def test_before_anything_is_learned_a_tier_gets_every_block() -> None:
 
 def test_a_policy_of_the_primary_that_remembers_enough_is_asked_again_with_each_use() -> None:
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
-        tier = ExampleSecondaryTier(make_config(), view, max_blocks=16)
-        tier.settings = LIKELY
-        return [tier]
+        return [ExampleSecondaryTier(make_config(), view, max_blocks=16, settings=LIKELY)]
 
     driver = TieringDriver(16, make_tiers, cache_policy=NOTING_LEARNER)
     expected = NotingLearner.made[-1].expected

@@ -54,8 +54,7 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
 def make_intake(
     forecast: ReuseForecast | None, settings: TierSettings, budget_rows: int = 100
 ) -> StoreBacklog:
-    tier = ExampleSecondaryTier(make_config(), make_rows())
-    tier.settings = settings
+    tier = ExampleSecondaryTier(make_config(), make_rows(), settings=settings)
     guard = GuardedTier(tier, 8 * budget_rows * ROW_BYTES, ROW_BYTES, ManualClock())
     return StoreBacklog(guard, forecast)
 

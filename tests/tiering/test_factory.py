@@ -1,15 +1,18 @@
 """A tier is built from its configuration entry, or refused with the name of what is wrong."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.own_classes import write_package
 
+from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
 from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
 from kvtier.tiering.admission import TierAdmission
+from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.factory import create_secondary_tier
+from kvtier.tiering.factory import TIERS, create_secondary_tier
 
 
 def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() -> None:
@@ -120,3 +123,42 @@ def test_a_bad_admission_is_refused() -> None:
 def test_a_missing_constructor_argument_names_the_tier() -> None:
     with pytest.raises(ConfigError, match="root_dir"):
         create_secondary_tier({"type": "fs", "capacity_bytes": 2**30}, make_rows(), make_config())
+
+
+def test_a_missing_setting_says_what_it_is() -> None:
+    with pytest.raises(ConfigError, match="root_dir=None: is required: the directory"):
+        create_secondary_tier({"type": "fs", "capacity_bytes": 2**30}, make_rows(), make_config())
+
+
+def test_an_unknown_setting_of_a_tier_with_common_ones_names_the_nearest_of_both(tmp_path: Path) -> None:
+    config = {"type": "fs", "root_dir": str(tmp_path), "capacity_bytes": 2**30}
+    for wrong, right in (("capacity_byte", "capacity_bytes"), ("emit_event", "emit_events")):
+        with pytest.raises(UnknownNameError, match=f"did you mean '{right}'"):
+            create_secondary_tier(config | {wrong: 1}, make_rows(), make_config())
+
+
+class PlainTier(ExampleSecondaryTier):
+    """A tier of somebody's own, with arguments instead of a dataclass of settings."""
+
+    own_settings: ClassVar = None
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        settings: TierSettings,
+        num_shelves: int = 2,
+    ) -> None:
+        super().__init__(config, primary_kv_view, settings=settings)
+        self.num_shelves = num_shelves
+
+
+def test_the_arguments_of_a_tier_without_a_dataclass_are_its_settings() -> None:
+    if "shelves" not in TIERS:
+        TIERS.register("shelves", f"{__name__}:PlainTier")
+    entry = {"type": "shelves", "num_shelves": 3, "emit_events": True}
+    tier = create_secondary_tier(entry, make_rows(), make_config())
+    assert isinstance(tier, PlainTier)
+    assert (tier.num_shelves, tier.settings.emit_events) == (3, True)
+    with pytest.raises(UnknownNameError, match="did you mean 'num_shelves'"):
+        create_secondary_tier({"type": "shelves", "num_shelfs": 3}, make_rows(), make_config())

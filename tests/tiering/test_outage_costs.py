@@ -64,23 +64,23 @@ class GatedStore(BlockStore[str]):
         """Block until one more call stands still."""
         assert self._entered.acquire(timeout=HANG_GUARD_S)
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> str:
-        return namespace.name
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> str:
+        return identity.name
 
-    def find(self, space: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+    def contains_batch(self, namespace: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self._enter(is_question=True)
-        return [key for key in keys if (space, key) in self._blocks]
+        return [key for key in keys if (namespace, key) in self._blocks]
 
-    def store(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def store(self, namespace: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self._enter()
         for key, slot in zip(keys, slots, strict=True):
-            self._blocks[space, key] = bytes(self._rows.row(slot))
+            self._blocks[namespace, key] = bytes(self._rows.row(slot))
         return TransferOutcome(keys)
 
-    def load(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def load(self, namespace: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self._enter()
         for key, slot in zip(keys, slots, strict=True):
-            self._rows.row(slot)[:] = self._blocks[space, key]
+            self._rows.row(slot)[:] = self._blocks[namespace, key]
         return TransferOutcome(keys)
 
     def _enter(self, *, is_question: bool = False) -> None:
@@ -99,8 +99,9 @@ class GatedTier(ThreadedTier[str]):
         self.clock = ManualClock()
         self.place = GatedStore(rows_of(rows))
         options = ThreadOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=0.0)
-        super().__init__(make_config(row_bytes=ROW_BYTES), rows, self.place, options, self.clock)
-        self.settings = TierSettings(max_in_flight_store_bytes=BUDGET_BLOCKS * ROW_BYTES)
+        settings = TierSettings(max_in_flight_store_bytes=BUDGET_BLOCKS * ROW_BYTES)
+        config = make_config(row_bytes=ROW_BYTES)
+        super().__init__(config, rows, settings, block_store=self.place, options=options, clock=self.clock)
 
     @staticmethod
     def get_tier_type() -> str:

@@ -35,6 +35,7 @@ from kvtier.errors import (
 )
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
+from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import TIERS
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -151,7 +152,7 @@ class OwnTier(ExampleSecondaryTier):
 class UnableTier(ExampleSecondaryTier):
     """Cannot start: its server is not there, for example."""
 
-    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings) -> None:
         raise ConnectionError("nobody listens")
 
 

@@ -74,8 +74,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         block_bytes: int,
         wake: Callable[[], object],
     ) -> None:
-        super().__init__(config, primary_kv_view)
-        self.settings = model.settings
+        super().__init__(config, primary_kv_view, model.settings)
         self.capacity_blocks = model.num_blocks
         self._timeline = timeline
         self.link = Link(timeline, model.speed)

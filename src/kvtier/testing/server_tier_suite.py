@@ -20,7 +20,7 @@ from kvtier.testing.tier_server import NUM_CHAOS_BLOCKS, Outage, TierServer, chu
 from kvtier.testing.tier_suite import FOREIGN, SPOILT, TierSuite
 from kvtier.testing.tiering_driver import ROW_BYTES as ENGINE_ROW_BYTES
 from kvtier.testing.tiering_driver import TieringDriver
-from kvtier.tiering.base import ReachableTier, SecondaryTierManager, TierFailure, TierSettings
+from kvtier.tiering.base import ReachableTier, SecondaryTierManager, TierFailure
 
 T = TypeVar("T")
 
@@ -303,7 +303,6 @@ class ServerTierSuite(TierSuite):
             shutdown_timeout_s=ENDING_S,
         )
         (tier,) = engine.tiers
-        tier.settings = TierSettings(max_in_flight_store_bytes=NUM_ROWS * ENGINE_ROW_BYTES)
         try:
             yield engine
         finally:

@@ -32,8 +32,7 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
     """
 
     def __init__(self, inner: SecondaryTierManager) -> None:
-        super().__init__(inner.config, inner.primary_kv_view)
-        self.settings = inner.settings
+        super().__init__(inner.config, inner.primary_kv_view, inner.settings)
         self.capacity_blocks = inner.capacity_blocks
         self.inner = inner
 

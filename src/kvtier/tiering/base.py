@@ -14,7 +14,18 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
-from kvtier.config import OffloadingConfig, SettingsReader
+from kvtier.config import OffloadingConfig
+from kvtier.settings import (
+    IsDataclass,
+    choice,
+    flag,
+    parse_settings,
+    seconds,
+    setting,
+    size_bytes,
+    text,
+    whole,
+)
 from kvtier.tiering.admission import TierAdmission, parse_admission
 
 DEFAULT_JOB_TIMEOUT_S = 30.0
@@ -32,6 +43,15 @@ class CascadeMode(Enum):
 
     ON_STORE = "on_store"
     ON_EVICT = "on_evict"
+
+
+def _parse_policy(name: str, value: object) -> str | None:
+    return text(name, value) or None
+
+
+def _parse_admission(name: str, value: object) -> TierAdmission | None:
+    del name  # the parser knows its own
+    return parse_admission(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +72,81 @@ class TierSettings:
         emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
     """
 
-    required: bool = False
-    cascade: CascadeMode = CascadeMode.ON_STORE
-    store_threshold: int = 0
-    job_timeout_s: float = DEFAULT_JOB_TIMEOUT_S
-    max_in_flight_store_bytes: int | None = None
-    fill: bool = False
-    policy: str | None = None
-    admission: TierAdmission | None = None
-    emit_events: bool = False
+    required: bool = field(
+        default=False,
+        metadata=setting(flag, "a tier that cannot start is left out; `true` refuses the engine instead"),
+    )
+    cascade: CascadeMode = field(
+        default=CascadeMode.ON_STORE,
+        metadata=setting(
+            choice(CascadeMode),
+            'durable and shared at once; `"on_evict"` writes blocks shortly before they leave the primary: fewer '
+            "writes, and what is in host memory only ends with the engine",
+        ),
+    )
+    store_threshold: int = field(
+        default=0,
+        metadata=setting(
+            whole(0),
+            "every block is written; 2 waits until a second request has stored or touched it",
+            unit="requests",
+            default_text="`0`: off",
+        ),
+    )
+    job_timeout_s: float = field(
+        default=DEFAULT_JOB_TIMEOUT_S,
+        metadata=setting(
+            seconds,
+            "a job that hangs gives its slots back; waiting requests are bounded by `lookup_deadline_s`",
+            unit="seconds",
+        ),
+    )
+    max_in_flight_store_bytes: int | None = field(
+        default=None,
+        metadata=setting(
+            size_bytes,
+            "beyond it blocks wait in the primary, unpinned, so that the slowest tier cannot take it from the others",
+            unit="bytes",
+            default_text="an eighth of the primary",
+        ),
+    )
+    fill: bool = field(
+        default=False,
+        metadata=setting(
+            flag, "`true` copies what a slower tier has brought up into this one, if it stands above it"
+        ),
+    )
+    policy: str | None = field(
+        default=None,
+        metadata=setting(
+            _parse_policy,
+            "in what order `slab` and `example` evict, any of the [policies](policies.md); the others order their "
+            "blocks by themselves and refuse it",
+            default_text="the tier's own",
+        ),
+    )
+    admission: TierAdmission | None = field(
+        default=None,
+        metadata=setting(
+            _parse_admission,
+            'every block is written; `{"min_reuse_probability": 0.3, "horizon_s": 1024}` writes those that come back '
+            "within so many seconds with at least this probability ([how](hazard.md#behind-the-host))",
+            unit="mapping",
+        ),
+    )
+    emit_events: bool = field(
+        default=False,
+        metadata=setting(
+            flag,
+            "`true` adds events with the tier's type as medium to those of the engine; what other engines write and "
+            "evict is not in them; `slab`, `fs` and `example` report what they evict themselves, the others what a "
+            "load turned out to miss",
+        ),
+    )
+
+
+NO_SETTINGS = TierSettings()
+"""Every common setting at its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +198,26 @@ class SecondaryTierManager(ABC):
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
+        settings: the settings that every tier has.
 
     Attributes:
         supported_settings: common settings that this tier supports beyond the default set: "policy".
-        settings: the settings every tier has; create_secondary_tier assigns them before the first call.
+        own_settings: the dataclass of the tier's own settings (``kit.settings``); None: the settings are the other
+            arguments of the constructor.
+        settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
     """
 
     supported_settings: ClassVar[frozenset[str]] = frozenset()
-    settings: TierSettings = TierSettings()
+    own_settings: ClassVar[type[IsDataclass] | None] = None
     capacity_blocks: int | None = None
 
-    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
+    def __init__(
+        self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings = NO_SETTINGS
+    ) -> None:
         self.config = config
         self.primary_kv_view = primary_kv_view
+        self.settings = settings
 
     @staticmethod
     @abstractmethod
@@ -249,15 +341,4 @@ def parse_tier_settings(values: Mapping[str, Any]) -> TierSettings:  # Any: this
     Raises:
         ConfigError: a value of the wrong type or range.
     """
-    read = SettingsReader(values)
-    return TierSettings(
-        required=read.flag("required", default=False),
-        cascade=read.choice("cascade", CascadeMode.ON_STORE),
-        store_threshold=read.whole("store_threshold", 0, minimum=0),
-        job_timeout_s=read.seconds("job_timeout_s", DEFAULT_JOB_TIMEOUT_S),
-        max_in_flight_store_bytes=read.size_bytes("max_in_flight_store_bytes", None),
-        fill=read.flag("fill", default=False),
-        policy=read.text("policy", "") or None,
-        admission=parse_admission(values.get("admission")),
-        emit_events=read.flag("emit_events", default=False),
-    )
+    return parse_settings(TierSettings, {name: values[name] for name in values if name in COMMON_SETTINGS})

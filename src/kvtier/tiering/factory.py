@@ -1,4 +1,4 @@
-"""Names of secondary tiers, and the construction of the one that a configuration entry asks for."""
+"""Names of secondary tiers, and the construction of one from an entry of the configuration."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
 from kvtier.registry import CLASS_FORM, Registry
+from kvtier.settings import settings_of
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
 TIER = "secondary tier"
@@ -34,11 +35,11 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
 )
 """A tier of your own is named ``"package.module:MyTier"``, or by a package's entry point in ``kvtier.tiers``."""
 
-NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
-"""Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
+NOT_SETTINGS = frozenset({"config", "primary_kv_view", "settings", "clock"})
+"""Arguments of a tier without ``own_settings`` that code passes and a user's JSON cannot."""
 
 SPECIAL_SETTINGS = frozenset({"policy"})
-"""Settings that a tier has to honour by itself: refused elsewhere rather than silently without effect."""
+"""Common settings that only some tiers support: refused elsewhere rather than silently without effect."""
 
 
 class CheckedTier(NamedTuple):
@@ -65,7 +66,7 @@ def create_secondary_tier(
     """Build the tier that ``tier_config`` describes.
 
     Args:
-        tier_config: ``type``, the settings that every tier has, and the constructor's arguments; not changed.
+        tier_config: ``type``, the settings that every tier has, and the tier's own; not changed.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
         config: what the engine said of itself.
 
@@ -78,13 +79,11 @@ def create_secondary_tier(
     """
     name, tier_class, settings, own = check_tier_config(tier_config)
     try:
-        tier = tier_class(config, primary_kv_view, **own)
+        return tier_class(config, primary_kv_view, settings=settings, **own)
     except KVTierError:
         raise
     except Exception as error:  # a foreign tier may raise anything: it cannot start
         raise TierError(name, f"cannot start: {error}") from error
-    tier.settings = settings
-    return tier
 
 
 def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as above
@@ -101,25 +100,27 @@ def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as
         )
     tier_class = TIERS.resolve(name)
     settings = parse_tier_settings(tier_config)
-    _refuse_unavailable(settings, name, tier_class.supported_settings)
+    _refuse_unsupported(settings, name, tier_class.supported_settings)
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
-    known_settings = own_settings(tier_class)
+    known_settings = own_setting_names(tier_class)
     unknown = sorted(set(own) - known_settings)
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known_settings | COMMON_SETTINGS)
     try:
-        inspect.signature(tier_class).bind(None, None, **own)
+        inspect.signature(tier_class).bind(None, None, settings=settings, **own)
     except TypeError as error:
         raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
     return CheckedTier(name, tier_class, settings, own)
 
 
-def own_settings(tier_class: type[SecondaryTierManager]) -> frozenset[str]:
-    """Return the settings that only this tier has: its constructor's arguments."""
+def own_setting_names(tier_class: type[SecondaryTierManager]) -> frozenset[str]:
+    """Return the names of a tier's own settings. Pure."""
+    if tier_class.own_settings is not None:
+        return frozenset(settings_of(tier_class.own_settings))
     return frozenset(inspect.signature(tier_class).parameters) - NOT_SETTINGS
 
 
-def _refuse_unavailable(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:
+def _refuse_unsupported(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:
     for field in fields(TierSettings):
         value = getattr(settings, field.name)
         if field.name in SPECIAL_SETTINGS - supported_settings and value != field.default:

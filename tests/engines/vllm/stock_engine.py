@@ -24,7 +24,7 @@ from kvtier.base import ReqContext as OwnReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.engines.vllm.tiers import KVTierSecondaryTier
 from kvtier.testing.faults import Faults, FaultyTier
-from kvtier.tiering.base import SecondaryTierManager, parse_tier_settings
+from kvtier.tiering.base import SecondaryTierManager, TierSettings, parse_tier_settings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 T = TypeVar("T")
@@ -54,8 +54,7 @@ class KVTierFaulty(KVTierSecondaryTier):
     def build_tier(
         cls, settings: Mapping[str, object], primary_kv_view: memoryview, config: OffloadingConfig
     ) -> SecondaryTierManager:
-        inner = ExampleSecondaryTier(config, primary_kv_view)
-        inner.settings = parse_tier_settings(settings)
+        inner = ExampleSecondaryTier(config, primary_kv_view, settings=parse_tier_settings(settings))
         return FaultyTier(inner, Faults(), random.Random(str(settings.get("seed"))))
 
 
@@ -66,8 +65,8 @@ class AskingTier(ExampleSecondaryTier):
         answered: the keys whose holding is known, by request.
     """
 
-    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview) -> None:
-        super().__init__(config, primary_kv_view)
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings) -> None:
+        super().__init__(config, primary_kv_view, settings=settings)
         self.answered: dict[OwnReqContext, set[OffloadKey]] = {}
         self._asked: list[tuple[OwnReqContext, OffloadKey]] = []
 
@@ -95,9 +94,7 @@ class KVTierAsking(KVTierSecondaryTier):
     def build_tier(
         cls, settings: Mapping[str, object], primary_kv_view: memoryview, config: OffloadingConfig
     ) -> SecondaryTierManager:
-        tier = AskingTier(config, primary_kv_view)
-        tier.settings = parse_tier_settings(settings)
-        return tier
+        return AskingTier(config, primary_kv_view, parse_tier_settings(settings))
 
 
 class UnregisteredTier(ExampleSecondaryTier):

@@ -63,8 +63,10 @@ def test_a_tier_without_room_for_a_block_is_refused() -> None:
 def make_ordered(policy: str, max_blocks: int = 4) -> tuple[ExampleSecondaryTier, TierDriver]:
     """Return a tier that evicts by a policy of host memory."""
     rows = make_rows()
-    tier = ExampleSecondaryTier(make_config(), rows, max_blocks=max_blocks, clock=ManualClock())
-    tier.settings = TierSettings(policy=policy)
+    settings = TierSettings(policy=policy, emit_events=True)
+    tier = ExampleSecondaryTier(
+        make_config(), rows, max_blocks=max_blocks, settings=settings, clock=ManualClock()
+    )
     return tier, TierDriver(tier, rows)
 
 

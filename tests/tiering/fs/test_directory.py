@@ -8,7 +8,7 @@ from tests.tiering.fs.peer import refuse_unnamed_files
 
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, make_rows
+from kvtier.testing.tier_suite import make_rows
 from kvtier.tiering.fs.block_file import FileSupport
 from kvtier.tiering.fs.directory import choose_support, open_directory
 from kvtier.tiering.fs.settings import FSSettings
@@ -25,7 +25,6 @@ def settings_of(root: Path, *, direct_io: bool | None = None, file_mode: int = 0
         file_mode=file_mode,
         direct_io=direct_io,
         num_threads=1,
-        block_bytes=ROW_BYTES + 4096,
     )
 
 

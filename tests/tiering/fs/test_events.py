@@ -32,9 +32,7 @@ def take(driver: TierDriver) -> set[int]:
 
 def start_telling(start_tier: StartTier, model: str = "model-a", num_blocks: int = 2) -> TierDriver:
     """Return a tier on a small directory that collects what it evicts."""
-    driver = start_tier(model, capacity_bytes=num_blocks * BLOCK_BYTES)
-    driver.tier.settings = TELLING
-    return driver
+    return start_tier(model, capacity_bytes=num_blocks * BLOCK_BYTES, settings=TELLING)
 
 
 def age(root: Path, number: int, seconds: float) -> None:
@@ -134,7 +132,7 @@ def test_a_damaged_block_is_told_once_as_gone_and_one_that_others_removed_is_not
 
 
 def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
-    index = KeyIndex(2 * MAX_UNREPORTED_KEYS, is_complete=True, tells_evicted=lambda: True)
+    index = KeyIndex(2 * MAX_UNREPORTED_KEYS, is_complete=True, emit_events=True)
     keys = [key_of(number) for number in range(MAX_UNREPORTED_KEYS + 2)]
     index.add(keys)
     index.evict(keys)
@@ -150,9 +148,7 @@ def settle(driver: TieringDriver, numbers: list[int]) -> None:
 def test_the_manager_hears_of_each_eviction_after_its_store(root: Path) -> None:
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
         config = make_config(row_bytes=view.shape[1]) if view.shape else make_config()
-        tier = FSTier(config, view, root_dir=root, capacity_bytes=4 * (4096 + 4096))
-        tier.settings = TELLING
-        return [tier]
+        return [FSTier(config, view, TELLING, root_dir=root, capacity_bytes=4 * (4096 + 4096))]
 
     driver = TieringDriver(32, make_tiers)
     mirror: set[int] = set()

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.settings import FSSettings, parse_settings, plan_num_store_threads
+from kvtier.settings import parse_settings
+from kvtier.tiering.fs.settings import FSSettings, plan_num_store_threads, require_capacity
 from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS
 
 ROW_BYTES = 8192
@@ -22,7 +23,9 @@ def parse(**changes: object) -> FSSettings:
         "direct_io": "auto",
         "num_threads": 4,
     }
-    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)
+    settings = parse_settings(FSSettings, values | changes)
+    require_capacity(settings, ROW_BYTES + 4096)
+    return settings
 
 
 def test_good_settings_are_typed() -> None:
@@ -34,7 +37,6 @@ def test_good_settings_are_typed() -> None:
         file_mode=0o600,
         direct_io=None,
         num_threads=4,
-        block_bytes=ROW_BYTES + 4096,
     )
 
 
@@ -50,9 +52,9 @@ def test_the_home_directory_is_understood() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("root_dir", "", "path of a directory"),
-        ("root_dir", 5, "path of a directory"),
-        ("root_dir", "relative/path", "absolute"),
+        ("root_dir", "", "absolute path of a file or directory"),
+        ("root_dir", 5, "absolute path of a file or directory"),
+        ("root_dir", "relative/path", "must be an absolute path"),
         ("root_dir", "~nobody-of-that-name/x", "absolute path"),
         ("capacity_bytes", ROW_BYTES + 4095, f"one block takes {ROW_BYTES + 4096} bytes"),
         ("capacity_bytes", "many", "8GiB"),

@@ -34,7 +34,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def failed_alone(driver: TierDriver, number: int) -> bool:
-    """Load ``number`` between two good blocks; return whether it failed and the others arrived."""
+    """Load ``number`` between two good blocks; return whether it failed and the others succeeded."""
     result = driver.load([1, number, 3])
     return not result.success and result.successful_keys == frozenset({key_of(1), key_of(3)})
 
@@ -204,10 +204,10 @@ def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
     result = driver.store(numbers)
     assert result.success == (num_refusals == 1)
     of_same_call = range(6, 5 // batch_blocks * batch_blocks + batch_blocks)
-    arrived = numbers if num_refusals == 1 else [*range(5), *of_same_call]
-    assert [number for number in numbers if driver.lookup(number)] == arrived
-    assert result.success or result.successful_keys == frozenset(map(key_of, arrived))
-    assert driver.load_right(arrived) == set(arrived)
+    succeeded = numbers if num_refusals == 1 else [*range(5), *of_same_call]
+    assert [number for number in numbers if driver.lookup(number)] == succeeded
+    assert result.success or result.successful_keys == frozenset(map(key_of, succeeded))
+    assert driver.load_right(succeeded) == set(succeeded)
 
 
 class RefusingCalls:

@@ -32,7 +32,7 @@ def test_a_restart_finds_everything_without_asking_the_disk(start_tier: StartTie
     driver = start_tier()
     assert [driver.tier.lookup(key_of(number), REQUEST) for number in (1, 2, 3)] == [True, True, True]
     assert driver.load([1, 2, 3]).success
-    assert driver.tier.stats()["lookup_asked"] == 0
+    assert driver.tier.stats()["lookup_sent"] == 0
 
 
 def test_what_is_not_known_is_asked_of_the_disk_and_answered_none_meanwhile(start_tier: StartTier) -> None:
@@ -50,7 +50,7 @@ def test_alone_in_the_directory_nothing_is_asked(start_tier: StartTier) -> None:
     assert early.tier.lookup(key_of(1), REQUEST) is False
     early.store([2])
     assert early.tier.lookup(key_of(2), REQUEST) is True
-    assert early.tier.stats()["lookup_asked"] == 0
+    assert early.tier.stats()["lookup_sent"] == 0
 
 
 def test_a_miss_is_remembered_for_its_time_only(start_tier: StartTier) -> None:
@@ -68,9 +68,9 @@ def test_the_questions_of_a_step_are_one_batch(start_tier: StartTier) -> None:
     driver = start_tier()
     for number in range(5):
         assert driver.tier.lookup(key_of(number), REQUEST) is None
-    assert driver.tier.stats()["lookup_asked"] == 0
+    assert driver.tier.stats()["lookup_sent"] == 0
     driver.tier.end_step()
-    assert driver.tier.stats()["lookup_asked"] == 5
+    assert driver.tier.stats()["lookup_sent"] == 5
 
 
 def test_a_key_that_has_an_answer_is_named_once(start_tier: StartTier) -> None:

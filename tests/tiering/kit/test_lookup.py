@@ -60,9 +60,9 @@ class Rig:
             clock=self.clock,
             positive_ttl_s=options.get("positive_ttl_s", 10.0),
             negative_ttl_s=options.get("negative_ttl_s", 2.0),
-            max_verdicts=int(options.get("max_verdicts", 100)),
+            max_answers=int(options.get("max_answers", 100)),
             max_pending_keys=int(options.get("max_pending_keys", 100)),
-            ask_timeout_s=options.get("ask_timeout_s", 30.0),
+            timeout_s=options.get("timeout_s", 30.0),
         )
 
     def ask(self, *numbers: int) -> None:
@@ -121,9 +121,9 @@ def test_the_questions_of_a_step_are_one_batch_without_repeats(rig: Rig) -> None
 
 def test_nothing_is_asked_before_the_step_ends(rig: Rig) -> None:
     rig.lookup.lookup(key(1))
-    assert rig.lookup.stats()["asked"] == 0
+    assert rig.lookup.stats()["sent"] == 0
     rig.lookup.flush()
-    assert rig.lookup.stats()["asked"] == 1
+    assert rig.lookup.stats()["sent"] == 1
 
 
 def test_a_negative_answer_is_kept_for_its_time_and_then_asked_again(rig: Rig) -> None:
@@ -169,7 +169,7 @@ def test_a_failing_question_is_answered_false_and_counted(rig: Rig) -> None:
     rig.disk.held = {key(1)}
     rig.lookup.lookup(key(1))
     assert rig.answer(1) is False
-    assert rig.lookup.stats()["ask_failed"] == 1
+    assert rig.lookup.stats()["failed"] == 1
 
 
 def test_after_a_failing_question_the_next_one_is_answered(rig: Rig) -> None:
@@ -185,7 +185,7 @@ def test_after_a_failing_question_the_next_one_is_answered(rig: Rig) -> None:
 def test_more_open_questions_than_allowed_are_answered_false_and_counted() -> None:
     rig = Rig(max_pending_keys=2)
     assert [rig.lookup.lookup(key(number)) for number in range(4)] == [None, None, False, False]
-    assert rig.lookup.stats()["ask_overflow"] == 2
+    assert rig.lookup.stats()["overflow"] == 2
     close(rig)
 
 
@@ -196,7 +196,7 @@ def test_a_question_that_hangs_is_answered_false_after_its_time(rig: Rig) -> Non
     assert rig.lookup.lookup(key(1)) is None
     rig.clock.advance(0.2)
     assert rig.lookup.lookup(key(1)) is False
-    assert rig.lookup.stats()["ask_overdue"] == 1
+    assert rig.lookup.stats()["overdue"] == 1
     assert rig.lookup.drain_answered() == {key(1)}
 
 
@@ -219,8 +219,8 @@ def test_questions_to_a_disk_that_hangs_stay_bounded_however_often_they_are_aske
         rig.clock.advance(40.0)
         assert rig.lookup.lookup(key(1)) is False
         rig.clock.advance(40.0)
-    assert rig.lookup.stats()["asked"] == 3
-    assert rig.lookup.stats()["ask_overflow"] > 0
+    assert rig.lookup.stats()["sent"] == 3
+    assert rig.lookup.stats()["overflow"] > 0
     close(rig)
 
 
@@ -247,7 +247,7 @@ def test_answered_keys_that_nobody_asks_about_are_not_remembered_for_ever() -> N
 
 
 def test_verdicts_are_bounded_and_the_oldest_goes_first() -> None:
-    rig = Rig(max_verdicts=2)
+    rig = Rig(max_answers=2)
     for number in range(3):
         rig.lookup.lookup(key(number))
     assert rig.answer(2) is False
@@ -260,14 +260,14 @@ def test_what_was_learned_otherwise_replaces_a_verdict(rig: Rig) -> None:
     rig.disk.held = {key(1)}
     rig.lookup.lookup(key(1))
     assert rig.answer(1) is True
-    rig.lookup.tell([key(1)], is_held=False, era=rig.lookup.era)
+    rig.lookup.report([key(1)], is_held=False, generation=rig.lookup.generation)
     assert rig.lookup.lookup(key(1)) is False
 
 
 def test_what_was_learned_before_a_clear_says_nothing_afterwards(rig: Rig) -> None:
-    era = rig.lookup.era
+    generation = rig.lookup.generation
     rig.lookup.clear()
-    rig.lookup.tell([key(1)], is_held=True, era=era)
+    rig.lookup.report([key(1)], is_held=True, generation=generation)
     assert rig.lookup.lookup(key(1)) is None
 
 

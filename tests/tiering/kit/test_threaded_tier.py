@@ -45,25 +45,25 @@ class DictStore(BlockStore[str]):
         self.is_away = False
         self.num_closings = 0
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> str:
-        return namespace.name
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> str:
+        return identity.name
 
-    def find(self, space: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+    def contains_batch(self, namespace: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self.check_reachable()
-        return [key for key in keys if (space, key) in self.place]
+        return [key for key in keys if (namespace, key) in self.place]
 
-    def store(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def store(self, namespace: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.check_reachable()
         self.place.update(
-            {(space, key): bytes(self._rows.row(slot)) for key, slot in zip(keys, slots, strict=True)}
+            {(namespace, key): bytes(self._rows.row(slot)) for key, slot in zip(keys, slots, strict=True)}
         )
         return TransferOutcome(keys)
 
-    def load(self, space: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def load(self, namespace: str, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.check_reachable()
-        held = [(key, slot) for key, slot in zip(keys, slots, strict=True) if (space, key) in self.place]
+        held = [(key, slot) for key, slot in zip(keys, slots, strict=True) if (namespace, key) in self.place]
         for key, slot in held:
-            self._rows.row(slot)[:] = self.place[space, key]
+            self._rows.row(slot)[:] = self.place[namespace, key]
         return TransferOutcome([key for key, _ in held])
 
     def check_reachable(self) -> None:
@@ -83,7 +83,7 @@ class DictTier(ThreadedTier[str]):
         self.clock = ManualClock()
         self.dict_store = DictStore(rows_of(rows), place)
         options = ThreadOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=positive_ttl_s)
-        super().__init__(config, rows, self.dict_store, options, self.clock)
+        super().__init__(config, rows, block_store=self.dict_store, options=options, clock=self.clock)
 
     @staticmethod
     def get_tier_type() -> str:
@@ -212,7 +212,7 @@ class Interrupting(list[OffloadKey]):
 def test_a_reset_while_a_job_tells_what_it_met_is_a_reset_after_it(
     tier: DictTier, driver: TierDriver, monkeypatch: pytest.MonkeyPatch, *, is_promotion: bool
 ) -> None:
-    def move(_space: str, keys: Sequence[OffloadKey], _slots: Sequence[int]) -> TransferOutcome:
+    def move(_namespace: str, keys: Sequence[OffloadKey], _slots: Sequence[int]) -> TransferOutcome:
         return TransferOutcome(Interrupting([] if is_promotion else keys, tier))
 
     monkeypatch.setattr(tier.dict_store, "load" if is_promotion else "store", move)

@@ -76,8 +76,8 @@ def start_tier(salt: str) -> Iterator[StartTier]:
 @pytest.fixture
 def name_of(salt: str) -> Callable[[int], str]:
     """Return the name under which a block of model-a is kept."""
-    space = MooncakeNamespace(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
-    return lambda number: space.name_of(key_of(number))
+    namespace = MooncakeNamespace(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
+    return lambda number: namespace.name_of(key_of(number))
 
 
 @pytest.fixture

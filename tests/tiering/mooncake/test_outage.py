@@ -43,11 +43,11 @@ def load_what_is_left(driver: TierDriver, numbers: list[int]) -> set[int]:
     """Load blocks and check the bytes of those that came."""
     result = driver.load(numbers)
     keys = {key_of(number) for number in numbers}
-    arrived = keys if result.success else (result.successful_keys or frozenset())
+    succeeded = keys if result.success else (result.successful_keys or frozenset())
     for slot, number in enumerate(numbers):
-        if key_of(number) in arrived:
+        if key_of(number) in succeeded:
             assert bytes(driver.rows[slot]) == bytes(content_of(number)), f"block {number} has wrong bytes"
-    return {number for number in numbers if key_of(number) in arrived}
+    return {number for number in numbers if key_of(number) in succeeded}
 
 
 def assert_comes_back(driver: TierDriver, number: int) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol, parse_settings
+from kvtier.settings import parse_settings
+from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
 
 
 def parse(**changes: object) -> MooncakeSettings:
@@ -17,7 +18,7 @@ def parse(**changes: object) -> MooncakeSettings:
         "timeout_s": 1.5,
         "num_threads": 3,
     }
-    return parse_settings(**(values | changes))
+    return parse_settings(MooncakeSettings, values | changes)
 
 
 def test_good_settings_are_typed() -> None:

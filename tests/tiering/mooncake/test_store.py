@@ -36,7 +36,7 @@ class Rig:
         memories = (rows.flat, headers.memory)
         client = MooncakeClient(settings, memories, self.clock, lambda _: self.native)
         self.store = MooncakeBlockStore(client, rows, headers, self.clock)
-        self.space = self.store.open_space(make_namespace(make_config(), ROW_BYTES), is_new=False)
+        self.namespace = self.store.open_namespace(make_namespace(make_config(), ROW_BYTES), is_new=False)
         self.keys = [key_of(1), key_of(2)]
 
     def count(self, name: str) -> float:
@@ -53,8 +53,8 @@ def rig() -> Rig:
 @pytest.mark.parametrize("code", OTHERS, ids=lambda code: code.name)
 def test_what_a_put_answers_decides_what_became_of_a_block(rig: Rig, code: Code) -> None:
     rig.native.answer = code
-    moved = rig.store.store(rig.space, rig.keys, [0, 1])
-    assert list(moved.arrived) == (rig.keys if code.name in HELD else [])
+    moved = rig.store.store(rig.namespace, rig.keys, [0, 1])
+    assert list(moved.succeeded) == (rig.keys if code.name in HELD else [])
     assert moved.is_fault == (code.name not in HELD + NO_ROOM)
     assert rig.count("declined") == 2 * (code.name in NO_ROOM)
     assert rig.count("store_errors") == 2 * (code.name not in HELD + NO_ROOM)
@@ -63,8 +63,8 @@ def test_what_a_put_answers_decides_what_became_of_a_block(rig: Rig, code: Code)
 @pytest.mark.parametrize("code", OTHERS, ids=lambda code: code.name)
 def test_what_a_get_answers_decides_why_a_block_did_not_come(rig: Rig, code: Code) -> None:
     rig.native.answer = code
-    moved = rig.store.load(rig.space, rig.keys, [0, 1])
-    assert not moved.arrived
+    moved = rig.store.load(rig.namespace, rig.keys, [0, 1])
+    assert not moved.succeeded
     assert moved.is_fault == (code.name not in ABSENT)
     assert rig.count("absent") == 2 * (code.name in ABSENT)
     assert rig.count("io_error") == 2 * (code.name not in ABSENT)
@@ -74,48 +74,48 @@ def test_what_a_get_answers_decides_why_a_block_did_not_come(rig: Rig, code: Cod
 def test_a_master_that_is_away_fails_the_whole_call(rig: Rig, code: Code) -> None:
     rig.native.answer = code
     with pytest.raises(TierError, match=code.name):
-        rig.store.load(rig.space, rig.keys, [0, 1])
+        rig.store.load(rig.namespace, rig.keys, [0, 1])
 
 
 def test_an_unknown_answer_is_a_fault_and_counted(rig: Rig) -> None:
     rig.native.answer = UNKNOWN
-    assert rig.store.store(rig.space, rig.keys, [0, 1]).is_fault
-    assert rig.store.load(rig.space, rig.keys, [0, 1]).is_fault
-    assert rig.store.find(rig.space, rig.keys) == []
+    assert rig.store.store(rig.namespace, rig.keys, [0, 1]).is_fault
+    assert rig.store.load(rig.namespace, rig.keys, [0, 1]).is_fault
+    assert rig.store.contains_batch(rig.namespace, rig.keys) == []
     assert rig.count("unknown_answers") == 6
     assert name_of(UNKNOWN) == "an unknown answer (-4711)"
 
 
 def test_a_length_of_another_value_is_no_success(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES - 1
-    assert not rig.store.load(rig.space, rig.keys, [0, 1]).arrived
+    assert not rig.store.load(rig.namespace, rig.keys, [0, 1]).succeeded
 
 
 def test_the_right_length_alone_is_no_success(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES
-    moved = rig.store.load(rig.space, rig.keys, [0, 1])
-    assert not moved.arrived
+    moved = rig.store.load(rig.namespace, rig.keys, [0, 1])
+    assert not moved.succeeded
     assert rig.count("damaged") == 2
 
 
 def test_a_damaged_block_that_is_leased_is_not_held_and_removed_later(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES
-    rig.store.load(rig.space, rig.keys, [0, 1])
+    rig.store.load(rig.namespace, rig.keys, [0, 1])
     rig.native.answer = Code.OBJECT_HAS_LEASE
-    assert not rig.store.store(rig.space, rig.keys, [0, 1]).arrived
+    assert not rig.store.store(rig.namespace, rig.keys, [0, 1]).succeeded
     rig.native.answer = 1
-    assert rig.store.find(rig.space, rig.keys) == []
+    assert rig.store.contains_batch(rig.namespace, rig.keys) == []
     rig.native.answer = Code.OK
     rig.clock.advance(RETRY_S)
-    rig.store.find(rig.space, [key_of(3)])
+    rig.store.contains_batch(rig.namespace, [key_of(3)])
     assert rig.count("doomed_blocks") == 0
     assert rig.count("removed_damaged") == 2
-    assert list(rig.store.store(rig.space, rig.keys, [0, 1]).arrived) == rig.keys
+    assert list(rig.store.store(rig.namespace, rig.keys, [0, 1]).succeeded) == rig.keys
 
 
 def test_the_doomed_are_not_asked_for_so_that_their_lease_ends(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES
-    rig.store.load(rig.space, rig.keys, [0, 1])
+    rig.store.load(rig.namespace, rig.keys, [0, 1])
     rig.native.calls.clear()
-    rig.store.find(rig.space, rig.keys)
+    rig.store.contains_batch(rig.namespace, rig.keys)
     assert rig.native.calls == []

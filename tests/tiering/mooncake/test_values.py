@@ -1,6 +1,7 @@
 """Whatever stands under our key: right bytes or a miss, damaged values are replaced, foreign ones left alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tests.tiering.mooncake.conftest import StartTier, salted
@@ -8,7 +9,7 @@ from tests.tiering.mooncake.live import LiveStore, Vandal
 
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 
 NameOf = Callable[[int], str]
 
@@ -19,11 +20,10 @@ def namespace(salt: str) -> Namespace:
     return make_namespace(salted(make_config("model-a"), salt), ROW_BYTES)
 
 
-def value_of(space: Namespace, number: int, **changes: object) -> bytes:
-    """Return what the store should keep of a block, with some fields of its envelope changed."""
+def value_of(namespace: Namespace, number: int, *, codec: int = 0) -> bytes:
+    """Return what the store should keep of a block, encoded otherwise perhaps."""
     payload = content_of(number).tobytes()
-    envelope = seal(key_of(number), space.digest, payload)
-    return pack(envelope._replace(**changes)) + payload  # type: ignore[arg-type]
+    return make_header(key_of(number), namespace.digest, payload, codec=codec) + payload
 
 
 def flipped(value: bytes, position: int) -> bytes:
@@ -77,17 +77,19 @@ def test_a_block_under_another_name_is_damaged(
     assert_is_missed(driver, "damaged")
 
 
-@pytest.mark.parametrize("changes", [{"namespace": bytes(16)}, {"codec": 9}], ids=["namespace", "codec"])
+@pytest.mark.parametrize(("digest", "codec"), [(bytes(32), 0), (None, 9)], ids=["namespace", "codec"])
 def test_a_foreign_value_is_a_miss_and_left_alone(
     shared_store: LiveStore,
     start_tier: StartTier,
     vandal: Vandal,
     name_of: NameOf,
     namespace: Namespace,
-    changes: dict[str, object],
+    digest: bytes | None,
+    codec: int,
 ) -> None:
     driver = start_tier(shared_store)
-    value = value_of(namespace, 1, **changes)
+    owner = namespace if digest is None else replace(namespace, digest=digest)
+    value = value_of(owner, 1, codec=codec)
     vandal.put(name_of(1), value)
     assert_is_missed(driver, "foreign")
     assert driver.tier.stats()["doomed_blocks"] == 0

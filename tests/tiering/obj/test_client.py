@@ -8,9 +8,10 @@ from threading import Thread
 import pytest
 
 from kvtier.errors import TierError
+from kvtier.settings import parse_settings
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.obj.client import LEFT_ALONE_S, Client
-from kvtier.tiering.obj.settings import parse_settings
+from kvtier.tiering.obj.client import PAUSE_S, Client
+from kvtier.tiering.obj.settings import ObjSettings
 
 
 class Empty(BaseHTTPRequestHandler):
@@ -57,17 +58,15 @@ def listening(port: int, handler: type[Empty]) -> HTTPServer:
 def client_of(port: int, clock: ManualClock) -> Client:
     """Return a client of the server at ``port``."""
     settings = parse_settings(
-        url=f"http://127.0.0.1:{port}/blocks",
-        prefix="",
-        capacity_bytes=None,
-        blocks_per_object=1,
-        timeout_s=2.0,
-        num_threads=1,
-        endpoint=None,
-        region=None,
-        allow_http=True,
-        ca_file=None,
-        row_bytes=4096,
+        ObjSettings,
+        {
+            "url": f"http://127.0.0.1:{port}/blocks",
+            "prefix": "",
+            "blocks_per_object": 1,
+            "timeout_s": 2.0,
+            "num_threads": 1,
+            "allow_http": True,
+        },
     )
     return Client(settings, clock)
 
@@ -81,7 +80,7 @@ def test_a_store_that_said_nothing_is_not_asked_before_the_pause_is_over(port: i
     try:
         with pytest.raises(TierError, match="cannot be reached"):
             client.get("block", 4096)
-        clock.advance(LEFT_ALONE_S)
+        clock.advance(PAUSE_S)
         assert client.get("block", 4096) is None
     finally:
         server.shutdown()

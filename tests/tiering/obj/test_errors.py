@@ -7,8 +7,9 @@ import pytest
 from obstore.exceptions import GenericError, PermissionDeniedError
 from obstore.store import LocalStore, MemoryStore
 
+from kvtier.settings import parse_settings
 from kvtier.tiering.obj.errors import explain, is_beyond_end, is_bucket_missing
-from kvtier.tiering.obj.settings import ObjSettings, parse_settings
+from kvtier.tiering.obj.settings import ObjSettings
 
 SIGNATURE = "sig=s1gnature"
 
@@ -16,17 +17,15 @@ SIGNATURE = "sig=s1gnature"
 def settings(url: str) -> ObjSettings:
     """Return the settings of a tier there."""
     return parse_settings(
-        url=url,
-        prefix="",
-        capacity_bytes=None,
-        blocks_per_object=1,
-        timeout_s=1.0,
-        num_threads=1,
-        endpoint=None,
-        region=None,
-        allow_http=False,
-        ca_file=None,
-        row_bytes=4096,
+        ObjSettings,
+        {
+            "url": url,
+            "prefix": "",
+            "blocks_per_object": 1,
+            "timeout_s": 1.0,
+            "num_threads": 1,
+            "allow_http": False,
+        },
     )
 
 

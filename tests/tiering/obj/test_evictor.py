@@ -5,13 +5,14 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from tests.tiering.obj.conftest import HANG_GUARD_S, Bucket, StartTier
 
+from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.obj.client import Client, Listed
 from kvtier.tiering.obj.evictor import Evictor, PrefixListing, plan_victims
 from kvtier.tiering.obj.layout import block_path, group_path, is_own, namespace_path
-from kvtier.tiering.obj.settings import parse_settings
+from kvtier.tiering.obj.settings import ObjSettings
 
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 CAPACITY_BYTES = 64 * BLOCK_BYTES
@@ -137,17 +138,18 @@ def test_two_engines_keep_one_capacity_over_their_namespaces(start_tier: StartTi
 
 def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
     settings = parse_settings(
-        url="s3://bucket",
-        prefix="",
-        capacity_bytes=8000 * 1000,
-        blocks_per_object=1,
-        timeout_s=0.2,
-        num_threads=1,
-        endpoint="http://127.0.0.1:9",
-        region="us-east-1",
-        allow_http=True,
-        ca_file=None,
-        row_bytes=1000,
+        ObjSettings,
+        {
+            "url": "s3://bucket",
+            "prefix": "",
+            "capacity_bytes": 8000 * 1000,
+            "blocks_per_object": 1,
+            "timeout_s": 0.2,
+            "num_threads": 1,
+            "endpoint": "http://127.0.0.1:9",
+            "region": "us-east-1",
+            "allow_http": True,
+        },
     )
     keeper = Evictor(Client(settings), "", 8000, Counters())
     assert [keeper.admit(400) for _ in range(4)] == [True, True, False, False]

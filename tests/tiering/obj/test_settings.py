@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import ROW_BYTES, make_config, make_rows
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj.settings import ObjSettings, parse_settings
+from kvtier.tiering.obj.settings import ObjSettings, require_capacity
 from kvtier.tiering.obj.target import Service, StoreTarget
 
 BLOCK_BYTES = ROW_BYTES + 128
@@ -28,12 +29,16 @@ def parse(**changes: object) -> ObjSettings:
         "allow_http": False,
         "ca_file": "/etc/ca.pem",
     }
-    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)
+    settings = parse_settings(ObjSettings, values | changes)
+    require_capacity(settings, BLOCK_BYTES)
+    return settings
 
 
 def test_good_settings_are_typed() -> None:
+    assert parse().target == StoreTarget(Service.S3, "bucket", "kvtier")
     assert parse() == ObjSettings(
-        place=StoreTarget(Service.S3, "bucket", "kvtier"),
+        url="s3://bucket",
+        prefix="kvtier",
         capacity_bytes=2**30,
         blocks_per_object=1,
         timeout_s=5.0,
@@ -46,7 +51,7 @@ def test_good_settings_are_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "prefix", "place"),
+    ("url", "prefix", "target"),
     [
         ("s3://bucket/team/a/", "x", StoreTarget(Service.S3, "bucket", "team/a/x")),
         ("s3://bucket", "", StoreTarget(Service.S3, "bucket", "")),
@@ -57,9 +62,9 @@ def test_good_settings_are_typed() -> None:
         ("memory://", "x", StoreTarget(Service.MEMORY, "", "x")),
     ],
 )
-def test_a_url_and_a_prefix_name_a_place(url: str, prefix: str, place: StoreTarget) -> None:
+def test_a_url_and_a_prefix_name_a_target(url: str, prefix: str, target: StoreTarget) -> None:
     found = parse(url=url, prefix=prefix, endpoint=None, region=None, capacity_bytes=None)
-    assert found.place == place
+    assert found.target == target
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_a_url_and_a_prefix_name_a_place(url: str, prefix: str, place: StoreTarg
         ("prefix", "../b", "letters, digits"),
         ("prefix", "a b", "letters, digits"),
         ("prefix", "x" * 513, "letters, digits"),
-        ("prefix", None, "letters, digits"),
+        ("prefix", None, "must be a string"),
         ("capacity_bytes", "many", "8GiB"),
         ("capacity_bytes", 64 * BLOCK_BYTES - 1, f"64 blocks of {BLOCK_BYTES} bytes"),
         ("blocks_per_object", 0, "at least 1"),

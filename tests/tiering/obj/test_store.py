@@ -22,7 +22,7 @@ def flipped(body: bytes, offset: int) -> bytes:
 
 
 def failed_alone(driver: TierDriver, number: int) -> bool:
-    """Load ``number`` between two good blocks; return whether it failed and the others arrived."""
+    """Load ``number`` between two good blocks; return whether it failed and the others succeeded."""
     result = driver.load([1, number, 3])
     assert all(np.array_equal(driver.rows[slot], content_of(block)) for slot, block in ((0, 1), (2, 3)))
     return not result.success and result.successful_keys == frozenset({key_of(1), key_of(3)})
@@ -91,7 +91,7 @@ def test_another_namespaces_bytes_under_our_name_are_a_miss_and_left_alone(
     name = bucket.name_of(2)
     foreign = make_namespace(make_config("another"), ROW_BYTES).digest
     row = bytes(content_of(2))
-    body = envelope.pack(envelope.seal(key_of(2), foreign, row)) + row
+    body = envelope.make_header(key_of(2), foreign, row) + row
     bucket.write(name, body)
     assert failed_alone(driver, 2)
     assert driver.tier.stats()["foreign"] == 1
@@ -226,8 +226,8 @@ def test_a_pointer_whose_group_is_gone_is_a_miss_and_removed(
     assert not driver.load([1, 2]).success
     assert bucket.names(".kv") == []
     assert driver.tier.stats()["absent"] == 2
-    space = driver.tier._space  # type: ignore[attr-defined]  # every pooled tier has one
-    assert space.location(key_of(2)) is None
+    namespace = driver.tier._namespace  # type: ignore[attr-defined]  # every pooled tier has one
+    assert namespace.location(key_of(2)) is None
     assert driver.store([1, 2]).success
     assert driver.load([1, 2]).success
 

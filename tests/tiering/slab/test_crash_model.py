@@ -50,13 +50,13 @@ class SlabMachine(RuleBasedStateMachine):
         tier = SlabTier(
             make_config(self.model),
             rows,
+            TierSettings(policy=self.policy),
             path=self.path,
             capacity_bytes=capacity_of(NUM_SLOTS),
             direct_io=False,
             num_threads=1,
             calls=SystemCalls(pwritev=self.disk.pwritev),
         )
-        tier.settings = TierSettings(policy=self.policy)
         assert tier.wait_indexed(HANG_GUARD_S)
         self.driver = TierDriver(tier, rows)
 
@@ -76,18 +76,18 @@ class SlabMachine(RuleBasedStateMachine):
     def load(self, numbers: list[int]) -> None:
         held = self.held()
         result = self.driver.load(numbers)
-        arrived = (
+        succeeded = (
             set(numbers)
             if result.success
             else {number for number in numbers if key_of(number) in (result.successful_keys or ())}
         )
-        assert arrived <= set(held)
+        assert succeeded <= set(held)
         if not self.may_be_torn:
-            assert arrived == set(numbers) & set(held)
+            assert succeeded == set(numbers) & set(held)
         for slot, number in enumerate(numbers):
-            if number in arrived:
+            if number in succeeded:
                 assert bytes(self.driver.rows[slot]) == bytes(content_of(number))
-        assert self.held() == sorted(set(held) - (set(numbers) - arrived))
+        assert self.held() == sorted(set(held) - (set(numbers) - succeeded))
 
     @rule(numbers=blocks)
     def touch(self, numbers: list[int]) -> None:

@@ -39,8 +39,7 @@ def manage(path: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDri
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
         capacity_bytes = SlabGeometry(ROW_BYTES, num_slots).file_bytes
         config = make_config(row_bytes=ROW_BYTES)
-        tier = SlabTier(config, view, path=path, capacity_bytes=capacity_bytes, num_threads=3)
-        tier.settings = own
+        tier = SlabTier(config, view, own, path=path, capacity_bytes=capacity_bytes, num_threads=3)
         assert tier.wait_indexed(HANG_GUARD_S)
         return [tier]
 
@@ -107,15 +106,13 @@ def test_a_foreign_block_that_leaves_is_not_told(start_tier: StartTier) -> None:
     driver = start_tier("model-b", capacity_bytes=capacity_of(2))
     driver.store([1, 2])
     end(driver)
-    driver = start_tier(capacity_bytes=capacity_of(2))
-    driver.tier.settings = TELLING
+    driver = start_tier(capacity_bytes=capacity_of(2), settings=TELLING)
     driver.store([3])
     assert take(driver) == set()
 
 
 def test_a_damaged_block_is_told_once_as_gone(path: Path, start_tier: StartTier) -> None:
-    driver = start_tier()
-    driver.tier.settings = TELLING
+    driver = start_tier(settings=TELLING)
     driver.store([1, 2])
     flip(path, offset_of(slot_of(path, 1)) + 5000)
     driver.load([1, 2])
@@ -133,8 +130,7 @@ def take(driver: TierDriver) -> set[int]:
 
 
 def test_an_eviction_is_not_told_before_the_store_of_the_block_is_reported(start_tier: StartTier) -> None:
-    driver = start_tier(capacity_bytes=capacity_of(1))
-    driver.tier.settings = TELLING
+    driver = start_tier(capacity_bytes=capacity_of(1), settings=TELLING)
     for number in (1, 2):
         driver.submit([number], [0], is_promotion=False)
         assert driver.tier.drain(HANG_GUARD_S)
@@ -145,8 +141,7 @@ def test_an_eviction_is_not_told_before_the_store_of_the_block_is_reported(start
 
 
 def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None:
-    driver = start_tier(capacity_bytes=capacity_of(1))
-    driver.tier.settings = TELLING
+    driver = start_tier(capacity_bytes=capacity_of(1), settings=TELLING)
     for number in (1, 2, 1):
         driver.store([number])
     assert take(driver) == {2}
@@ -155,7 +150,7 @@ def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None
 
 
 def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
-    evicted = EvictionLog(lambda: True)
+    evicted = EvictionLog()
     for number in range(MAX_UNREPORTED_KEYS + 2):
         evicted.add(key_of(number))
     untold = evicted.take((), lambda key: False)

@@ -109,7 +109,7 @@ def test_a_slab_whose_room_was_not_all_reserved_gets_the_rest(start_tier: StartT
 
 def full_disk(fd: int, offset: int, length: int) -> None:
     """Refuse to reserve room."""
-    raise OSError(errno.ENOSPC, "No space left on device")
+    raise OSError(errno.ENOSPC, "No namespace left on device")
 
 
 def test_a_disk_without_room_is_refused_and_nothing_is_left(start_tier: StartTier, path: Path) -> None:

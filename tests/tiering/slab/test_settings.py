@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.slab.settings import SlabSettings, parse_settings
+from kvtier.settings import parse_settings
+from kvtier.tiering.slab.settings import SlabSettings, plan_geometry
 from kvtier.tiering.slab.superblock import SlabGeometry
 
 ROW_BYTES = 8192
@@ -19,11 +20,14 @@ def parse(**changes: object) -> SlabSettings:
         "direct_io": "auto",
         "num_threads": 4,
     }
-    return parse_settings(**(values | changes), row_bytes=ROW_BYTES)
+    settings = parse_settings(SlabSettings, values | changes)
+    plan_geometry(settings, ROW_BYTES)
+    return settings
 
 
 def test_good_settings_are_typed() -> None:
-    assert parse() == SlabSettings(Path("/data/slab"), None, 4, SlabGeometry(ROW_BYTES, 85))
+    assert parse() == SlabSettings(Path("/data/slab"), 2**20, direct_io=None, num_threads=4)
+    assert plan_geometry(parse(), ROW_BYTES) == SlabGeometry(ROW_BYTES, 85)
 
 
 def test_the_home_directory_is_understood() -> None:
@@ -33,9 +37,9 @@ def test_the_home_directory_is_understood() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("path", "", "path of a file"),
-        ("path", 5, "path of a file"),
-        ("path", "relative/path", "absolute"),
+        ("path", "", "absolute path of a file"),
+        ("path", 5, "absolute path of a file"),
+        ("path", "relative/path", "must be an absolute path"),
         ("path", "/a\0b", "zero byte"),
         ("path", "~nobody-of-that-name/x", "absolute path"),
         ("capacity_bytes", ROW_BYTES + 8191, f"one block takes {ROW_BYTES + 8192} bytes"),
@@ -55,4 +59,4 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
 
 
 def test_capacity_for_exactly_one_block_is_enough() -> None:
-    assert parse(capacity_bytes=ROW_BYTES + 8192).geometry.num_slots == 1
+    assert plan_geometry(parse(capacity_bytes=ROW_BYTES + 8192), ROW_BYTES).num_slots == 1

@@ -22,7 +22,7 @@ REQUEST = ReqContext("request")
 
 
 def failed_alone(driver: TierDriver, number: int) -> bool:
-    """Load ``number`` between two good blocks; return whether it failed and the others arrived."""
+    """Load ``number`` between two good blocks; return whether it failed and the others succeeded."""
     result = driver.load([1, number, 3])
     rows = [bytes(driver.rows[slot]) for slot in (0, 2)]
     assert rows == [bytes(content_of(1)), bytes(content_of(3))]
@@ -68,7 +68,7 @@ def test_a_foreign_block_in_a_slot_of_ours_is_a_miss_and_left_alone(
         change(path, offset + 4, (envelope.VERSION + 1).to_bytes(2, "little"))
     else:
         row = bytes(content_of(2))
-        change(path, offset, envelope.pack(envelope.seal(key_of(2), b"another namespace" * 2, row)))
+        change(path, offset, envelope.make_header(key_of(2), b"another namespace" * 2, row))
     before = path.read_bytes()
     assert failed_alone(driver, 2)
     assert not driver.results[1].is_fault
@@ -239,8 +239,7 @@ def test_a_full_slab_evicts_the_oldest_and_never_grows(start_tier: StartTier, pa
 def test_the_policy_of_the_settings_decides_who_leaves(start_tier: StartTier) -> None:
     survivors: dict[str | None, list[int]] = {}
     for policy in ("lru", "arc", None):
-        driver = start_tier(capacity_bytes=capacity_of(4))
-        driver.tier.settings = TierSettings(policy=policy)
+        driver = start_tier(capacity_bytes=capacity_of(4), settings=TierSettings(policy=policy))
         driver.tier.reset(bytes(16))
         driver.store([1, 2])
         driver.tier.touch([key_of(1), key_of(2)], REQUEST)
@@ -257,8 +256,8 @@ def test_a_policy_that_learns_keeps_what_comes_back_in_a_slab_that_lru_would_ove
     found = {}
     for policy in ("lru", "hazard"):
         clock = ManualClock()
-        driver = start_tier(capacity_bytes=capacity_of(16), clock=clock)
-        driver.tier.settings = TierSettings(policy=policy)
+        settings = TierSettings(policy=policy)
+        driver = start_tier(capacity_bytes=capacity_of(16), clock=clock, settings=settings)
         driver.tier.reset(bytes(16))
         found[policy] = num_found_of_a_regular(driver.tier, driver, clock)
         end(driver)

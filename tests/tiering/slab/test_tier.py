@@ -10,7 +10,7 @@ from tests.tiering.slab.conftest import HANG_GUARD_S, StartTier, capacity_of, en
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, UnknownNameError
 from kvtier.namespace import RANDOM_SEED
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
@@ -29,7 +29,7 @@ def test_lookups_are_answered_at_once_from_the_index(start_tier: StartTier) -> N
     assert driver.tier.lookup(key_of(2), REQUEST) is False
     driver.store([2])
     assert driver.tier.lookup(key_of(2), REQUEST) is True
-    assert driver.tier.stats()["lookup_asked"] == 0
+    assert driver.tier.stats()["lookup_sent"] == 0
 
 
 def test_a_key_that_no_envelope_takes_is_not_held(start_tier: StartTier) -> None:
@@ -146,14 +146,12 @@ def test_engines_take_turns_with_one_file(start_tier: StartTier) -> None:
     assert [driver.lookup(number) for number in (1, 2, 3)] == [True, False, True]
 
 
-def test_a_policy_that_nobody_registered_is_said_when_the_tier_is_asked_for(start_tier: StartTier) -> None:
-    tier = start_tier().tier
-    assert isinstance(tier, SlabTier)
-    tier.check_reachable()
-    tier.reset(bytes(16))
-    tier.settings = TierSettings(policy="lruu")
-    with pytest.raises(TierError, match="did you mean 'lru'"):
-        tier.check_reachable()
+def test_a_policy_that_nobody_registered_is_refused_before_a_file_is_made(
+    start_tier: StartTier, path: Path
+) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'lru'"):
+        start_tier(settings=TierSettings(policy="lruu"))
+    assert not path.exists()
 
 
 def test_a_random_hash_seed_is_refused_before_a_file_is_made(path: Path) -> None:

@@ -58,6 +58,6 @@ class TestWithoutDirectIO(InFile):
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         calls = SystemCalls(set_flags=refuse_direct_io)
-        tier = SlabTier(config, rows, path=slab_of(config, directory), capacity_bytes="1MiB", calls=calls)
-        tier.settings = TierSettings(policy="arc")
-        return tier
+        settings = TierSettings(policy="arc")
+        path = slab_of(config, directory)
+        return SlabTier(config, rows, settings, path=path, capacity_bytes="1MiB", calls=calls)

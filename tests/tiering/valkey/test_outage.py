@@ -10,6 +10,7 @@ from tests.tiering.valkey.live import LiveServer, free_port
 from tests.tiering.valkey.live_proxy import CuttingProxy
 
 from kvtier.errors import TierError
+from kvtier.settings import parse_settings
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
@@ -17,8 +18,8 @@ from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.connection import ServerConnections
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.resp import send_all
-from kvtier.tiering.valkey.servers import LEFT_ALONE_S
-from kvtier.tiering.valkey.settings import parse_settings
+from kvtier.tiering.valkey.servers import PAUSE_S
+from kvtier.tiering.valkey.settings import ValkeySettings
 
 SHORT_TIMEOUT_S = 0.5
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (ENVELOPE_BYTES + ROW_BYTES)) + ENVELOPE_BYTES + ROW_BYTES
@@ -69,7 +70,7 @@ def test_replies_that_come_too_late_are_not_taken_for_those_of_the_next_job(
     driver.store([1, 2])
     server.pause()
     assert not driver.load([1], [5]).success
-    clock.advance(LEFT_ALONE_S)
+    clock.advance(PAUSE_S)
     job_id = driver.submit([2], [6], is_promotion=True)
     driver.tier.drain(0.1)
     server.resume()
@@ -87,7 +88,7 @@ def test_a_server_that_hangs_is_left_alone_by_the_rest_of_a_job(
         tier_of(driver).check_reachable()
     server.resume()
     assert not driver.store([1]).success
-    clock.advance(LEFT_ALONE_S)
+    clock.advance(PAUSE_S)
     assert driver.store([1]).success
 
 
@@ -100,7 +101,7 @@ def test_a_server_that_was_restarted_is_used_again(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_is_out(driver)
-            clock.advance(LEFT_ALONE_S + 2.0)
+            clock.advance(PAUSE_S + 2.0)
     assert len(caplog.records) == 1
     server.start()
     result = driver.load([1])
@@ -147,24 +148,16 @@ def test_a_value_cut_off_never_counts_and_those_before_it_do(
 
 
 def test_a_server_that_reads_no_more_ends_a_large_write_in_time(server: LiveServer) -> None:
-    link_pool = ServerConnections(
-        parse_settings(
-            url=server.url,
-            cluster=False,
-            ttl_s=None,
-            timeout_s=SHORT_TIMEOUT_S,
-            ca_file=None,
-            num_threads=1,
-            environ={},
-        ),
+    connections = ServerConnections(
+        parse_settings(ValkeySettings, {"url": server.url, "timeout_s": SHORT_TIMEOUT_S, "num_threads": 1}),
         Address("127.0.0.1", server.port),
     )
-    link = link_pool.take()
+    connection = connections.take()
     server.pause()
     try:
         with pytest.raises(TimeoutError, match="nothing was taken in time"):
-            send_all(link.lend_socket(), [bytes(64 * 2**20)])
+            send_all(connection.lend_socket(), [bytes(64 * 2**20)])
     finally:
         server.resume()
-        link_pool.give_back(link, is_clean=False)
-        link_pool.close()
+        connections.give_back(connection, is_clean=False)
+        connections.close()

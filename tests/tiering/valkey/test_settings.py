@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.settings import parse_settings
 from kvtier.tiering.valkey.endpoint import Address, Endpoint
-from kvtier.tiering.valkey.settings import ValkeySettings, parse_settings
+from kvtier.tiering.valkey.settings import ValkeySettings
 
 
 def parse(**changes: object) -> ValkeySettings:
@@ -19,7 +20,7 @@ def parse(**changes: object) -> ValkeySettings:
         "ca_file": None,
         "num_threads": 4,
     }
-    return parse_settings(**(values | changes), environ={})
+    return parse_settings(ValkeySettings, values | changes)
 
 
 def test_good_settings_are_typed() -> None:

@@ -11,7 +11,7 @@ from tests.tiering.valkey.live_cluster import name_of
 from kvtier.base import OffloadKey
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 from kvtier.tiering.valkey import servers, store
 
 
@@ -130,17 +130,17 @@ def test_a_held_block_is_not_sent_again(driver: TierDriver) -> None:
     assert (stats["stored_blocks"], stats["held_blocks"]) == (2, 1)
 
 
-def test_a_block_that_cannot_be_sealed_fails_its_job_and_leaves_no_half_request(
+def test_a_block_that_gets_no_header_fails_its_job_and_leaves_no_half_request(
     driver: TierDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seal_all_but_3(key: OffloadKey, *args: Any, **kwargs: Any) -> Envelope:  # noqa: ANN401 - passed on
+    def all_but_3(key: OffloadKey, *args: Any, **kwargs: Any) -> bytes:  # noqa: ANN401 - passed on
         if key == key_of(3):
-            raise RuntimeError("no seal for this one")
-        return seal(key, *args, **kwargs)
+            raise RuntimeError("no header for this one")
+        return make_header(key, *args, **kwargs)
 
     with monkeypatch.context() as patches:
         patches.setattr(servers, "SEND_BYTES", 1)
-        patches.setattr(store, "seal", seal_all_but_3)
+        patches.setattr(store, "make_header", all_but_3)
         assert not driver.store([2, 3, 4]).success
     assert driver.store([5]).success
     assert 5 in driver.load_right([5])

@@ -15,8 +15,8 @@ def test_a_name_has_namespace_and_key_in_its_hash_tag() -> None:
 
 
 def test_blocks_spread_over_the_slots() -> None:
-    space = ValkeyNamespace(make_namespace(make_config(), ROW_BYTES))
-    thirds = Counter(slot_of(space.block_name(key_of(number))) * 3 // 16_384 for number in range(3000))
+    namespace = ValkeyNamespace(make_namespace(make_config(), ROW_BYTES))
+    thirds = Counter(slot_of(namespace.block_name(key_of(number))) * 3 // 16_384 for number in range(3000))
     assert min(thirds.values()) > 800
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtier.cli.demo.restart import SOURCE_FOLDER
 from kvtier.errors import TierError
-from kvtier.tiering.factory import TIERS, own_settings
+from kvtier.tiering.factory import TIERS, own_setting_names
 
 FILE_CAPACITY = "16GiB"
 """What a tier may keep on the disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
@@ -57,7 +57,7 @@ def place_of(tier: str, directory: Path) -> Settings:
         "path": str(directory / "blocks"),
         "capacity_bytes": FILE_CAPACITY,
     }
-    wanted = own_settings(TIERS.resolve(tier))
+    wanted = own_setting_names(TIERS.resolve(tier))
     return {name: value for name, value in offered.items() if name in wanted}
 
 

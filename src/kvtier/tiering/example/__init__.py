@@ -8,70 +8,45 @@ has no thread: a synchronous tier does its work in submit and reports it at the 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
-from kvtier.errors import ConfigError, InvariantError, TierError
+from kvtier.errors import InvariantError, TierError
+from kvtier.settings import IsDataclass, flag, parse_settings, setting, whole
 from kvtier.tiering.base import (
+    NO_SETTINGS,
     EvictionReporter,
     JobMetadata,
     JobResult,
     RequestAware,
     SecondaryTierManager,
+    TierSettings,
 )
 
 DEFAULT_POLICY = "lru"
 
 MAX_UNREPORTED_KEYS = 65_536
-"""Evicted keys that are remembered until they are asked for; nobody asks where events are off."""
+"""Evicted keys that wait for a report, with ``emit_events``."""
 
 
-class KeyOrder:
-    """In what order keys leave: a policy of host memory, which orders blocks, with a block for each key.
+@dataclass(frozen=True, slots=True)
+class ExampleSettings:
+    """What the user set for the tier; each field says what it is."""
 
-    Args:
-        make_policy: builds the policy, on its first use.
-    """
-
-    def __init__(self, make_policy: Callable[[], CachePolicy]) -> None:
-        self._make_policy = make_policy
-
-    @cached_property
-    def _policy(self) -> CachePolicy:
-        return self._make_policy()
-
-    def hold(self, key: OffloadKey) -> None:
-        """Order a key, or renew it when it is there already."""
-        if self._policy.get(key) is not None:
-            self._policy.touch([key])
-            return
-        block = BlockStatus(0)
-        block.ref_cnt = 0
-        self._policy.insert(key, block)
-
-    def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Record a use of ``keys``."""
-        self._policy.touch(keys)
-
-    def evict(self, protected: Collection[OffloadKey]) -> OffloadKey:
-        """Stop ordering the next key and return it, one of ``protected`` when there is no other."""
-        victims = self._policy.evict(1, protected) or self._policy.evict(1, ())
-        if not victims:
-            raise InvariantError("the tier is full and its policy holds nothing")
-        return victims[0][0]
-
-    def report_to_learner(self, tell: Callable[[RequestLearner], object]) -> None:
-        """Call ``tell`` with the policy if it is one that learns from requests."""
-        if isinstance(self._policy, RequestLearner):
-            tell(self._policy)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._policy.clear()
+    max_blocks: int = field(
+        default=1000,
+        metadata=setting(
+            whole(1), "enough to watch it work; the tier is for reading and for tests", unit="blocks"
+        ),
+    )
+    simulate_async: bool = field(
+        default=False,
+        metadata=setting(flag, "`true` ends a job one poll later, as a tier behind a network would"),
+    )
 
 
 class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware):
@@ -82,6 +57,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
         max_blocks: rows kept; beyond them the policy evicts, by default the oldest.
         simulate_async: whether a job ends one poll after the next instead of at the next.
+        settings: the settings that every tier has.
         clock: seconds, monotonic; when requests arrive, for policies that learn from it.
 
     Attributes:
@@ -89,6 +65,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         completed_jobs: what the next poll will report.
     """
 
+    own_settings: ClassVar[type[IsDataclass] | None] = ExampleSettings
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
@@ -97,23 +74,21 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         primary_kv_view: memoryview,
         max_blocks: int = 1000,
         simulate_async: bool = False,
+        settings: TierSettings = NO_SETTINGS,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(config, primary_kv_view)
-        if max_blocks < 1:
-            raise ConfigError("max_blocks", max_blocks, "must be at least one block")
-        self.max_blocks = self.capacity_blocks = max_blocks
-        self.simulate_async = simulate_async
+        super().__init__(config, primary_kv_view, settings)
+        own = parse_settings(ExampleSettings, {"max_blocks": max_blocks, "simulate_async": simulate_async})
+        self.max_blocks = self.capacity_blocks = own.max_blocks
+        self.simulate_async = own.simulate_async
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
         self.completed_jobs: list[JobResult] = []
         self._clock = clock
-        # Not before its first use: the settings that every tier has are assigned after the construction.
-        self._order = KeyOrder(
-            lambda: create_cache_policy(self.settings.policy or DEFAULT_POLICY, max_blocks)
-        )
+        self._order = KeyOrder(create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks))
         self._begun: list[JobMetadata] = []
-        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS)
+        # Without events no eviction is recorded.
+        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS if settings.emit_events else 0)
         self._is_shut_down = False
 
     @staticmethod
@@ -150,10 +125,12 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         hints = req_context.kv_transfer_params or {}
         request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-        self._order.report_to_learner(lambda policy: policy.note_request(request))
+        if (learner := self._order.learner) is not None:
+            learner.note_request(request)
 
     def request_finished(self, req_context: ReqContext) -> None:
-        self._order.report_to_learner(lambda policy: policy.on_finished(req_context.req_id))
+        if (learner := self._order.learner) is not None:
+            learner.on_finished(req_context.req_id)
 
     def drain_evicted(self) -> Collection[OffloadKey]:
         evicted = tuple(self._evicted)
@@ -193,7 +170,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))
         is_whole = done.issuperset(job.keys)
-        # A block that was evicted before its load speaks not against the tier.
+        # A block that was evicted before its load does not count against the tier.
         self.completed_jobs.append(
             JobResult(job.job_id, is_whole, None if is_whole else done, is_fault=False)
         )
@@ -222,6 +199,46 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
     def _abandon_begun(self) -> None:
         self.completed_jobs += [JobResult(job.job_id, success=False) for job in self._begun]
         self._begun.clear()
+
+
+class KeyOrder:
+    """In what order keys leave: a policy of host memory, which orders blocks, with a block for each key.
+
+    Args:
+        policy: the policy, empty.
+    """
+
+    def __init__(self, policy: CachePolicy) -> None:
+        self._policy = policy
+
+    def hold(self, key: OffloadKey) -> None:
+        """Order a key, or mark it as used when it is there already."""
+        if self._policy.get(key) is not None:
+            self._policy.touch([key])
+            return
+        block = BlockStatus(0)
+        block.ref_cnt = 0
+        self._policy.insert(key, block)
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        """Record a use of ``keys``."""
+        self._policy.touch(keys)
+
+    def evict(self, protected: Collection[OffloadKey]) -> OffloadKey:
+        """Stop ordering the next key and return it, one of ``protected`` when there is no other."""
+        victims = self._policy.evict(1, protected) or self._policy.evict(1, ())
+        if not victims:
+            raise InvariantError("the tier is full and its policy holds nothing")
+        return victims[0][0]
+
+    @property
+    def learner(self) -> RequestLearner | None:
+        """The policy, if it is one that learns from requests."""
+        return self._policy if isinstance(self._policy, RequestLearner) else None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._policy.clear()
 
 
 def _rows_of(job: JobMetadata, primary_kv_view: memoryview) -> Iterable[memoryview]:

@@ -21,7 +21,7 @@ from kvtier.tiering.fs.recycled_files import RecycledFiles, Spare
 from kvtier.tiering.fs.shared_usage import SharedUsage
 from kvtier.tiering.kit.backend import Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, RAW_CODEC, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 
 Place = Spare | None
 """Where one block may be written: over a spare file, or into a new one."""
@@ -148,7 +148,7 @@ class BlockWriter:
         )
         self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
 
-    def write(self, space: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
+    def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
         """Write blocks, given as keys and slots, and return what became of each.
 
         Thread: any of the pool's; blocks.
@@ -157,11 +157,11 @@ class BlockWriter:
         num_removals = self._evictor.removals.num_seen
         room = Reservation(self._spares, self._directory.block_bytes)
         try:
-            self._fill(room, space, len(blocks))
-            seal_next = partial(self._seal, space, cycle(self._pages.of_this_thread()))
+            self._fill(room, namespace, len(blocks))
+            seal_next = partial(self._seal, namespace, cycle(self._pages.of_this_thread()))
             batches = _cut(blocks[: room.num_blocks], self._batch_blocks)
             for batch in checksum_ahead(batches, seal_next, self._num_ahead):
-                if not self._write_batch(space, room, batch, outcomes):
+                if not self._write_batch(namespace, room, batch, outcomes):
                     break
         finally:
             room.settle(self._ledger)
@@ -170,16 +170,16 @@ class BlockWriter:
                 self._evictor.removals.ask_count()
         return outcomes
 
-    def _fill(self, room: Reservation, space: FSNamespace, num_blocks: int) -> None:
+    def _fill(self, room: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
         """Take room for as many of ``num_blocks`` as there is some for, after an eviction if need be."""
-        self._add_room(room, space, num_blocks)
+        self._add_room(room, namespace, num_blocks)
         num_missing = num_blocks - room.num_blocks
         if num_missing > 0:
             self._evictor.make_room(num_missing * self._directory.block_bytes)
-            self._add_room(room, space, num_missing)
+            self._add_room(room, namespace, num_missing)
 
-    def _add_room(self, room: Reservation, space: FSNamespace, num_blocks: int) -> None:
-        spares = self._spares.take(num_blocks, space.namespace.name)
+    def _add_room(self, room: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
+        spares = self._spares.take(num_blocks, namespace.identity.name)
         if spares:
             self._evictor.ask()
         num_missing = num_blocks - len(spares)
@@ -191,51 +191,53 @@ class BlockWriter:
         room.add(spares, num_reserved)
 
     def _seal(
-        self, space: FSNamespace, pages: Iterator[memoryview], blocks: Sequence[tuple[OffloadKey, int]]
+        self, namespace: FSNamespace, pages: Iterator[memoryview], blocks: Sequence[tuple[OffloadKey, int]]
     ) -> list[_Sealed]:
         """Fill the next of ``pages`` with the headers of blocks, given as keys and slots."""
         sealed = []
         for key, slot in blocks:
             page, row = next(pages), self._rows.row(slot)
-            page[:ENVELOPE_BYTES] = pack(seal(key, space.namespace.digest, row, codec=RAW_CODEC))
+            page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, row)
             sealed.append(_Sealed(key, page, row))
         return sealed
 
     def _write_batch(
-        self, space: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
+        self, namespace: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
     ) -> bool:
         """Write blocks, those without room once more as long as some can be made; return whether all had room."""
-        if self._try(space, room, batch, outcomes):
+        if self._try(namespace, room, batch, outcomes):
             return True
         return all(
-            outcomes[sealed.key] not in NO_PLACE or self._try_again(space, room, sealed, outcomes)
+            outcomes[sealed.key] not in NO_PLACE or self._try_again(namespace, room, sealed, outcomes)
             for sealed in batch
         )
 
-    def _try_again(self, space: FSNamespace, room: Reservation, sealed: _Sealed, outcomes: Outcomes) -> bool:
+    def _try_again(
+        self, namespace: FSNamespace, room: Reservation, sealed: _Sealed, outcomes: Outcomes
+    ) -> bool:
         """Write a block that had no place into another, made if need be; False when there is none."""
         while outcomes[sealed.key] is StoreOutcome.NO_SPARE:
-            self._try(space, room, [sealed], outcomes)
+            self._try(namespace, room, [sealed], outcomes)
         if outcomes[sealed.key] is StoreOutcome.NO_ROOM and not room.num_blocks:
-            self._fill(room, space, 1)  # the disk is not full, spare files were gone
-            self._try(space, room, [sealed], outcomes)
+            self._fill(room, namespace, 1)  # the disk is not full, spare files were gone
+            self._try(namespace, room, [sealed], outcomes)
         if outcomes[sealed.key] is StoreOutcome.NO_ROOM:
             self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
-            room.add(self._spares.take(1, space.namespace.name), 0)
-            self._try(space, room, [sealed], outcomes)
+            room.add(self._spares.take(1, namespace.identity.name), 0)
+            self._try(namespace, room, [sealed], outcomes)
         return outcomes[sealed.key] not in NO_PLACE
 
     def _try(
-        self, space: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
+        self, namespace: FSNamespace, room: Reservation, batch: Sequence[_Sealed], outcomes: Outcomes
     ) -> bool:
         """Write the first of some blocks, as many as have places, with one call; return whether all had room."""
         places = room.take(len(batch))
         files = []
         for (key, page, row), place in zip(batch, places, strict=False):
-            files.append((space.block_path(key), (page, row), place and place.path))
+            files.append((namespace.block_path(key), (page, row), place and place.path))
         had_room = len(places) == len(batch)
         for sealed, place, file, answer in zip(
-            batch, places, files, self._publish(space, batch, files), strict=False
+            batch, places, files, self._publish(namespace, batch, files), strict=False
         ):
             outcome = StoreOutcome.WRITTEN if answer is True else _judge(file, answer)
             room.end(place, outcome)
@@ -246,41 +248,45 @@ class BlockWriter:
         return had_room
 
     def _publish(
-        self, space: FSNamespace, batch: Sequence[_Sealed], files: Sequence[NewFile]
+        self, namespace: FSNamespace, batch: Sequence[_Sealed], files: Sequence[NewFile]
     ) -> list[bool | OSError]:
         """Publish files, those without a folder again when there is one."""
         answers = self._files.publish(files)
         for index, answer in enumerate(answers):
             if isinstance(answer, FileNotFoundError):
-                answers[index] = self._publish_in_new_folder(space, batch[index].key, files[index])
+                answers[index] = self._publish_in_new_folder(namespace, batch[index].key, files[index])
             elif answer is True:
-                space.folders.add(prefix_of(batch[index].key))
+                namespace.folders.add(prefix_of(batch[index].key))
         return answers
 
-    def _publish_in_new_folder(self, space: FSNamespace, key: OffloadKey, file: NewFile) -> bool | OSError:
+    def _publish_in_new_folder(
+        self, namespace: FSNamespace, key: OffloadKey, file: NewFile
+    ) -> bool | OSError:
         path, directory = file[0], self._directory
-        self._note_missing_folder(space, key, path)
+        self._note_missing_folder(namespace, key, path)
         answer: bool | OSError = OSError()
         for _ in range(FOLDER_ATTEMPTS):
             try:
-                make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)
+                make_block_folder(
+                    directory.root, namespace.identity, path, directory.file_mode, directory.owner
+                )
             except FileNotFoundError as error:
                 answer = error
                 continue
             except OSError as error:
                 return error
-            space.folders.add(prefix_of(key))
+            namespace.folders.add(prefix_of(key))
             (answer,) = self._files.publish([file])
             if file[2] is not None or not isinstance(answer, FileNotFoundError):
                 break
         return answer
 
-    def _note_missing_folder(self, space: FSNamespace, key: OffloadKey, path: str) -> None:
+    def _note_missing_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
         """Note that a folder was removed, unless it never was there."""
         prefix = prefix_of(key)
-        was_there = prefix in space.folders
-        space.folders.discard(prefix)
-        if space.index.lose(prefix):
+        was_there = prefix in namespace.folders
+        namespace.folders.discard(prefix)
+        if namespace.index.lose(prefix):
             self._evictor.removals.note(path.rpartition("/")[0])
         elif was_there:
             self._evictor.removals.note(None)  # perhaps it was only tidied up, as empty folders are

@@ -18,6 +18,7 @@ from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
 from kvtier.tiering.fs.system import SystemCalls
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.health import Counters
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def open_directory(
     return FSDirectory(
         root=settings.root_dir,
         file_mode=settings.file_mode,
-        block_bytes=settings.block_bytes,
+        block_bytes=HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1],
         has_direct_io=support.has_direct_io,
         files=files,
         ledger=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),

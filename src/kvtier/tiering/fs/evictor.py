@@ -126,23 +126,21 @@ class Evicted(NamedTuple):
 class Evictor:
     """A daemon thread that walks, counts and evicts; started by ``start``.
 
-    Mutable for several threads are the wishes of waiting writers, the count of rounds and the end; ``_changed``
+    Mutable for several threads are the wishes of waiting writers, the namespace, the count of rounds and the end.
+    ``_changed``
     guards them. The candidates belong to the evictor's thread.
 
     Args:
         directory: what it works on.
-        current_space: the namespace whose index learns what is there and what went.
         spares: takes files of evicted blocks that can be written over.
 
     Attributes:
         removals: what others remove under the tier.
     """
 
-    def __init__(
-        self, directory: FSDirectory, current_space: Callable[[], FSNamespace], spares: RecycledFiles
-    ) -> None:
+    def __init__(self, directory: FSDirectory, spares: RecycledFiles) -> None:
         self._directory = directory
-        self._current_space = current_space
+        self._namespace: FSNamespace | None = None
         self._spares = spares
         self._changed = threading.Condition()
         self._wishes: list[Wish] = []
@@ -151,7 +149,7 @@ class Evictor:
         self._is_closed = False
         self._num_rounds = 0
         self._num_looks = 0
-        self.removals = Removals(directory, current_space, spares)
+        self.removals = Removals(directory, self._current_namespace, spares)
         self._candidates: list[BlockFile] = []
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
@@ -159,8 +157,13 @@ class Evictor:
         self._num_found_blocks = 0
         self._thread = threading.Thread(target=self._work, name="kvtier-fs-evictor", daemon=True)
 
+    def set_namespace(self, namespace: FSNamespace) -> None:
+        """Report what is found and what is evicted to the index of ``namespace`` from now on."""
+        with self._changed:
+            self._namespace = namespace
+
     def start(self) -> None:
-        """Start the thread; its first work is to see what is there."""
+        """Start the thread, once there is a namespace; its first work is to see what is there."""
         self._thread.start()
 
     def note(self, book: UsageRecord | None) -> None:
@@ -255,18 +258,23 @@ class Evictor:
             self._spares.give_up(self._directory.ledger)
             self._directory.ledger.leave()
 
+    def _current_namespace(self) -> FSNamespace:
+        with self._changed:
+            assert self._namespace is not None, "the store opens a namespace before it starts the thread"
+            return self._namespace
+
     def _begin(self) -> None:
         directory = self._directory
-        space = self._current_space()
+        namespace = self._current_namespace()
         try:
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
             with leading(directory.root, directory.file_mode) as is_leader:
-                book = self._walk(space, is_recount=is_leader)
+                book = self._walk(namespace, is_recount=is_leader)
             if book is not None and book.used_bytes > book.limit_bytes:
                 self.note(book)
         finally:
             # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.
-            space.index.set_complete()
+            namespace.index.set_complete()
 
     def _run_round(self) -> None:
         directory = self._directory
@@ -324,8 +332,8 @@ class Evictor:
             return False
         return self._directory.clock() - self._walked_s < BARREN_FACTOR * self._walk_took_s
 
-    def _walk(self, space: FSNamespace | None, *, is_recount: bool) -> UsageRecord | None:
-        """See every block: who is oldest, how much there is, and what of it ``space`` should know.
+    def _walk(self, namespace: FSNamespace | None, *, is_recount: bool) -> UsageRecord | None:
+        """See every block: who is oldest, how much there is, and what of it ``namespace`` should know.
 
         Returns:
             The corrected count, None when this was no recount.
@@ -333,7 +341,7 @@ class Evictor:
         directory = self._directory
         begun_s = directory.clock()
         if is_recount and self.removals.take_count():
-            space = self._current_space()  # what is left of its blocks is to be found again
+            namespace = self._current_namespace()  # what is left of its blocks is to be found again
         begun = directory.ledger.begin_recount() if is_recount else None
         found_bytes = sweep_temporaries(
             directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock()
@@ -345,8 +353,8 @@ class Evictor:
                 if self._is_closed:
                     return
                 found_bytes += block.num_bytes
-                if space is not None and namespace_of(block.path) == space.namespace.name:
-                    space.index.add((block.key,))
+                if namespace is not None and namespace_of(block.path) == namespace.identity.name:
+                    namespace.index.add((block.key,))
                 yield block
 
         oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (block.mtime_ns, block.path))
@@ -374,14 +382,14 @@ class Evictor:
             excess_bytes: how much is needed.
             num_spares: how many files may be kept to be written over; others are removed.
         """
-        own = self._current_space()
+        own = self._current_namespace()
         evicted_bytes, kept_bytes, num_blocks, keys = 0, 0, 0, []
         for _ in range(min(BATCH_BLOCKS, len(self._candidates))):
             if evicted_bytes >= excess_bytes:
                 break
             block = self._candidates.pop()
-            is_own = namespace_of(block.path) == own.namespace.name
-            heir = own.namespace.name if is_own and len(self._spares) < num_spares else None
+            is_own = namespace_of(block.path) == own.identity.name
+            heir = own.identity.name if is_own and len(self._spares) < num_spares else None
             evicted = self._evict_if_still_old(block, heir)
             evicted_bytes += evicted.num_bytes
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0

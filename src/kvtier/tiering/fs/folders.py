@@ -67,13 +67,13 @@ class FSNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
     Attributes:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
         path: its folder.
         index: which blocks of it are on the disk.
         folders: what keys begin with whose folders this process has made or written to; a missing one was removed.
     """
 
-    namespace: Namespace
+    identity: Namespace
     path: str
     index: KeyIndex
     folders: set[bytes] = field(default_factory=set)

@@ -6,7 +6,7 @@ a key missing from it may have been written by another one. Both errors cost a h
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
@@ -19,23 +19,25 @@ BATCH_KEYS = 1024
 class KeyIndex:
     """A bounded set of keys, and which of them were evicted.
 
-    Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards them; it is held for
-    a thousand operations at most, because the scheduler's thread looks keys up under it.
+    Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards the first two; it is held
+    for a thousand operations at most, because the scheduler's thread looks keys up under it.
 
     Args:
         max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
             so what is beyond it are keys whose files are gone.
         is_complete: whether there was nothing to scan in the first place.
-        tells_evicted: whether anybody will ask what was evicted; asked with each eviction.
+        emit_events: whether evictions are recorded for ``drain_evicted``.
+
+    Attributes:
+        is_complete: whether everything that was on the disk at the start has been seen.
     """
 
-    def __init__(
-        self, max_keys: int, *, is_complete: bool, tells_evicted: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, max_keys: int, *, is_complete: bool, emit_events: bool = False) -> None:
+        self.is_complete = is_complete
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._evicted = EvictionLog(tells_evicted)
+        self._evicted = EvictionLog() if emit_events else None
         self._complete = threading.Event()
         if is_complete:
             self._complete.set()
@@ -55,7 +57,8 @@ class KeyIndex:
             for key in keys:
                 if key in self._keys:
                     del self._keys[key]
-                    self._evicted.add(key)
+                    if self._evicted is not None:
+                        self._evicted.add(key)
 
     def lose(self, prefix: bytes = b"") -> int:
         """Note that somebody has removed the files of all keys that begin so; return how many were known.
@@ -74,6 +77,8 @@ class KeyIndex:
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
         with self._lock:
+            if self._evicted is None:
+                return []
             return self._evicted.take(being_stored, self._keys.__contains__)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
@@ -82,13 +87,9 @@ class KeyIndex:
             for key in keys:
                 self._keys.pop(key, None)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything that was on the disk at the start has been seen."""
-        return self._complete.is_set()
-
     def set_complete(self) -> None:
         """Note that the first scan has ended."""
+        self.is_complete = True
         self._complete.set()
 
     def wait_complete(self, timeout_s: float) -> bool:

@@ -28,15 +28,15 @@ class Removals:
 
     Args:
         directory: what is watched.
-        current_space: the namespace that is served now.
+        current_namespace: the namespace that is served now.
         spares: files that may have been removed too.
     """
 
     def __init__(
-        self, directory: FSDirectory, current_space: Callable[[], FSNamespace], spares: RecycledFiles
+        self, directory: FSDirectory, current_namespace: Callable[[], FSNamespace], spares: RecycledFiles
     ) -> None:
         self._directory = directory
-        self._current_space = current_space
+        self._current_namespace = current_namespace
         self._spares = spares
         self._watch = FolderWatch(directory.root)
         self._lock = threading.Lock()
@@ -91,12 +91,12 @@ class Removals:
 
         Thread: the evictor's; blocks.
         """
-        space = self._current_space()
-        losses = self._watch.take_losses(space.path, has_blocks=len(space.index) > 0)
+        namespace = self._current_namespace()
+        losses = self._watch.take_losses(namespace.path, has_blocks=len(namespace.index) > 0)
         if not losses.is_count_wrong:
             return False
         if losses.is_namespace_lost:
-            space.index.lose()
+            namespace.index.lose()
         self._spares.forget_missing()
         self.note(losses.paths[0] if losses.paths else None)
         return True

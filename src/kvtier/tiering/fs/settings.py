@@ -1,84 +1,94 @@
-"""The tier's own settings, checked and typed.
+"""The tier's own settings.
 
-It opens no file; whether the directory can be written is seen when the tier is built.
+Nothing is opened here; whether the directory can be written is seen when the tier is built.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import SettingsReader, parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, parse_direct_io, parse_num_threads
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.settings import absolute_path, flag, seconds, setting, size_bytes
+from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, DIRECT_IO, num_threads_setting
 from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
 
 
-@dataclass(frozen=True, slots=True)
-class FSSettings:
-    """What the user asked of the tier.
-
-    Attributes:
-        root_dir: the directory, absolute.
-        capacity_bytes: the most that may be in it, over all namespaces and instances.
-        shared: whether blocks of other processes are looked for on the disk.
-        negative_ttl_s: seconds for which "not there" is believed.
-        file_mode: permissions of files.
-        direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
-        num_threads: threads that move blocks, None leaves it to the kind of I/O.
-        block_bytes: length of a block's file, which is given and not asked for.
-    """
-
-    root_dir: Path
-    capacity_bytes: int
-    shared: bool
-    negative_ttl_s: float
-    file_mode: int
-    direct_io: bool | None
-    num_threads: int | None
-    block_bytes: int
-
-
-def parse_settings(
-    *,
-    root_dir: object,
-    capacity_bytes: object,
-    shared: object,
-    negative_ttl_s: object,
-    file_mode: object,
-    direct_io: object,
-    num_threads: object,
-    row_bytes: int,
-) -> FSSettings:
-    """Check the tier's arguments. Pure.
-
-    Args:
-        root_dir: text or a path; ``~`` is the home directory.
-        capacity_bytes: a number or text such as ``"8GiB"``.
-        shared: a flag.
-        negative_ttl_s: seconds.
-        file_mode: a number, or octal text such as ``"0660"``.
-        direct_io: a flag, or ``"auto"``.
-        num_threads: from 1 to 128, or None.
-        row_bytes: length of a block in the primary tier.
+def parse_file_mode(name: str, value: object) -> int:
+    """Return permissions given as a number or as octal text such as ``"0660"``. Pure.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: neither, or not what a file of blocks can have.
     """
-    read = SettingsReader({"shared": shared, "negative_ttl_s": negative_ttl_s})
-    block_bytes = HEADER_PAGE_BYTES + row_bytes
-    return FSSettings(
-        root_dir=_parse_root(root_dir),
-        capacity_bytes=_parse_capacity(capacity_bytes, block_bytes),
-        shared=read.flag("shared", default=True),
-        negative_ttl_s=read.seconds("negative_ttl_s", DEFAULT_NEGATIVE_TTL_S),
-        file_mode=_parse_file_mode(file_mode),
-        direct_io=parse_direct_io(direct_io),
-        num_threads=parse_num_threads(num_threads),
-        block_bytes=block_bytes,
+    is_octal_text = isinstance(value, str) and re.fullmatch(r"(0o|0)?[0-7]{3}", value)
+    mode = int(value.removeprefix("0o"), 8) if is_octal_text and isinstance(value, str) else value
+    if isinstance(mode, bool) or not isinstance(mode, int) or mode & ~0o666 or mode & 0o600 != 0o600:
+        remedy = 'must let the owner read and write and nobody execute, for example "0600" or "0660"'
+        raise ConfigError(name, value, remedy)
+    return mode
+
+
+@dataclass(frozen=True, slots=True)
+class FSSettings:
+    """What the user set for the tier; each field says what it is."""
+
+    root_dir: Path = field(
+        metadata=setting(
+            absolute_path,
+            "the directory; it is made when it is missing, `~` is the home directory",
+            unit="absolute path",
+        )
     )
+    capacity_bytes: int = field(
+        metadata=setting(
+            size_bytes,
+            "bounds the whole directory, every namespace and engine; where engines differ the smallest counts",
+            unit="bytes",
+        )
+    )
+    shared: bool = field(
+        default=True,
+        metadata=setting(
+            flag, "blocks that other processes write are looked for on the disk; `false` skips that"
+        ),
+    )
+    negative_ttl_s: float = field(
+        default=DEFAULT_NEGATIVE_TTL_S,
+        metadata=setting(
+            seconds,
+            'how long "not there" is believed; longer finds later what others write, shorter looks more often',
+            unit="seconds",
+        ),
+    )
+    file_mode: int = field(
+        default=DEFAULT_FILE_MODE,
+        metadata=setting(
+            parse_file_mode,
+            'private to the user; `"0660"` shares with a group, folders follow',
+            unit="octal text",
+            default_text='`"0600"`',
+        ),
+    )
+    direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    num_threads: int | None = field(
+        default=None,
+        metadata=num_threads_setting(
+            "; through the page cache, and with no number given, no more than there are "
+            "[usable cores](troubleshooting.md#cores) store at the same time"
+        ),
+    )
+
+
+def require_capacity(settings: FSSettings, block_bytes: int) -> None:
+    """Refuse a capacity of less than one block.
+
+    Raises:
+        ConfigError: it is too small; the message has the least.
+    """
+    if settings.capacity_bytes < block_bytes:
+        remedy = f"one block takes {block_bytes} bytes with its header; give many times that"
+        raise ConfigError("capacity_bytes", settings.capacity_bytes, remedy)
 
 
 def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_io: bool) -> int | None:
@@ -90,32 +100,3 @@ def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_i
     if has_direct_io or settings.num_threads is not None:
         return None
     return min(DEFAULT_NUM_THREADS, num_cores)
-
-
-def _parse_root(value: object) -> Path:
-    if not isinstance(value, str | Path) or not str(value):
-        raise ConfigError("root_dir", value, "must be the path of a directory")
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise ConfigError("root_dir", value, f"{error}; give an absolute path") from error
-    if not path.is_absolute():
-        raise ConfigError("root_dir", str(value), "must be an absolute path, since engines start anywhere")
-    return path
-
-
-def _parse_capacity(value: object, block_bytes: int) -> int:
-    capacity_bytes = parse_bytes("capacity_bytes", value)
-    if capacity_bytes < block_bytes:
-        remedy = f"one block takes {block_bytes} bytes with its header; give many times that"
-        raise ConfigError("capacity_bytes", value, remedy)
-    return capacity_bytes
-
-
-def _parse_file_mode(value: object) -> int:
-    is_octal_text = isinstance(value, str) and re.fullmatch(r"(0o|0)?[0-7]{3}", value)
-    mode = int(value.removeprefix("0o"), 8) if is_octal_text and isinstance(value, str) else value
-    if isinstance(mode, bool) or not isinstance(mode, int) or mode & ~0o666 or mode & 0o600 != 0o600:
-        remedy = 'must let the owner read and write and nobody execute, for example "0600" or "0660"'
-        raise ConfigError("file_mode", value, remedy)
-    return mode

@@ -6,7 +6,7 @@ removed; one of another namespace or version is somebody's, and left alone.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
@@ -21,7 +21,7 @@ from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, RAW_CODEC, HeaderCheck, check
+from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HeaderCheck, check_block
 from kvtier.tiering.kit.io_pool import TransferOutcome
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class BlockReader:
         self._pages = ThreadPages(self._batch_blocks)
 
     def read(
-        self, space: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> dict[OffloadKey, TierFailure]:
         """Read blocks into slots; return what kept those from arriving that have not.
 
@@ -56,15 +56,15 @@ class BlockReader:
             batch = keys[start : start + self._batch_blocks]
             files = []
             for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((space.block_path(key), (page, self._rows.row(slot))))
+                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
             for key, file, status in zip(batch, files, self._files.read(files), strict=True):
-                failure = self._judge(space, key, file, status)
+                failure = self._judge(namespace, key, file, status)
                 if failure is not None:
                     failures[key] = failure
         return failures
 
     def _judge(
-        self, space: FSNamespace, key: OffloadKey, file: OldFile, status: FileStatus | OSError
+        self, namespace: FSNamespace, key: OffloadKey, file: OldFile, status: FileStatus | OSError
     ) -> TierFailure | None:
         """Return what is wrong with a block, None if nothing is; what cannot be loaded again leaves the index."""
         path, (page, row) = file
@@ -72,33 +72,33 @@ class BlockReader:
             if status.num_bytes < self._block_bytes:
                 verdict = HeaderCheck.DAMAGED
             else:
-                verdict = check(page, row, key, space.namespace.digest, codec=RAW_CODEC)
+                verdict = check_block(page, row, key, namespace.identity.digest)
             if verdict is HeaderCheck.OK:
                 return None
-            failure = self._explain(space, key, path, status, verdict)
+            failure = self._explain(namespace, key, path, status, verdict)
         elif isinstance(status, FileNotFoundError):
             failure = TierFailure.ABSENT
         else:
             logger.warning("tier fs: block %s was not loaded: %s", path, status)
             return TierFailure.IO_ERROR
-        space.index.discard((key,))
+        namespace.index.discard((key,))
         return failure
 
     def _explain(
-        self, space: FSNamespace, key: OffloadKey, path: str, status: FileStatus, verdict: HeaderCheck
+        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, verdict: HeaderCheck
     ) -> TierFailure:
         if not self._files.is_still(path, status):
             return TierFailure.ABSENT  # evicted, and its file written over, while it was read
         failure = FAILURE_OF_CHECK[verdict]
         logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
         if failure is TierFailure.DAMAGED:
-            self._remove_damaged(space, key, path, status)
+            self._remove_damaged(namespace, key, path, status)
         return failure
 
-    def _remove_damaged(self, space: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
+    def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
         try:
             self._ledger.remove(self._files.remove(path, status))
-            space.index.evict((key,))
+            namespace.index.evict((key,))
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 
@@ -118,7 +118,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         evictor: makes room.
         spares: files of evicted blocks, to be written over.
         max_keys: blocks of a namespace that are kept in mind.
-        tells_evicted: whether anybody will ask what was evicted.
+        emit_events: whether evictions are recorded.
     """
 
     def __init__(
@@ -128,7 +128,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         evictor: Evictor,
         spares: RecycledFiles,
         max_keys: int,
-        tells_evicted: Callable[[], bool],
+        *,
+        emit_events: bool,
     ) -> None:
         self._directory = directory
         self._row_bytes = rows.row_bytes
@@ -138,20 +139,26 @@ class FSBlockStore(BlockStore[FSNamespace]):
         self._writer = BlockWriter(directory, rows, evictor, spares)
         self._reader = BlockReader(directory, rows)
         self._max_keys = max_keys
-        self._tells_evicted = tells_evicted
+        self._emit_events = emit_events
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> FSNamespace:
-        index = KeyIndex(self._max_keys, is_complete=is_new, tells_evicted=self._tells_evicted)
-        return FSNamespace(namespace, namespace_path(self._directory.root, namespace.name), index)
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
+        index = KeyIndex(self._max_keys, is_complete=is_new, emit_events=self._emit_events)
+        namespace = FSNamespace(identity, namespace_path(self._directory.root, identity.name), index)
+        self._evictor.set_namespace(namespace)
+        return namespace
 
-    def store(self, space: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        held = {key for key in keys if key in space.index and self._files.renew(space.block_path(key))}
+    def store(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        held = {
+            key for key in keys if key in namespace.index and self._files.renew(namespace.block_path(key))
+        }
         todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
         if not todo:
             return TransferOutcome(held)
-        outcomes = self._writer.write(space, todo)
-        arrived = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
-        space.index.add(arrived)
+        outcomes = self._writer.write(namespace, todo)
+        succeeded = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
+        namespace.index.add(succeeded)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
         num_failed = reached.count(StoreOutcome.FAILED)
@@ -161,29 +168,31 @@ class FSBlockStore(BlockStore[FSNamespace]):
             declined=sum(outcome in NO_PLACE for outcome in reached),
             store_errors=num_failed,
         )
-        return TransferOutcome([*held, *arrived], is_fault=num_failed > 0)
+        return TransferOutcome([*held, *succeeded], is_fault=num_failed > 0)
 
-    def load(self, space: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        failures = self._reader.read(space, keys, slots)
-        arrived = [key for key in keys if key not in failures]
+    def load(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        failures = self._reader.read(namespace, keys, slots)
+        succeeded = [key for key in keys if key not in failures]
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         self._note_missing_folders(
-            space, [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
+            namespace, [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
         )
-        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._row_bytes)
-        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
+        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
-    def _note_missing_folders(self, space: FSNamespace, absent: Sequence[OffloadKey]) -> None:
+    def _note_missing_folders(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget all blocks of the folders of ``absent`` that are gone: eviction leaves folders."""
-        for folder, key in {space.block_path(key).rpartition("/")[0]: key for key in absent}.items():
-            if not os.access(folder, os.F_OK) and space.index.lose(prefix_of(key)):
+        for folder, key in {namespace.block_path(key).rpartition("/")[0]: key for key in absent}.items():
+            if not os.access(folder, os.F_OK) and namespace.index.lose(prefix_of(key)):
                 self._evictor.removals.note(folder)
 
-    def find(self, space: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [key for key in keys if os.access(space.block_path(key), os.F_OK)]
-        space.index.add(found)
+        found = [key for key in keys if os.access(namespace.block_path(key), os.F_OK)]
+        namespace.index.add(found)
         return found
 
     def stats(self) -> dict[str, float]:

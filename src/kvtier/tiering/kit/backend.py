@@ -1,7 +1,7 @@
-"""The place that keeps a tier's blocks, as the tier's threads see it.
+"""The contract of a backend: what a ``ThreadedTier`` needs from the place where its blocks are kept.
 
-It knows no job, no queue and no scheduler: ``ThreadedTier`` has those. A store moves the bytes of some blocks between
-rows of the primary tier and wherever it keeps them, in envelopes, and says which arrived.
+A ``BlockStore`` moves the bytes of some blocks between rows of the primary tier and its backend, each with a header,
+and returns which ones succeeded.
 """
 
 from abc import ABC, abstractmethod
@@ -45,49 +45,49 @@ def rows_of(primary_kv_view: memoryview) -> Rows:
 
 
 class BlockStore(ABC, Generic[S]):
-    """Keeps blocks under keys, in spaces that do not see each other: one for each namespace and epoch.
+    """Keeps blocks under keys, in namespaces that do not see each other: one for each identity and epoch.
 
-    A call fails as a whole with a TierError when the place cannot be reached; what single blocks lack is part of
-    its answer. Several threads call at once.
+    A call that cannot reach the backend raises a TierError; what is wrong with single blocks is part of the answer.
+    Several threads call at once. ``S`` is the namespace handle: whatever the backend needs to reach one namespace.
     """
 
     @abstractmethod
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> S:
-        """Return what it takes to reach the blocks of ``namespace``.
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> S:
+        """Return the handle of a namespace.
 
         Args:
-            namespace: their identity.
+            identity: what makes its blocks its own: model, layout, epoch.
             is_new: whether its epoch has just been drawn, so that nothing can be held in it.
 
         Thread: the scheduler's; must not block.
         """
 
     @abstractmethod
-    def find(self, space: S, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+    def contains_batch(self, namespace: S, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         """Return which of ``keys`` are held.
 
         Raises:
-            TierError: the place cannot be reached.
+            TierError: the backend cannot be reached.
 
         Thread: the lookup's; may block for as long as the store's own time-outs say.
         """
 
     @abstractmethod
-    def store(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        """Write the rows ``slots`` under ``keys``; those that are held now have arrived.
+    def store(self, namespace: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        """Write the rows ``slots`` under ``keys``; those that are held afterwards have succeeded.
 
         Raises:
-            TierError: the place cannot be reached; nothing counts as written.
+            TierError: the backend cannot be reached; nothing counts as written.
 
         Thread: any of the pool's; may block likewise.
         """
 
     @abstractmethod
-    def load(self, space: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        """Read ``keys`` into the rows ``slots``; those whose bytes are there and right have arrived.
+    def load(self, namespace: S, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+        """Read ``keys`` into the rows ``slots``; those whose bytes are there and right have succeeded.
 
         Raises:
-            TierError: the place cannot be reached; nothing counts as read.
+            TierError: the backend cannot be reached; nothing counts as read.
 
         Thread: any of the pool's; may block likewise.
         """
@@ -95,8 +95,8 @@ class BlockStore(ABC, Generic[S]):
     def until(self, end_s: float) -> "BlockStore[S]":
         """Return this store for the calls of one job, which should be over by ``end_s``.
 
-        By default the store itself, whose own time-outs must do; one that may be kept busy without an end, a byte at
-        a time, returns one that gives up.
+        The default is the store itself: its own time-outs must do. A backend that may keep a call busy without an end,
+        a byte at a time, returns a store that gives up.
 
         Args:
             end_s: the job's deadline, on the tier's clock.
@@ -107,13 +107,13 @@ class BlockStore(ABC, Generic[S]):
         return self
 
     def check_reachable(self) -> None:
-        """Ask the place once whether it is there and lets us in; called before anything else, may block.
+        """Check once that the backend is there and accepts us; called before anything else, may block.
 
         Raises:
-            TierError: it does not, and why.
+            TierError: it is not, or it does not, and why.
         """
 
-    def touch(self, space: S, keys: Collection[OffloadKey]) -> None:
+    def touch(self, namespace: S, keys: Collection[OffloadKey]) -> None:
         """Mark ``keys`` as recently used. Thread: the scheduler's; must not block."""
 
     def stats(self) -> dict[str, float]:
@@ -121,4 +121,4 @@ class BlockStore(ABC, Generic[S]):
         return {}
 
     def close(self) -> None:
-        """Give back connections and files; called once, when no thread uses the store any more."""
+        """Close connections and files; called once, when no thread uses the store any more."""

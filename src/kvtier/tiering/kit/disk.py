@@ -1,4 +1,4 @@
-"""What tiers on a local disk share: aligned memory, checksums ahead of writes, and their settings.
+"""What tiers on a local disk share: settings, aligned memory, and checksums ahead of writes.
 
 A checksum reads its block into the core's cache, and a device that fetches the block from there is slowed down. With
 other blocks checksummed in between, the block has left the cache when it is written.
@@ -7,17 +7,73 @@ other blocks checksummed in between, the block has left the cache when it is wri
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import numpy as np
 
-from kvtier.config import SettingsReader
 from kvtier.errors import ConfigError
+from kvtier.settings import Setting, setting, whole
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 ALIGNMENT_BYTES = 4096
 """What memory, offsets and lengths of direct I/O are multiples of: the largest logical block in use."""
+
+CHECKSUM_AHEAD_BYTES = 2**20
+"""Bytes that are read between the checksum of a block and its write, as nearly as whole blocks allow: about half of a
+core's cache, and threads share cores. Fewer leave blocks in it; more let the device wait when a thread begins."""
+
+DEFAULT_NUM_THREADS = 4
+"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
+for the same cores and, with small blocks, for the interpreter."""
+
+DIRECT_NUM_THREADS = 8
+LARGE_ROW_BYTES = 512 * 2**10
+"""The same for direct I/O on rows of at least this size: such threads wait for the device and little else, so more
+of them keep it busy. With smaller rows they would wait for the interpreter."""
+
+MAX_THREADS = 128
+
+B = TypeVar("B")
+H = TypeVar("H")
+
+
+def parse_direct_io(name: str, value: object) -> bool | None:
+    """Return whether direct I/O is insisted on or avoided, None for ``"auto"``: taken where it works. Pure.
+
+    Raises:
+        ConfigError: neither a flag nor ``"auto"``.
+    """
+    if value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ConfigError(name, value, 'must be true, false or "auto"')
+    return value
+
+
+DIRECT_IO: Mapping[str, Setting] = setting(
+    parse_direct_io,
+    "direct where file system and rows allow it; `true` insists, `false` goes through the page cache",
+    default_text='`"auto"`',
+)
+"""The setting ``direct_io`` of a tier on a disk."""
+
+
+def num_threads_setting(more: str = "") -> Mapping[str, Setting]:
+    """Return the setting ``num_threads`` of a tier on a disk; ``more`` follows its default in the documentation."""
+    return setting(
+        whole(1, MAX_THREADS),
+        "fewer leave a fast disk idle, more wait for the same device, cores and interpreter",
+        unit=f"1 to {MAX_THREADS}",
+        default_text=f"eight for direct I/O on rows of at least 512 KiB, else four{more}",
+    )
+
+
+def plan_num_threads(num_threads: int | None, row_bytes: int, *, has_direct_io: bool) -> int:
+    """Return how many threads move rows of ``row_bytes`` bytes, when the user asked for ``num_threads``. Pure."""
+    if num_threads is not None:
+        return num_threads
+    return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
 
 
 def allocate_page() -> memoryview:
@@ -56,16 +112,8 @@ def is_aligned(rows: memoryview) -> bool:
     return address % ALIGNMENT_BYTES == 0 and rows.shape is not None and rows.shape[1] % ALIGNMENT_BYTES == 0
 
 
-B = TypeVar("B")
-S = TypeVar("S")
-
-CHECKSUM_AHEAD_BYTES = 2**20
-"""Bytes that are sealed between the checksum of a block and its write, as nearly as whole blocks allow: about half of a
-core's cache, and threads share cores. Fewer leave blocks in it; more let the device wait when a thread begins."""
-
-
 def plan_num_checksums_ahead(block_bytes: int, *, has_direct_io: bool) -> int:
-    """Return how many blocks are sealed ahead, 0 where a write is a copy by the core that has just read them. Pure.
+    """Return how many blocks get their checksum ahead, 0 where a write is a copy by the core that read them. Pure.
 
     Args:
         block_bytes: what is written at a stretch; one of more than 2 MiB pushes its own beginning out.
@@ -74,63 +122,17 @@ def plan_num_checksums_ahead(block_bytes: int, *, has_direct_io: bool) -> int:
     return (CHECKSUM_AHEAD_BYTES + block_bytes // 2) // block_bytes if has_direct_io else 0
 
 
-def checksum_ahead(blocks: Iterable[B], seal: Callable[[B], S], num_ahead: int) -> Iterator[S]:
-    """Yield every block sealed, in order, each when ``num_ahead`` later ones have been sealed as well.
+def checksum_ahead(blocks: Iterable[B], add_headers: Callable[[B], H], num_ahead: int) -> Iterator[H]:
+    """Yield every block with its headers, in order, each when ``num_ahead`` later ones have theirs as well.
 
     Args:
-        blocks: what to seal.
-        seal: seals one; at most ``num_ahead`` + 1 of its results are in use at a time.
-        num_ahead: fewer are sealed before a block where fewer follow it.
+        blocks: what is to be written, each with one call.
+        add_headers: computes the checksums; at most ``num_ahead`` + 1 of its results are in use at a time.
+        num_ahead: fewer are ahead where fewer follow.
     """
-    sealed: deque[S] = deque()
+    ready: deque[H] = deque()
     for block in blocks:
-        sealed.append(seal(block))
-        if len(sealed) > num_ahead:
-            yield sealed.popleft()
-    yield from sealed
-
-
-DEFAULT_NUM_THREADS = 4
-"""Threads that move blocks. Fewer leave a fast disk idle between system calls; more wait for the same device,
-for the same cores and, with small blocks, for the interpreter."""
-
-DIRECT_NUM_THREADS = 8
-LARGE_ROW_BYTES = 512 * 2**10
-"""The same for direct I/O on rows of at least this size: such threads wait for the device and little else, so more
-of them keep it busy. With smaller rows they would wait for the interpreter."""
-
-MAX_THREADS = 128
-
-
-def parse_num_threads(value: object) -> int | None:
-    """Return a number of threads; None leaves it to ``plan_num_threads``. Pure.
-
-    Raises:
-        ConfigError: neither None nor a whole number from 1 to 128.
-    """
-    if value is None:
-        return None
-    threads = SettingsReader({"num_threads": value}).whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
-    if threads > MAX_THREADS:
-        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
-    return threads
-
-
-def plan_num_threads(num_threads: int | None, row_bytes: int, *, has_direct_io: bool) -> int:
-    """Return how many threads move rows of ``row_bytes`` bytes, when the user asked for ``num_threads``. Pure."""
-    if num_threads is not None:
-        return num_threads
-    return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
-
-
-def parse_direct_io(value: object) -> bool | None:
-    """Return whether direct I/O is insisted on or avoided, None for ``"auto"``: taken where it works. Pure.
-
-    Raises:
-        ConfigError: neither a flag nor ``"auto"``.
-    """
-    if value == "auto":
-        return None
-    if not isinstance(value, bool):
-        raise ConfigError("direct_io", value, 'must be true, false or "auto"')
-    return value
+        ready.append(add_headers(block))
+        if len(ready) > num_ahead:
+            yield ready.popleft()
+    yield from ready

@@ -1,9 +1,8 @@
-"""Header and checksum around a block that leaves the machine's memory.
+"""The header in front of a block that leaves the machine's memory, with checksums of both.
 
-It reads and writes no file. An envelope is 128 bytes, little endian: magic 4, version 2, codec 2, namespace 16,
-key length 2, key 40, stored length 8, raw length 8, XXH3-128 of the stored bytes 16, key id 4, nonce 12,
-generation 6, XXH3-64 of the 120 bytes before it 8. Whoever reads a block checks its envelope before anyone sees
-the payload. Nothing here raises on bad bytes: a verdict says what is wrong with them.
+It is 128 bytes, little endian: magic 4, version 2, codec 2, namespace 16, key length 2, key 40, stored length 8, raw
+length 8, XXH3-128 of the stored bytes 16, key id 4, nonce 12, generation 6, XXH3-64 of the 120 bytes before it 8.
+A reader checks it before it uses the payload. Nothing here raises on bad bytes: a ``HeaderCheck`` says what is wrong.
 
 Source: XXH3 is described at https://github.com/Cyan4973/xxHash; it finds accidents, not forgeries.
 """
@@ -35,8 +34,12 @@ NAMESPACE_BYTES = 16
 NONCE_BYTES = 12
 GENERATION_BYTES = 6
 
+NO_ENCRYPTION = 0
+NO_NONCE = bytes(NONCE_BYTES)
+"""What stands in the header of a block that is not encrypted."""
+
 _FIELDS = struct.Struct("<4sHH16sH40sQQ16sI12s6s")
-_SEAL = struct.Struct("<Q")
+_OWN_CHECKSUM = struct.Struct("<Q")
 _ENVELOPE = struct.Struct(_FIELDS.format + "Q")
 
 _Fields: TypeAlias = tuple[bytes, int, int, bytes, int, bytes, int, int, bytes, int, bytes, bytes, int]
@@ -46,7 +49,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class HeaderCheck(Enum):
-    """What a check found."""
+    """What is wrong with a block, or OK."""
 
     OK = "ok"
     DAMAGED = "damaged"
@@ -56,10 +59,22 @@ class HeaderCheck(Enum):
     OTHER_KEY = "other_key"
 
 
-class Envelope(NamedTuple):
-    """What is known about a stored block without its payload.
+FAILURE_OF_CHECK = {
+    HeaderCheck.DAMAGED: TierFailure.DAMAGED,
+    HeaderCheck.OTHER_KEY: TierFailure.DAMAGED,
+    HeaderCheck.OTHER_VERSION: TierFailure.FOREIGN,
+    HeaderCheck.OTHER_CODEC: TierFailure.FOREIGN,
+    HeaderCheck.OTHER_NAMESPACE: TierFailure.FOREIGN,
+}
+"""Damaged blocks are removed, foreign ones left alone. A block of this namespace whose header has another key than its
+name can only have been moved."""
 
-    A tuple, since one is made for each block that is stored; a frozen dataclass takes three times as long to make.
+FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.TIMEOUT, TierFailure.DAMAGED})
+"""Failures that count against a tier; a block that was evicted, or belongs to another instance, does not."""
+
+
+class Envelope(NamedTuple):
+    """What the header of a block says.
 
     Attributes:
         namespace: first 16 bytes of the namespace digest.
@@ -70,7 +85,7 @@ class Envelope(NamedTuple):
         checksum: XXH3-128 of the stored bytes, 16 bytes.
         key_id: number of the encryption key, 0 without one.
         nonce: of the encryption, 12 bytes.
-        generation: how often a re-used place was written, below 2**48.
+        generation: of the write, where slots are written again and again; below 2**48.
     """
 
     namespace: bytes
@@ -79,21 +94,21 @@ class Envelope(NamedTuple):
     stored_bytes: int
     raw_bytes: int
     checksum: bytes
-    key_id: int = 0
-    nonce: bytes = bytes(NONCE_BYTES)
-    generation: int = 0
+    key_id: int
+    nonce: bytes
+    generation: int
 
 
-def seal(
+def make_header(
     key: OffloadKey,
     namespace_digest: bytes,
     payload: Buffer,
     *,
-    codec: int = 0,
+    codec: int = RAW_CODEC,
     raw_bytes: int | None = None,
     generation: int = 0,
-) -> Envelope:
-    """Describe ``payload``, the bytes that will be stored under ``key``. Pure.
+) -> bytes:
+    """Return the 128 bytes that stand in front of ``payload``, its checksum in them. Pure.
 
     Args:
         key: at most 40 bytes.
@@ -101,44 +116,31 @@ def seal(
         payload: what will be stored, contiguous.
         codec: number of the encoding that made it.
         raw_bytes: length of the row; None when it is that of the payload.
-        generation: how often a re-used place was written.
+        generation: of the write, where slots are written again and again; below 2**48.
     """
+    assert len(key) <= MAX_KEY_BYTES, "keys are checked when a tier is built and when a job comes"
     num_bytes = len(payload)
-    return Envelope(
-        namespace=namespace_digest[:NAMESPACE_BYTES],
-        key=key,
-        codec=codec,
-        stored_bytes=num_bytes,
-        raw_bytes=num_bytes if raw_bytes is None else raw_bytes,
-        checksum=xxhash.xxh3_128_digest(payload),
-        generation=generation,
-    )
-
-
-def pack(envelope: Envelope) -> bytes:
-    """Return the 128 bytes of ``envelope``. Pure; its key has at most 40 bytes."""
-    assert len(envelope.key) <= MAX_KEY_BYTES, "keys are checked when a tier is built and when a job comes"
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
-        envelope.codec,
-        envelope.namespace,
-        len(envelope.key),
-        envelope.key,
-        envelope.stored_bytes,
-        envelope.raw_bytes,
-        envelope.checksum,
-        envelope.key_id,
-        envelope.nonce,
-        envelope.generation.to_bytes(GENERATION_BYTES, "little"),
+        codec,
+        namespace_digest[:NAMESPACE_BYTES],
+        len(key),
+        key,
+        num_bytes,
+        num_bytes if raw_bytes is None else raw_bytes,
+        xxhash.xxh3_128_digest(payload),
+        NO_ENCRYPTION,
+        NO_NONCE,
+        generation.to_bytes(GENERATION_BYTES, "little"),
     )
-    return fields + _SEAL.pack(xxhash.xxh3_64_intdigest(fields))
+    return fields + _OWN_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
 def unpack(header: Buffer) -> Envelope | HeaderCheck:
     """Return the envelope in the first 128 bytes of ``header``, or what is wrong with them. Pure.
 
-    A header of another version is not ours to judge: its own checksum may stand elsewhere.
+    A header of another version cannot be checked: its own checksum may stand elsewhere.
     """
     fields = _read_fields(header)
     if isinstance(fields, HeaderCheck):
@@ -157,15 +159,15 @@ def unpack(header: Buffer) -> Envelope | HeaderCheck:
     )
 
 
-def check(
+def check_block(
     header: Buffer, payload: Buffer, key: OffloadKey, namespace_digest: bytes, *, codec: int = 0
 ) -> HeaderCheck:
-    """Say whether ``payload`` is what was stored under ``key`` in this namespace. Pure.
+    """Check whether ``payload`` is what was stored under ``key`` in this namespace. Pure.
 
     Args:
         header: what stood in front of the payload.
         payload: the stored bytes, no more and no fewer, contiguous.
-        key: the block that was asked for.
+        key: the block that was to be read.
         namespace_digest: the reader's namespace.
         codec: number of the encoding that the reader understands.
     """
@@ -195,17 +197,3 @@ def _read_fields(header: Buffer) -> _Fields | HeaderCheck:
         return HeaderCheck.OTHER_VERSION
     is_intact = own_checksum == xxhash.xxh3_64_intdigest(header[: _FIELDS.size])
     return fields if is_intact and key_bytes <= MAX_KEY_BYTES else HeaderCheck.DAMAGED
-
-
-FAILURE_OF_CHECK = {
-    HeaderCheck.DAMAGED: TierFailure.DAMAGED,
-    HeaderCheck.OTHER_KEY: TierFailure.DAMAGED,
-    HeaderCheck.OTHER_VERSION: TierFailure.FOREIGN,
-    HeaderCheck.OTHER_CODEC: TierFailure.FOREIGN,
-    HeaderCheck.OTHER_NAMESPACE: TierFailure.FOREIGN,
-}
-"""Damaged blocks are removed, foreign ones left alone. A block of this namespace that says it is another than its
-name does can only have been moved."""
-
-FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.TIMEOUT, TierFailure.DAMAGED})
-"""What speaks against a tier; a block that was evicted, or is another instance's, does not."""

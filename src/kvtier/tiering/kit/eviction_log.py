@@ -1,4 +1,8 @@
-"""Blocks that have left a tier, until somebody asks for them."""
+"""Blocks that a tier has evicted and not reported yet.
+
+Guarantees that a block's stored event precedes its removed event: a block whose store has not been reported waits. A
+tier makes one only when ``emit_events`` is on.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
@@ -6,44 +10,37 @@ from collections.abc import Callable, Collection
 from kvtier.base import OffloadKey
 
 MAX_UNREPORTED_KEYS = 65_536
-"""Keys that wait to be told, about 130 bytes each. More only cost memory when nobody asks; fewer lose some of those
-that leave between two steps of an engine."""
+"""Keys that wait for a report, about 130 bytes each. More only cost memory when no report is made; fewer lose some of
+those that are evicted between two steps of an engine."""
 
 
 class EvictionLog:
-    """Keys to be told, the oldest of very many left out. Guarded by whoever has it.
+    """Evicted keys in their order; beyond the limit the oldest are dropped. Its owner's lock guards it."""
 
-    Args:
-        is_wanted: whether anybody will ever ask; asked again each time, since settings come late.
-    """
-
-    def __init__(self, is_wanted: Callable[[], bool]) -> None:
-        self._is_wanted = is_wanted
+    def __init__(self) -> None:
         self._unreported: OrderedDict[OffloadKey, None] = OrderedDict()
 
     def add(self, key: OffloadKey) -> None:
-        """Note a block that has just left."""
-        if self._is_wanted():
-            self._unreported[key] = None
-            if len(self._unreported) > MAX_UNREPORTED_KEYS:
-                self._unreported.popitem(last=False)
+        """Record a block that has just been evicted."""
+        self._unreported[key] = None
+        if len(self._unreported) > MAX_UNREPORTED_KEYS:
+            self._unreported.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget what waits to be told."""
-        self._unreported = OrderedDict()
+        """Drop what has not been reported."""
+        self._unreported.clear()
 
     def take(
         self, being_stored: Collection[OffloadKey], is_held: Callable[[OffloadKey], bool]
     ) -> list[OffloadKey]:
-        """Return what has left and is not back.
+        """Return the blocks that were evicted and are not back, and drop them.
 
         Args:
-            being_stored: blocks whose store has not been reported yet. They wait for a later call: whoever hears of a
-                store when it is reported must not hear of the eviction before it.
-            is_held: whether a block is there.
+            being_stored: blocks whose store has not been reported yet; they stay for a later call.
+            is_held: whether a block is in the tier now.
         """
         if not self._unreported:
             return []
-        told = [key for key in self._unreported if key not in being_stored and not is_held(key)]
+        taken = [key for key in self._unreported if key not in being_stored and not is_held(key)]
         self._unreported = OrderedDict.fromkeys(key for key in self._unreported if key in being_stored)
-        return told
+        return taken

@@ -1,4 +1,9 @@
-"""What a tier's threads count, and how a backend that is unreachable is left alone and reported."""
+"""What a tier's threads count, and the state of the backend that they use.
+
+A backend that does not answer is left alone for a while, because each call to it fails only after a time-out. An
+outage is logged once when it begins and once when it ends. Lookups that got no answer are counted for the manager's
+circuit breaker.
+"""
 
 import logging
 import threading
@@ -6,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvtier.errors import TierError
+
+logger = logging.getLogger(__name__)
 
 
 class Counters:
@@ -30,81 +37,81 @@ class Counters:
             return dict(self._counts)
 
 
-logger = logging.getLogger(__name__)
+class BackendHealth:
+    """Whether a backend answers, until when it is left alone, and how many lookups it did not answer.
 
+    Mutable are the outage, the pause and the count. ``_lock`` guards the outage and the count; the pause is one tuple,
+    each write of which is whole, and the last write counts.
 
-class OutageLog:
-    """What the threads of a tier have lately met.
+    Args:
+        tier: the tier's type, for errors.
+        clock: seconds, monotonic.
+        pause_s: how long a pause lasts; 0 never pauses. A longer one loses blocks after the backend came back; a
+            shorter one makes a queue of jobs wait for several time-outs.
+        name: what the log calls the backend; "" for the tier's type.
 
-    Mutable are the flag and the count of questions. ``_lock`` guards them.
+    Attributes:
+        is_out: whether the last call failed; readable without the lock, since a stale answer costs a line of log.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, tier: str, clock: Callable[[], float], *, pause_s: float = 0.0, name: str = ""
+    ) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._pause_s = pause_s
+        self._name = name or tier
         self._lock = threading.Lock()
-        self._is_out = False
         self._num_unanswered = 0
+        self._pause: tuple[float, str] | None = None
+        self.is_out = False
 
     def on_failure(self, error: TierError, *, num_unanswered: int = 0) -> None:
-        """Note a call that could not reach the place; the first of an outage is logged.
+        """Record a call that could not reach the backend; log the first one of an outage.
 
         Args:
             error: what to log.
-            num_unanswered: questions that it was to answer.
+            num_unanswered: lookups that the call was to answer.
         """
         with self._lock:
             self._num_unanswered += num_unanswered
-            is_news, self._is_out = not self._is_out, True
-        if is_news:
+            is_first, self.is_out = not self.is_out, True
+        if is_first:
             logger.warning(
                 "%s (until it answers its blocks are misses; it is tried again every few seconds)", error
             )
 
-    def on_success(self, tier: str) -> None:
-        """The place has answered; the first answer after an outage is logged."""
-        if not self._is_out:  # read without the lock: a stale answer costs one line of log at most
+    def on_success(self) -> None:
+        """Record an answer; log the first one after an outage."""
+        if not self.is_out:
             return
         with self._lock:
-            is_news, self._is_out = self._is_out, False
-        if is_news:
-            logger.warning("tier %s can be reached again", tier)
+            was_out, self.is_out = self.is_out, False
+        if was_out:
+            logger.warning("tier %s can be reached again", self._name)
 
     def drain_unanswered(self) -> int:
-        """Return how many questions have failed since the last time."""
+        """Return how many lookups got no answer since the last call."""
         with self._lock:
             num_unanswered, self._num_unanswered = self._num_unanswered, 0
         return num_unanswered
 
+    def begin_pause(self, reason: str) -> None:
+        """Leave the backend alone for ``pause_s`` from now on; ``reason`` is the error of calls until then."""
+        self._pause = self._clock() + self._pause_s, reason
 
-class QuietPeriod:
-    """Until when a place is left alone, and why.
+    @property
+    def is_paused(self) -> bool:
+        """Whether the backend is left alone now."""
+        pause = self._pause
+        return pause is not None and self._clock() < pause[0]
 
-    Mutable is one pair of both; each write of it is whole, the last one counts.
-
-    Args:
-        tier: the tier's type, for the error.
-        clock: seconds, monotonic.
-        pause_s: how long it lasts. Longer loses blocks after the place came back; shorter makes a queue of jobs wait
-            for several time-outs.
-    """
-
-    def __init__(self, tier: str, clock: Callable[[], float], pause_s: float) -> None:
-        self._tier = tier
-        self._clock = clock
-        self._pause_s = pause_s
-        self._until_s_and_why: tuple[float, str] | None = None
-
-    def begin(self, why: str) -> None:
-        """Leave the place alone from now on; ``why`` is what those who come meanwhile are told."""
-        self._until_s_and_why = self._clock() + self._pause_s, why
-
-    def require_over(self) -> None:
-        """Do nothing once the pause is over.
+    def require_no_pause(self) -> None:
+        """Return at once unless the backend is left alone now.
 
         Raises:
-            TierError: it is not, and why it was begun.
+            TierError: it is; the message has the reason.
         """
-        if self._until_s_and_why is None:
-            return
-        until_s, why = self._until_s_and_why
-        if self._clock() < until_s:
-            raise TierError(self._tier, why)
+        pause = self._pause
+        if pause is not None and self._clock() < pause[0]:
+            raise TierError(self._tier, pause[1])

@@ -28,11 +28,11 @@ class TransferOutcome(NamedTuple):
     """What a transfer achieved.
 
     Attributes:
-        arrived: the keys whose bytes arrived.
+        succeeded: the keys whose bytes succeeded.
         is_fault: whether what failed speaks against the tier; no room or an evicted block does not.
     """
 
-    arrived: Collection[OffloadKey]
+    succeeded: Collection[OffloadKey]
     is_fault: bool = False
 
 
@@ -56,7 +56,7 @@ class _PoolJob:
     deadline_s: float
     num_begun: int = 0
     num_running_parts: int = 0
-    arrived: list[OffloadKey] = field(default_factory=list)
+    succeeded: list[OffloadKey] = field(default_factory=list)
     is_fault: bool = False
 
     @property
@@ -64,13 +64,17 @@ class _PoolJob:
         return self.num_running_parts == 0 and self.num_begun == len(self.keys)
 
     def result(self, now_s: float) -> JobResult:
-        """Return the report: everything arrived, or which keys did."""
-        arrived = frozenset(self.arrived)
+        """Return the report: everything succeeded, or which keys did."""
+        succeeded = frozenset(self.succeeded)
         took_s = now_s - self.submitted_s
-        if arrived.issuperset(self.keys):
+        if succeeded.issuperset(self.keys):
             return JobResult(self.job_id, success=True, took_s=took_s)
         return JobResult(
-            self.job_id, success=False, successful_keys=arrived or None, is_fault=self.is_fault, took_s=took_s
+            self.job_id,
+            success=False,
+            successful_keys=succeeded or None,
+            is_fault=self.is_fault,
+            took_s=took_s,
         )
 
 
@@ -275,7 +279,7 @@ class IOPool:
             # No other thread is told that it may store now: this one looks for work next.
             self._num_storing_threads -= part.is_store
             part.job.num_running_parts -= 1
-            part.job.arrived.extend(moved.arrived)
+            part.job.succeeded.extend(moved.succeeded)
             part.job.is_fault |= moved.is_fault
             if part.job.is_ended:
                 self._report(part.job)

@@ -1,13 +1,13 @@
-"""A secondary tier whose blocks are moved by threads: everything but the place where they are kept.
+"""A secondary tier whose blocks are moved by threads: everything but the backend.
 
-It knows no file, client or server; ``BlockStore`` does. The scheduler's thread reads verdicts and hands over jobs
-and questions; a lookup's thread asks in one batch per step, a pool moves blocks, loads first. A place that cannot be
-reached is a miss for whoever asks, one line in the log, and a fault that the manager's breaker hears of.
+Subclass ``ThreadedTier``, give it a ``BlockStore`` and name it. The scheduler's thread reads cached answers and queues
+jobs and lookups; one thread sends the lookups of a step as one batch, a pool moves blocks, loads before stores. When
+the backend cannot be reached its blocks are misses, the log has one line, and the manager's circuit breaker gets a
+fault.
 """
 
 import hashlib
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,23 +19,24 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
-    EvictionReporter,
+    NO_SETTINGS,
     JobMetadata,
     JobResult,
     ReachableTier,
     SecondaryTierManager,
+    TierSettings,
 )
 from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
-from kvtier.tiering.kit.health import OutageLog
-from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
-from kvtier.tiering.kit.lookup import AsyncLookup, Era
+from kvtier.tiering.kit.health import BackendHealth
+from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
+from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 
 S = TypeVar("S")
 
 DEFAULT_NEGATIVE_TTL_S = 2.0
-"""Seconds for which a block that was not there is not asked for again. Shorter asks a shared place more often for
-the same missing tails; longer finds later what other engines write."""
+"""Seconds for which "not held" is believed. Shorter looks in a shared backend more often for the same missing tails;
+longer finds later what other engines write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class ThreadOptions:
     Attributes:
         num_threads: threads that move blocks.
         max_part_blocks: blocks that a thread moves in one call.
-        positive_ttl_s: seconds for which "held" is believed; 0 keeps no such verdict.
+        positive_ttl_s: seconds for which "held" is believed; 0 caches no such answer.
         negative_ttl_s: seconds for which "not held" is believed.
         num_store_threads: how many of the threads may store at the same time, None for each.
         cuts_evenly: whether a job is cut into as few parts as keep every thread busy. True where a call costs much
@@ -61,35 +62,41 @@ class ThreadOptions:
 
 
 class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
-    """Everything of a tier but the place where blocks are kept; a subclass builds that and names itself.
+    """Everything of a tier but the backend.
+
+    A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
+    report.
 
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
-        block_store: the place.
+        settings: the settings that every tier has.
+        block_store: the backend.
         options: how the threads work.
         clock: seconds, monotonic.
 
     Raises:
-        ConfigError: the engine's keys change from process to process, or do not fit into an envelope.
+        ConfigError: the engine's keys change from process to process, or do not fit into a header.
     """
 
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
+        settings: TierSettings = NO_SETTINGS,
+        *,
         block_store: BlockStore[S],
         options: ThreadOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(config, primary_kv_view)
+        super().__init__(config, primary_kv_view, settings)
         name = self.get_tier_type()
         require_lasting_keys(config, name)
         self._num_rows, self._row_bytes = primary_kv_view.shape or (0, 0)
         self._clock = clock
         self._block_store = block_store
-        self._has_positive_verdicts = options.positive_ttl_s > 0
-        self._outages = OutageLog()
+        self._caches_held = options.positive_ttl_s > 0
+        self._health = BackendHealth(name, clock)
         self._pool = IOPool(
             name,
             options.num_threads,
@@ -100,12 +107,13 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         )
         self._lookup = AsyncLookup(
             name,
-            self._find,
+            self._contains_batch,
             clock=clock,
             positive_ttl_s=options.positive_ttl_s,
             negative_ttl_s=options.negative_ttl_s,
         )
-        self._space = self._open_space(b"")
+        self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
+        self._namespace = self._open_namespace(b"")
         self._is_closed = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -113,21 +121,21 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         return False if len(key) > MAX_KEY_BYTES else self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
-        require_sound(job, self._num_rows, self.get_tier_type())
-        timeout_s = self.settings.job_timeout_s
-        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
-        self._pool.submit_store(job, partial(self._store, bound), timeout_s)
+        self._pool.submit_store(job, *self._prepare(job, self._store))
+        if self._open_stores is not None:
+            self._open_stores[job.job_id] = job.keys
 
     def submit_load(self, job: JobMetadata) -> None:
-        require_sound(job, self._num_rows, self.get_tier_type())
-        timeout_s = self.settings.job_timeout_s
-        bound = _Bound(self._block_store.until(self._clock() + timeout_s), self._space, self._lookup.era)
-        self._pool.submit_load(job, partial(self._load, bound), timeout_s)
+        self._pool.submit_load(job, *self._prepare(job, self._load))
 
     def get_finished(self) -> Iterable[JobResult]:
-        # Callers that never end a step ask here; for others there is nothing left to hand over.
+        # For callers that never end a step; for others nothing is left to send.
         self._lookup.flush()
-        return self._pool.get_finished()
+        results = self._pool.get_finished()
+        if self._open_stores:
+            for result in results:
+                self._open_stores.pop(result.job_id, None)
+        return results
 
     def end_step(self) -> None:
         self._lookup.flush()
@@ -139,15 +147,15 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         try:
             self._block_store.check_reachable()
         except TierError as error:
-            self._outages.on_failure(error, num_unanswered=FAILURES_TO_OPEN)
+            self._health.on_failure(error, num_unanswered=FAILURES_TO_OPEN)
             raise
 
     def drain_unanswered(self) -> int:
-        return self._outages.drain_unanswered()
+        return self._health.drain_unanswered()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         del req_context
-        self._block_store.touch(self._space, keys)
+        self._block_store.touch(self._namespace, keys)
 
     def waiting_s(self) -> float:
         return self._pool.oldest_wait_s()
@@ -156,7 +164,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         return self._pool.drain(timeout_s)
 
     def reset(self, epoch: bytes) -> None:
-        self._space = self._open_space(epoch)
+        self._namespace = self._open_namespace(epoch)
         self._lookup.clear()
 
     def stats(self) -> dict[str, float]:
@@ -166,63 +174,87 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def shutdown(self, timeout_s: float) -> bool:
         end_s = self._clock() + timeout_s
         has_ended = self._pool.shutdown(timeout_s)
-        # A question touches no row: whether its thread ends in time does not change the answer.
-        has_answered = self._lookup.shutdown(max(0.0, end_s - self._clock()))
-        if has_ended and has_answered and not self._is_closed:
+        # A lookup touches no row: whether its thread ends in time does not change the answer.
+        has_lookup_ended = self._lookup.shutdown(max(0.0, end_s - self._clock()))
+        if has_ended and has_lookup_ended and not self._is_closed:
             self._is_closed = True
             self._block_store.close()
         return has_ended
 
-    def _open_space(self, epoch: bytes) -> S:
-        # A new epoch is random: nobody has stored anything in it.
-        namespace = make_namespace(self.config, self._row_bytes, epoch)
-        return self._block_store.open_space(namespace, is_new=bool(epoch))
+    def keys_being_stored(self) -> frozenset[OffloadKey]:
+        """Return the blocks whose store has not been reported yet; without ``emit_events`` none is recorded."""
+        return frozenset().union(*(self._open_stores or {}).values())
 
-    def _find(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+    def _prepare(self, job: JobMetadata, move: "_Move[S]") -> tuple[Transfer, float]:
+        """Return what moves the job's blocks, bound to the namespace of now, and the job's time-out."""
+        require_sound(job, self._num_rows, self.get_tier_type())
+        timeout_s = self.settings.job_timeout_s
+        block_store = self._block_store.until(self._clock() + timeout_s)
+        return partial(move, block_store, self._namespace, self._lookup.generation), timeout_s
+
+    def _open_namespace(self, epoch: bytes) -> S:
+        # A new epoch is random: nothing can have been stored in it.
+        identity = make_namespace(self.config, self._row_bytes, epoch)
+        return self._block_store.open_namespace(identity, is_new=bool(epoch))
+
+    def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         try:
-            found = self._block_store.find(self._space, keys)
+            held = self._block_store.contains_batch(self._namespace, keys)
         except TierError as error:
-            self._outages.on_failure(error, num_unanswered=1)
+            self._health.on_failure(error, num_unanswered=1)
             return ()
-        self._outages.on_success(self.get_tier_type())
-        return found
+        self._health.on_success()
+        return held
 
-    def _store(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        moved = self._move(partial(bound.block_store.store, bound.space, keys, slots))
-        if self._has_positive_verdicts and moved.arrived:
-            self._lookup.tell(moved.arrived, is_held=True, era=bound.era)
-        return moved
-
-    def _load(self, bound: "_Bound[S]", keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        moved = self._move(partial(bound.block_store.load, bound.space, keys, slots))
-        if len(moved.arrived) < len(keys):
-            self._lookup.tell(set(keys).difference(moved.arrived), is_held=False, era=bound.era)
-        return moved
-
-    def _move(self, move: Callable[[], TransferOutcome]) -> TransferOutcome:
+    def _store(
+        self,
+        block_store: BlockStore[S],
+        namespace: S,
+        generation: Generation,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
         try:
-            moved = move()
+            outcome = block_store.store(namespace, keys, slots)
         except TierError as error:
-            self._outages.on_failure(error)
-            return TransferOutcome((), is_fault=True)
-        if not moved.is_fault:
-            self._outages.on_success(self.get_tier_type())
-        return moved
+            return self._failed(error)
+        if self._health.is_out and not outcome.is_fault:
+            self._health.on_success()
+        if self._caches_held and outcome.succeeded:
+            self._lookup.report(outcome.succeeded, is_held=True, generation=generation)
+        return outcome
+
+    def _load(
+        self,
+        block_store: BlockStore[S],
+        namespace: S,
+        generation: Generation,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
+        try:
+            outcome = block_store.load(namespace, keys, slots)
+        except TierError as error:
+            self._lookup.report(keys, is_held=False, generation=generation)
+            return self._failed(error)
+        if self._health.is_out and not outcome.is_fault:
+            self._health.on_success()
+        if len(outcome.succeeded) < len(keys):
+            failed = set(keys).difference(outcome.succeeded)
+            self._lookup.report(failed, is_held=False, generation=generation)
+        return outcome
+
+    def _failed(self, error: TierError) -> TransferOutcome:
+        self._health.on_failure(error)
+        return TransferOutcome((), is_fault=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound(Generic[S]):
-    """What a job was submitted with.
-
-    Attributes:
-        block_store: the place, until the job's deadline.
-        space: its namespace.
-        era: what one of before a reset has met says nothing about the present namespace.
-    """
-
-    block_store: BlockStore[S]
-    space: S
-    era: Era
+_Move = Callable[
+    [BlockStore[S], S, Generation, Sequence[OffloadKey], Sequence[int]],
+    TransferOutcome,
+]
+"""Moves blocks of one job: the store until the job's deadline, the namespace and the generation of its submission,
+keys, slots. What a job of before a reset finds out says nothing about the present namespace."""
 
 
 def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
@@ -240,7 +272,7 @@ def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
         raise refusal(f"has {counts}: give one slot for each key")
     too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
     if too_long is not None:
-        limit = f"1 to {MAX_KEY_BYTES} bytes fit into an envelope"
+        limit = f"1 to {MAX_KEY_BYTES} bytes fit into a header"
         raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
     if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
         slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
@@ -248,9 +280,9 @@ def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
 
 
 def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:
-    """Refuse keys that no other process would compute again, or that do not fit into an envelope.
+    """Refuse keys that no other process would compute again, or that do not fit into a header.
 
-    A tier asks this before it opens anything.
+    A tier calls this before it opens anything.
 
     Raises:
         ConfigError: the engine's hash is seeded at random or too long; an algorithm that hashlib does not know is
@@ -264,47 +296,3 @@ def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:
     if key_bytes > MAX_KEY_BYTES:
         remedy = f"gives keys of {key_bytes} bytes, at most {MAX_KEY_BYTES} can be stored: use sha256"
         raise ConfigError("hash_algorithm", algorithm, remedy)
-
-
-class SelfEvictingTier(ThreadedTier[S], EvictionReporter):
-    """What a subclass has to add to a ThreadedTier is ``_drain_unreported``.
-
-    Args:
-        config: what the engine said of itself.
-        primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
-        block_store: the place.
-        options: how the threads work.
-        clock: seconds, monotonic.
-
-    Raises:
-        ConfigError: the engine's keys change from process to process, or do not fit into an envelope.
-    """
-
-    def __init__(
-        self,
-        config: OffloadingConfig,
-        primary_kv_view: memoryview,
-        block_store: BlockStore[S],
-        options: ThreadOptions,
-        clock: Callable[[], float],
-    ) -> None:
-        self._open_stores: dict[JobId, tuple[OffloadKey, ...]] = {}
-        super().__init__(config, primary_kv_view, block_store, options, clock)
-
-    def submit_store(self, job: JobMetadata) -> None:
-        super().submit_store(job)
-        if self.settings.emit_events:
-            self._open_stores[job.job_id] = job.keys
-
-    def get_finished(self) -> Iterable[JobResult]:
-        results = list(super().get_finished())
-        for result in results:
-            self._open_stores.pop(result.job_id, None)
-        return results
-
-    def drain_evicted(self) -> Collection[OffloadKey]:
-        return self._drain_unreported(frozenset().union(*self._open_stores.values()))
-
-    @abstractmethod
-    def _drain_unreported(self, being_stored: Collection[OffloadKey]) -> Collection[OffloadKey]:
-        """Return what has left and is not back; those in ``being_stored`` are kept for a later call."""

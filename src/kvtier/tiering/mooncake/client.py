@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import TierError
+from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
 from kvtier.tiering.mooncake.headers import address_of
 from kvtier.tiering.mooncake.native import (
@@ -82,8 +83,7 @@ class MooncakeClient:
         self._is_joining = False
         self._is_doubtful = False
         self._is_closed = False
-        self._paused_until_s = 0.0
-        self._reason = ""
+        self._health = BackendHealth(TIER_TYPE, clock, pause_s=PAUSE_S)
 
     def exist(self, names: list[str]) -> list[int]:
         """Return 1 for each of ``names`` that has a whole value, 0 for others.
@@ -143,8 +143,7 @@ class MooncakeClient:
             self._changed.wait_for(lambda: not self._is_joining)
             if self._is_closed:
                 raise TierError(TIER_TYPE, "the tier is shut down")
-            if self._clock() < self._paused_until_s:
-                raise TierError(TIER_TYPE, self._reason)
+            self._health.require_no_pause()
             if self._session is not None and not self._is_doubtful:
                 self._session.num_calls += 1
                 return self._session
@@ -186,8 +185,7 @@ class MooncakeClient:
     def _pause(self, reason: str) -> TierError:
         with self._changed:
             self._is_doubtful = True
-            self._paused_until_s = self._clock() + PAUSE_S
-            self._reason = reason
+            self._health.begin_pause(reason)
         return TierError(TIER_TYPE, reason)
 
     def _retire(self, session: _Session) -> None:

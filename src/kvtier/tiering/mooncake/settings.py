@@ -1,18 +1,19 @@
-"""The tier's own settings, checked and typed.
+"""The tier's own settings.
 
-It opens no connection; whether the master answers is seen by ``check_reachable``.
+No connection is opened here; whether the master answers is seen by ``check_reachable``.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.config import SettingsReader, parse_bytes
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.settings import choice, seconds_up_to, setting, whole
 
 DEFAULT_LOCAL_HOST = "127.0.0.1"
-"""The address that others are told to reach this process at. Whoever reaches it may read and write registered
-memory without a password, so it leaves the machine only when somebody says so."""
+"""The address at which other processes reach this one. A process that reaches it may read and write registered memory
+without a password, so the default does not leave the machine."""
 
 DEFAULT_NUM_REPLICAS = 1
 """Copies of a block. Two survive the death of a provider, take twice the memory and twice the network."""
@@ -44,97 +45,91 @@ class Protocol(Enum):
     RDMA = "rdma"
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
-    """What the user asked of the tier.
-
-    Attributes:
-        master: address of the store's master, ``host:port``.
-        segment_bytes: memory that this engine contributes to the store; 0 only uses that of others.
-        num_replicas: copies of each block.
-        local_host: the address at which other machines reach this process.
-        protocol: how bytes travel.
-        timeout_s: seconds for a call to the master.
-        num_threads: threads that move blocks.
-    """
-
-    master: str
-    segment_bytes: int
-    num_replicas: int
-    local_host: str
-    protocol: Protocol
-    timeout_s: float
-    num_threads: int
-
-
-def parse_settings(
-    *,
-    master: object,
-    segment_bytes: object,
-    num_replicas: object,
-    local_host: object,
-    protocol: object,
-    timeout_s: object,
-    num_threads: object,
-) -> MooncakeSettings:
-    """Check the tier's arguments. Pure.
-
-    Args:
-        master: text ``host:port``.
-        segment_bytes: a number or text such as ``"4GiB"``; 0 contributes nothing.
-        num_replicas: from 1 to 16.
-        local_host: a host name or an address, without a port.
-        protocol: ``"tcp"`` or ``"rdma"``.
-        timeout_s: seconds, more than 0.
-        num_threads: from 1 to 64.
+def parse_master(name: str, value: object) -> str:
+    """Return ``host:port``. Pure.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: it is anything else.
     """
-    values = {"num_replicas": num_replicas, "protocol": protocol}
-    read = SettingsReader(values | {"timeout_s": timeout_s, "num_threads": num_threads})
-    own_timeout_s = read.seconds("timeout_s", DEFAULT_TIMEOUT_S)
-    if not 0 < own_timeout_s <= MAX_TIMEOUT_S:
-        raise ConfigError(
-            "timeout_s", timeout_s, f"must be more than 0 and at most {MAX_TIMEOUT_S:g} seconds"
-        )
-    return MooncakeSettings(
-        master=_parse_master(master),
-        segment_bytes=_parse_segment(segment_bytes),
-        num_replicas=_at_most(read.whole("num_replicas", 1, minimum=1), "num_replicas", MAX_REPLICAS),
-        local_host=_parse_host(local_host),
-        protocol=read.choice("protocol", Protocol.TCP),
-        timeout_s=own_timeout_s,
-        num_threads=_at_most(read.whole("num_threads", 1, minimum=1), "num_threads", MAX_THREADS),
-    )
-
-
-def _parse_master(value: object) -> str:
     match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
     if match is None or not 0 < int(match["port"]) < 2**16:
         remedy = 'must be "host:port" of a mooncake_master, for example "10.0.0.5:50051"'
-        raise ConfigError("master", value, remedy)
+        raise ConfigError(name, value, remedy)
     return match.string
 
 
-def _parse_host(value: object) -> str:
+def parse_host(name: str, value: object) -> str:
+    """Return a host name or an address without a port. Pure.
+
+    Raises:
+        ConfigError: it is anything else.
+    """
     if not isinstance(value, str) or _HOST.fullmatch(value) is None:
         remedy = "must be the name or address at which other machines reach this one, without a port"
-        raise ConfigError("local_host", value, remedy)
+        raise ConfigError(name, value, remedy)
     return value
 
 
-def _parse_segment(value: object) -> int:
+def parse_segment(name: str, value: object) -> int:
+    """Return the length of a segment; 0 contributes nothing. Pure.
+
+    Raises:
+        ConfigError: it is too small, or no number of bytes.
+    """
     if value == 0 and not isinstance(value, bool):
         return 0
-    segment_bytes = parse_bytes("segment_bytes", value)
+    segment_bytes = parse_bytes(name, value)
     if segment_bytes < MIN_SEGMENT_BYTES:
         remedy = f"contribute at least {MIN_SEGMENT_BYTES} bytes, or 0 to use the memory of others only"
-        raise ConfigError("segment_bytes", value, remedy)
+        raise ConfigError(name, value, remedy)
     return segment_bytes
 
 
-def _at_most(number: int, setting: str, limit: int) -> int:
-    if number > limit:
-        raise ConfigError(setting, number, f"must be at most {limit}")
-    return number
+@dataclass(frozen=True, slots=True)
+class MooncakeSettings:
+    """What the user set for the tier; each field says what it is."""
+
+    master: str = field(metadata=setting(parse_master, "a mooncake_master", unit="`host:port`"))
+    segment_bytes: int = field(
+        default=0,
+        metadata=setting(
+            parse_segment,
+            "memory that this engine lends to the store: none unless set; otherwise at least 16 MiB",
+            unit="bytes",
+        ),
+    )
+    num_replicas: int = field(
+        default=DEFAULT_NUM_REPLICAS,
+        metadata=setting(
+            whole(1, MAX_REPLICAS),
+            "two survive a provider's death and take twice the memory; where providers lack there are fewer",
+            unit=f"1 to {MAX_REPLICAS}",
+        ),
+    )
+    local_host: str = field(
+        default=DEFAULT_LOCAL_HOST,
+        metadata=setting(
+            parse_host,
+            "the store has no authentication: the address leaves the machine only on request",
+        ),
+    )
+    protocol: Protocol = field(
+        default=Protocol.TCP,
+        metadata=setting(choice(Protocol), 'works everywhere; `"rdma"` has not been tried'),
+    )
+    timeout_s: float = field(
+        default=DEFAULT_TIMEOUT_S,
+        metadata=setting(
+            seconds_up_to(MAX_TIMEOUT_S),
+            "a master answers in under a millisecond; keep it below the master's lease of 5 s",
+            unit=f"seconds, at most {MAX_TIMEOUT_S:g}",
+        ),
+    )
+    num_threads: int = field(
+        default=DEFAULT_NUM_THREADS,
+        metadata=setting(
+            whole(1, MAX_THREADS),
+            "one computes checksums while the other copies",
+            unit=f"1 to {MAX_THREADS}",
+        ),
+    )

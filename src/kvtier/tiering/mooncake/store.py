@@ -15,11 +15,9 @@ from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
-    RAW_CODEC,
     HeaderCheck,
-    check,
-    pack,
-    seal,
+    check_block,
+    make_header,
 )
 from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -33,14 +31,14 @@ class MooncakeNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
     Attributes:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
     """
 
-    namespace: Namespace
+    identity: Namespace
 
     def name_of(self, key: OffloadKey) -> str:
         """Return the name under which the store keeps the block of ``key``."""
-        return f"{self.namespace.name}/{key.hex()}"
+        return f"{self.identity.name}/{key.hex()}"
 
 
 RETRY_S = 6.0
@@ -130,15 +128,15 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._counters = Counters(*COUNTS, *MORE_COUNTS)
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> MooncakeNamespace:
-        return MooncakeNamespace(namespace)
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> MooncakeNamespace:
+        return MooncakeNamespace(identity)
 
     def check_reachable(self) -> None:
         self._client.exist([PROBE_NAME])
 
-    def find(self, space: MooncakeNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def contains_batch(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         self._remove(self._doomed.take_due())
-        names = {key: space.name_of(key) for key in keys}
+        names = {key: namespace.name_of(key) for key in keys}
         doomed = self._doomed.among(names.values())
         asked = [key for key in keys if names[key] not in doomed]
         if not asked:
@@ -149,9 +147,9 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         return [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
 
     def store(
-        self, space: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        todo = list(zip(keys, slots, [space.name_of(key) for key in keys], strict=True))
+        todo = list(zip(keys, slots, [namespace.name_of(key) for key in keys], strict=True))
         if len(self._doomed):
             self._remove(self._doomed.among([name for _, _, name in todo]))
             doomed = self._doomed.among([name for _, _, name in todo])
@@ -159,22 +157,22 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
             return TransferOutcome(())
-        digest = space.namespace.digest
+        digest = namespace.identity.digest
         with self._headers.borrow() as strip:
             for number, (key, slot, _) in enumerate(todo):
-                strip.place(number)[:] = pack(seal(key, digest, self._rows.row(slot), codec=RAW_CODEC))
+                strip.place(number)[:] = make_header(key, digest, self._rows.row(slot))
             places = self._places(strip, [slot for _, slot, _ in todo])
             answers = self._client.put([name for _, _, name in todo], places)
         return self._count_stored([key for key, _, _ in todo], answers)
 
     def load(
-        self, space: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        names = [space.name_of(key) for key in keys]
+        names = [namespace.name_of(key) for key in keys]
         with self._headers.borrow() as strip:
             answers = self._client.get(names, self._places(strip, slots))
             failures = [
-                self._judge(space, key, strip.place(number), self._rows.row(slot), answers[number])
+                self._judge(namespace, key, strip.place(number), self._rows.row(slot), answers[number])
                 for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
             ]
         self._note_unknown(answers)
@@ -197,17 +195,17 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         return Places(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
 
     def _judge(
-        self, space: MooncakeNamespace, key: OffloadKey, header: memoryview, row: memoryview, answer: int
+        self, namespace: MooncakeNamespace, key: OffloadKey, header: memoryview, row: memoryview, answer: int
     ) -> TierFailure | None:
         """Say why a block did not come, or None when it is there and right."""
         # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
         if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
-            return self._explain(space.name_of(key), answer)
-        verdict = check(header, row, key, space.namespace.digest, codec=RAW_CODEC)
+            return self._explain(namespace.name_of(key), answer)
+        verdict = check_block(header, row, key, namespace.identity.digest)
         if verdict is HeaderCheck.OK:
             return None
         failure = FAILURE_OF_CHECK[verdict]
-        name = space.name_of(key)
+        name = namespace.name_of(key)
         logger.warning("tier mooncake: block %s is %s (%s)", name, failure.value, verdict.value)
         return failure if answer == self._value_bytes else TierFailure.IO_ERROR
 
@@ -246,25 +244,25 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._counters.add(removed_damaged=answers.count(Code.OK))
 
     def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> TransferOutcome:
-        arrived = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
+        succeeded = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
         failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
         self._log_failed("stored", failed)
         self._note_unknown(answers)
         self._counters.add(
-            stored_blocks=len(arrived),
-            stored_bytes=len(arrived) * self._rows.row_bytes,
+            stored_blocks=len(succeeded),
+            stored_bytes=len(succeeded) * self._rows.row_bytes,
             declined=sum(answer in NO_ROOM for answer in answers),
             store_errors=failed.total(),
         )
-        return TransferOutcome(arrived, is_fault=failed.total() > 0)
+        return TransferOutcome(succeeded, is_fault=failed.total() > 0)
 
     def _count_loaded(
         self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]
     ) -> TransferOutcome:
-        arrived = [key for key, failure in zip(keys, failures, strict=True) if failure is None]
+        succeeded = [key for key, failure in zip(keys, failures, strict=True) if failure is None]
         reasons = Counter(failure.value for failure in failures if failure is not None)
-        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes, **reasons)
-        return TransferOutcome(arrived, is_fault=any(failure in FAULTS for failure in failures))
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes, **reasons)
+        return TransferOutcome(succeeded, is_fault=any(failure in FAULTS for failure in failures))
 
     def _log_failed(self, verb: str, counts: Counter[int]) -> None:
         for answer, count in counts.items():

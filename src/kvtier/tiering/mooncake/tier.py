@@ -7,20 +7,17 @@ or one of its processes may read and write what is in them, so it belongs on a n
 
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
+from kvtier.settings import parse_settings
+from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import TIER_TYPE
-from kvtier.tiering.mooncake.settings import (
-    DEFAULT_LOCAL_HOST,
-    DEFAULT_NUM_REPLICAS,
-    DEFAULT_NUM_THREADS,
-    DEFAULT_TIMEOUT_S,
-    parse_settings,
-)
+from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
 MAX_PART_BYTES = 16 * 2**20
@@ -41,52 +38,42 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace]):
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
-        master: address of the store's master, ``host:port``.
-        segment_bytes: memory that this engine contributes to the store; 0 only uses that of others.
-        num_replicas: copies of each block, each on another provider as far as there are so many.
-        local_host: the address at which other machines reach this process.
-        protocol: ``"tcp"`` or ``"rdma"``.
-        timeout_s: seconds for a call to the master, and for a transfer without progress.
-        num_threads: threads that move blocks.
+        settings: the settings that every tier has.
         clock: seconds, monotonic.
+        own: the settings of ``MooncakeSettings``, by name.
 
     Raises:
         ConfigError: a value that cannot work.
     """
 
+    own_settings: ClassVar = MooncakeSettings
+
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
+        settings: TierSettings = NO_SETTINGS,
         *,
-        master: str,
-        segment_bytes: int | str = 0,
-        num_replicas: int = DEFAULT_NUM_REPLICAS,
-        local_host: str = DEFAULT_LOCAL_HOST,
-        protocol: str = "tcp",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        num_threads: int = DEFAULT_NUM_THREADS,
         clock: Callable[[], float] = time.monotonic,
+        **own: object,
     ) -> None:
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
-        own = parse_settings(
-            master=master,
-            segment_bytes=segment_bytes,
-            num_replicas=num_replicas,
-            local_host=local_host,
-            protocol=protocol,
-            timeout_s=timeout_s,
-            num_threads=num_threads,
-        )
+        mooncake_settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
         part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes)))
-        headers = HeaderPool(own.num_threads, part_blocks)
-        client = MooncakeClient(own, (rows.flat, headers.memory), clock)
-        options = ThreadOptions(
-            own.num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
+        num_threads = mooncake_settings.num_threads
+        headers = HeaderPool(num_threads, part_blocks)
+        client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
+        super().__init__(
+            config,
+            primary_kv_view,
+            settings,
+            block_store=MooncakeBlockStore(client, rows, headers, clock),
+            options=ThreadOptions(
+                num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
+            ),
+            clock=clock,
         )
-        block_store = MooncakeBlockStore(client, rows, headers, clock)
-        super().__init__(config, primary_kv_view, block_store, options, clock)
 
     @staticmethod
     def get_tier_type() -> str:

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.errors import KVTierError, TierError
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
-from kvtier.tiering.kit.health import QuietPeriod
+from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
     explain,
     explain_opening,
@@ -58,7 +58,7 @@ def open_store(settings: ObjSettings) -> Store:
         ConfigError: the directory cannot be made, or the file of certificates cannot be read.
         MissingExtraError: a profile is asked for and boto3 is missing.
     """
-    place = settings.place
+    place = settings.target
     if place.service is Service.MEMORY:
         return MemoryStore()
     if place.service is Service.FILE:
@@ -103,7 +103,7 @@ def _open_s3(settings: ObjSettings, client_options: "ClientConfig", retry_config
         config["region"] = settings.region
     has_profile = "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ
     return S3Store(
-        settings.place.bucket,
+        settings.target.bucket,
         config=config,
         client_options=client_options,
         retry_config=retry_config,
@@ -158,7 +158,7 @@ that are used for nothing else."""
 PAGE_OBJECTS = 1000
 """Objects in one answer of a listing, and in one bulk deletion: the most that S3 allows."""
 
-LEFT_ALONE_S = 1.0
+PAUSE_S = 1.0
 """Seconds for which a store that did not answer is not asked again; each question takes most of a second to fail."""
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
@@ -204,15 +204,15 @@ class Client:
 
     def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
-        self._pause = QuietPeriod("obj", clock, LEFT_ALONE_S)
+        self._health = BackendHealth("obj", clock, pause_s=PAUSE_S)
         try:
             self._store = open_store(settings)
         except KVTierError:
             raise
         except CLIENT_ERRORS:
             raise TierError("obj", explain_opening(settings)) from None
-        self._can_create = settings.place.service is not Service.HTTP
-        self._is_memory = settings.place.service is Service.MEMORY
+        self._can_create = settings.target.service is not Service.HTTP
+        self._is_memory = settings.target.service is Service.MEMORY
 
     def put_new(self, path: str, buffers: Sequence[Buffer]) -> bool:
         """Write an object unless there is one of that name; False when there is.
@@ -330,13 +330,13 @@ class Client:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        self._pause.require_over()
+        self._health.require_no_pause()
         try:
             yield
         except CLIENT_ERRORS as error:
             why = explain(error, self._settings)
             if is_unanswered(error):
-                self._pause.begin(why)
+                self._health.begin_pause(why)
             # Without the cause: its text quotes the request and the answer.
             raise TierError("obj", why) from None
 

@@ -64,7 +64,7 @@ def is_unanswered(error: Exception) -> bool:
 
 def explain_opening(settings: ObjSettings) -> str:
     """Return why a client cannot even be made. Pure."""
-    remedy = f"check {CREDENTIALS_OF.get(settings.place.service, 'url')} and what else the environment sets"
+    remedy = f"check {CREDENTIALS_OF.get(settings.target.service, 'url')} and what else the environment sets"
     return f"no client for {_name_of(settings)}: {remedy}"
 
 
@@ -75,7 +75,7 @@ def explain(error: Exception, settings: ObjSettings) -> str:
     code = _code_of(text)
     status = _STATUS.search(text)
     said = " ".join(word for word in (status[1] if status else "", code or "") if word)
-    remedy = f"check {CREDENTIALS_OF.get(settings.place.service, 'permissions')}"
+    remedy = f"check {CREDENTIALS_OF.get(settings.target.service, 'permissions')}"
     if any(mark in text for mark in METADATA_MARKS):
         return f"no credentials for {name} in the environment: {remedy}"
     if code in MISSING_BUCKET_CODES or isinstance(error, FileNotFoundError):
@@ -91,7 +91,7 @@ def explain(error: Exception, settings: ObjSettings) -> str:
 
 
 def _name_of(settings: ObjSettings) -> str:
-    place = settings.place
+    place = settings.target
     at = f" at {settings.endpoint}" if settings.endpoint else ""
     if place.service is Service.HTTP:
         return place.bucket

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.kit.backend import Rows
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, RAW_CODEC, Buffer, HeaderCheck, check, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, check_block, make_header
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.layout import (
     POINTER_BYTES,
@@ -23,7 +23,7 @@ Block = tuple[OffloadKey, int]
 """A key and the slot of its row."""
 
 
-class SealedRows:
+class RowsWithHeaders:
     """The primary's rows as the store sees them, an envelope in front of each.
 
     Args:
@@ -40,7 +40,7 @@ class SealedRows:
         buffers: list[Buffer] = []
         for key, slot in blocks:
             row = self._rows.row(slot)
-            buffers += [pack(seal(key, digest, row, codec=RAW_CODEC)), row]
+            buffers += [make_header(key, digest, row), row]
         return buffers
 
     def land(self, body: memoryview, block: Block, digest: bytes) -> HeaderCheck:
@@ -50,7 +50,7 @@ class SealedRows:
         """
         key, slot = block
         payload, row = body[ENVELOPE_BYTES:], self._rows.row(slot)
-        verdict = check(body, payload, key, digest, codec=RAW_CODEC)
+        verdict = check_block(body, payload, key, digest)
         if verdict is not HeaderCheck.OK:
             return verdict
         if len(payload) != len(row):
@@ -75,38 +75,38 @@ class Groups:
         rows: the primary's.
     """
 
-    def __init__(self, client: Client, rows: SealedRows) -> None:
+    def __init__(self, client: Client, rows: RowsWithHeaders) -> None:
         self._client = client
         self._rows = rows
 
-    def write(self, space: ObjNamespace, blocks: Sequence[Block]) -> set[OffloadKey]:
+    def write(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> set[OffloadKey]:
         """Write one object and, once it is there, the pointers into it; return the keys that can be found now."""
-        group_id, digest = draw_group_id(), space.namespace.digest
-        self._client.put_new(space.group_path(group_id), self._rows.seal(blocks, digest))
+        group_id, digest = draw_group_id(), namespace.identity.digest
+        self._client.put_new(namespace.group_path(group_id), self._rows.seal(blocks, digest))
         pointers = {
-            space.block_path(key): pack_pointer(Location(group_id, position), key, digest)
+            namespace.block_path(key): pack_pointer(Location(group_id, position), key, digest)
             for position, (key, _) in enumerate(blocks)
         }
         written = self._client.put_new_each(pointers)
-        return {key for key, _ in blocks if space.block_path(key) in written}
+        return {key for key, _ in blocks if namespace.block_path(key) in written}
 
-    def read_pointers(self, space: ObjNamespace, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+    def read_pointers(self, namespace: ObjNamespace, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Read pointers and remember where they point; return the keys of the sound ones."""
-        paths = {key: space.block_path(key) for key in keys}
+        paths = {key: namespace.block_path(key) for key in keys}
         bodies = self._client.get_each(list(paths.values()), POINTER_BYTES) if paths else {}
         found = {}
         for key, path in paths.items():
             body = bodies.get(path)
-            location = None if body is None else unpack_pointer(body, key, space.namespace.digest)
+            location = None if body is None else unpack_pointer(body, key, namespace.identity.digest)
             if isinstance(location, Location):
                 found[key] = location
-        space.on_locations(found.items())
+        namespace.on_locations(found.items())
         return found
 
     def load(
-        self, space: ObjNamespace, members: Sequence[GroupMember]
+        self, namespace: ObjNamespace, members: Sequence[GroupMember]
     ) -> dict[OffloadKey, HeaderCheck | None]:
-        """Read blocks, one request for each group; return what is wrong with those that have not arrived.
+        """Read blocks, one request for each group; return what is wrong with those that have not succeeded.
 
         Returns:
             None for a block whose group is gone.
@@ -116,24 +116,24 @@ class Groups:
             of_group[member.location.group_id].append(member)
         failures: dict[OffloadKey, HeaderCheck | None] = {}
         for group_id, group in of_group.items():
-            failures |= self._load_one(space, group_id, group)
-        space.forget_locations(failures)
+            failures |= self._load_one(namespace, group_id, group)
+        namespace.forget_locations(failures)
         return failures
 
     def _load_one(
-        self, space: ObjNamespace, group_id: bytes, members: Sequence[GroupMember]
+        self, namespace: ObjNamespace, group_id: bytes, members: Sequence[GroupMember]
     ) -> dict[OffloadKey, HeaderCheck | None]:
         """Read from the first to the last wanted block; what lies between and is not wanted is read too."""
         block_bytes = self._rows.block_bytes
         first, last = members[0].location.position, members[-1].location.position
-        path = space.group_path(group_id)
+        path = namespace.group_path(group_id)
         body = self._client.get_range(path, first * block_bytes, (last - first + 1) * block_bytes)
         if body is None:
             return {member.block[0]: None for member in members}
         failures: dict[OffloadKey, HeaderCheck | None] = {}
         for location, block in members:
             begin = (location.position - first) * block_bytes
-            verdict = self._rows.land(body[begin : begin + block_bytes], block, space.namespace.digest)
+            verdict = self._rows.land(body[begin : begin + block_bytes], block, namespace.identity.digest)
             if verdict is not HeaderCheck.OK:
                 failures[block[0]] = verdict
         return failures

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HeaderCheck, check, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HeaderCheck, check_block, make_header
 
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
 GROUP_ID_BYTES = 16
@@ -33,15 +33,15 @@ def namespace_path(root: str, namespace_name: str) -> str:
     return f"{root}/{namespace_name}" if root else namespace_name
 
 
-def block_path(space_path: str, key: OffloadKey) -> str:
+def block_path(namespace_path: str, key: OffloadKey) -> str:
     """Return the name of the block of ``key``, or of the pointer to it. Pure."""
     digits = key.hex()
-    return f"{space_path}/{digits[:2]}/{digits}.kv"
+    return f"{namespace_path}/{digits[:2]}/{digits}.kv"
 
 
-def group_path(space_path: str, group_id: bytes) -> str:
+def group_path(namespace_path: str, group_id: bytes) -> str:
     """Return the name of an object of several blocks. Pure."""
-    return f"{space_path}/groups/{group_id.hex()}.kvg"
+    return f"{namespace_path}/groups/{group_id.hex()}.kvg"
 
 
 def draw_group_id() -> bytes:
@@ -77,13 +77,13 @@ class Location(NamedTuple):
 def pack_pointer(location: Location, key: OffloadKey, namespace_digest: bytes) -> bytes:
     """Return the bytes of the pointer to the block of ``key``. Pure."""
     payload = _PAYLOAD.pack(*location)
-    return pack(seal(key, namespace_digest, payload, codec=POINTER_CODEC)) + payload
+    return make_header(key, namespace_digest, payload, codec=POINTER_CODEC) + payload
 
 
 def unpack_pointer(body: memoryview, key: OffloadKey, namespace_digest: bytes) -> Location | HeaderCheck:
     """Return where the block of ``key`` is, or what is wrong with its pointer. Pure."""
     payload = body[ENVELOPE_BYTES:]
-    verdict = check(body, payload, key, namespace_digest, codec=POINTER_CODEC)
+    verdict = check_block(body, payload, key, namespace_digest, codec=POINTER_CODEC)
     if verdict is not HeaderCheck.OK:
         return verdict
     if len(payload) != _PAYLOAD.size:
@@ -101,12 +101,12 @@ class ObjNamespace:
     Mutable are the locations and whether somebody has begun to write the description. ``_lock`` guards both.
 
     Args:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
         path: what its objects' names begin with.
     """
 
-    def __init__(self, namespace: Namespace, path: str) -> None:
-        self.namespace = namespace
+    def __init__(self, identity: Namespace, path: str) -> None:
+        self.identity = identity
         self.path = path
         self._lock = threading.Lock()
         self._is_described = False

@@ -17,7 +17,7 @@ from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
-from kvtier.tiering.obj.group import Block, GroupMember, Groups, SealedRows
+from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
 from kvtier.tiering.obj.layout import (
     POINTER_BYTES,
     POINTER_CODEC,
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ObjBlockStore(BlockStore[ObjNamespace]):
-    """Stores and loads some blocks at a time; what it knows of a namespace is in its space.
+    """Stores and loads some blocks at a time; what it knows of a namespace is in its namespace.
 
     Args:
         client: where to.
@@ -45,69 +45,75 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
     def __init__(
         self,
         client: Client,
-        rows: SealedRows,
+        rows: RowsWithHeaders,
         settings: ObjSettings,
         keeper: Evictor | None,
         counters: Counters,
     ) -> None:
         self._client = client
         self._rows = rows
-        self._root = settings.place.root
+        self._root = settings.target.root
         self._blocks_per_object = settings.blocks_per_object
         self._groups = Groups(client, rows)
         self._keeper = keeper
         self._counters = counters
         self._last_opened: ObjNamespace | None = None
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> ObjNamespace:
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> ObjNamespace:
         del is_new
-        self._last_opened = ObjNamespace(namespace, namespace_path(self._root, namespace.name))
+        self._last_opened = ObjNamespace(identity, namespace_path(self._root, identity.name))
         return self._last_opened
 
     def check_reachable(self) -> None:
-        space = self._last_opened
-        assert space is not None, "a tier opens its namespace when it is built"
-        self._client.require_bucket(space.document_path)
-        space.drop_description()
-        self._describe(space)
+        namespace = self._last_opened
+        assert namespace is not None, "a tier opens its namespace when it is built"
+        self._client.require_bucket(namespace.document_path)
+        namespace.drop_description()
+        self._describe(namespace)
 
-    def find(self, space: ObjNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        paths = {key: space.block_path(key) for key in keys}
+    def contains_batch(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        paths = {key: namespace.block_path(key) for key in keys}
         sizes = self._client.sizes(list(paths.values()))
         size_of = {key: sizes.get(path) for key, path in paths.items()}
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
-        unread = {key for key in pointed if space.location(key) is None}
-        unsound = unread.difference(self._groups.read_pointers(space, unread))
+        unread = {key for key in pointed if namespace.location(key) is None}
+        unsound = unread.difference(self._groups.read_pointers(namespace, unread))
         return [
             key
             for key, size in size_of.items()
             if size == self._rows.block_bytes or key in pointed.difference(unsound)
         ]
 
-    def store(self, space: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
-        self._describe(space)
+    def store(
+        self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        self._describe(namespace)
         blocks = list(zip(keys, slots, strict=True))
-        arrived: set[OffloadKey] = set()
+        succeeded: set[OffloadKey] = set()
         if self._blocks_per_object > 1 and len(blocks) > 1:
             # A group is a new object whatever others hold: asking first keeps bytes from being stored twice.
-            arrived.update(self.find(space, keys))
-            blocks = [block for block in blocks if block[0] not in arrived]
+            succeeded.update(self.contains_batch(namespace, keys))
+            blocks = [block for block in blocks if block[0] not in succeeded]
         for begin in range(0, len(blocks), self._blocks_per_object):
-            arrived.update(self._write(space, blocks[begin : begin + self._blocks_per_object]))
-        return TransferOutcome(arrived)
+            succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
+        return TransferOutcome(succeeded)
 
-    def load(self, space: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
+    def load(
+        self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
         blocks = list(zip(keys, slots, strict=True))
-        known = [GroupMember(at, block) for block in blocks if (at := space.location(block[0])) is not None]
+        known = [
+            GroupMember(at, block) for block in blocks if (at := namespace.location(block[0])) is not None
+        ]
         # What is remembered of a group may be older than the pointer: who is not found there is looked up afresh.
-        missed = self._groups.load(space, known)
+        missed = self._groups.load(namespace, known)
         there = {member.block[0] for member in known}.difference(missed)
-        failures = self._load_named(space, [block for block in blocks if block[0] not in there])
+        failures = self._load_named(namespace, [block for block in blocks if block[0] not in there])
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
-        arrived = [key for key in keys if key not in failures]
-        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
-        return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+        succeeded = [key for key in keys if key not in failures]
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
+        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -116,16 +122,16 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         if self._keeper is not None:
             self._keeper.close()
 
-    def _describe(self, space: ObjNamespace) -> None:
-        if not space.begin_description():
+    def _describe(self, namespace: ObjNamespace) -> None:
+        if not namespace.begin_description():
             return
         try:
-            self._client.put_new(space.document_path, [space.namespace.document.encode()])
+            self._client.put_new(namespace.document_path, [namespace.identity.document.encode()])
         except TierError:
-            space.drop_description()
+            namespace.drop_description()
             raise
 
-    def _write(self, space: ObjNamespace, blocks: Sequence[Block]) -> Collection[OffloadKey]:
+    def _write(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> Collection[OffloadKey]:
         """Write blocks as one object; return which are held now."""
         is_group = len(blocks) > 1
         num_bytes = len(blocks) * (self._rows.block_bytes + (POINTER_BYTES if is_group else 0))
@@ -133,38 +139,38 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             self._counters.add(declined=len(blocks))
             return ()
         if is_group:
-            arrived: Collection[OffloadKey] = self._groups.write(space, blocks)
+            succeeded: Collection[OffloadKey] = self._groups.write(namespace, blocks)
             num_written = len(blocks)
         else:
-            arrived = (blocks[0][0],)
-            sealed = self._rows.seal(blocks, space.namespace.digest)
-            num_written = int(self._client.put_new(space.block_path(blocks[0][0]), sealed))
+            succeeded = (blocks[0][0],)
+            sealed = self._rows.seal(blocks, namespace.identity.digest)
+            num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), sealed))
             if self._keeper is not None and not num_written:
                 self._keeper.give_back(num_bytes)
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
-        return arrived
+        return succeeded
 
-    def _load_named(self, space: ObjNamespace, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
+    def _load_named(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
         """Read the objects that have the blocks' names, and the groups that they point into."""
         failures: dict[OffloadKey, TierFailure] = {}
         members = []
         for block in blocks:
-            found = self._load_single(space, block)
+            found = self._load_single(namespace, block)
             if isinstance(found, Location):
                 members.append(GroupMember(found, block))
             elif found is not None:
                 failures[block[0]] = found
-        for key, verdict in self._groups.load(space, members).items():
+        for key, verdict in self._groups.load(namespace, members).items():
             # Its pointer goes and not the group: that may hold others, and ages by itself.
-            failures[key] = self._judge(space.block_path(key), verdict)
+            failures[key] = self._judge(namespace.block_path(key), verdict)
         return failures
 
-    def _load_single(self, space: ObjNamespace, block: Block) -> TierFailure | Location | None:
+    def _load_single(self, namespace: ObjNamespace, block: Block) -> TierFailure | Location | None:
         """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
-        key, digest = block[0], space.namespace.digest
-        path = space.block_path(key)
+        key, digest = block[0], namespace.identity.digest
+        path = namespace.block_path(key)
         fetched = self._client.get(path, self._rows.block_bytes)
         if fetched is None:
             return TierFailure.ABSENT
@@ -172,7 +178,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
             pointed = unpack_pointer(fetched.body, key, digest)
             if isinstance(pointed, Location):
-                space.on_locations([(key, pointed)])
+                namespace.on_locations([(key, pointed)])
                 return pointed
             return self._judge(path, pointed)
         verdict = self._rows.land(fetched.body, block, digest)

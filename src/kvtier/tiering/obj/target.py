@@ -41,7 +41,7 @@ class StoreTarget:
     root: str
 
 
-def parse_place(url: object, prefix: object, *, is_http_allowed: bool) -> StoreTarget:
+def parse_target(url: object, prefix: object, *, is_http_allowed: bool) -> StoreTarget:
     """Return where a URL points.
 
     Args:
@@ -105,6 +105,16 @@ def parse_server(setting: str, value: object, *, is_http_allowed: bool) -> str:
         remedy = "sends blocks unencrypted: use https, or set allow_http for a server on this machine"
         raise ConfigError(setting, value, remedy)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def parse_url(setting: str, value: object) -> str:
+    """Return a URL without credentials.
+
+    Raises:
+        ConfigError: it is none, or carries credentials; the message does not repeat them.
+    """
+    _split(setting, value, 'must be a URL such as "s3://bucket" or "https://host:port"')
+    return str(value)
 
 
 def _split(setting: str, value: object, remedy: str) -> SplitResult:

@@ -6,24 +6,20 @@ engines and models; each namespace has its own names under a prefix, and what li
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
+from kvtier.settings import parse_settings
+from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
-from kvtier.tiering.obj.group import SealedRows
+from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
-from kvtier.tiering.obj.settings import (
-    DEFAULT_BLOCKS_PER_OBJECT,
-    DEFAULT_NUM_THREADS,
-    DEFAULT_PREFIX,
-    DEFAULT_TIMEOUT_S,
-    parse_settings,
-)
+from kvtier.tiering.obj.settings import ObjSettings, require_capacity
 from kvtier.tiering.obj.store import ObjBlockStore
 
 TIER_TYPE = "obj"
@@ -42,66 +38,45 @@ class ObjTier(ThreadedTier[ObjNamespace]):
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
-        url: ``s3://bucket``, ``gs://bucket``, ``az://container``; to try it out ``file:///directory``, or
-            ``memory://``, which nobody shares; ``https://host`` for a server that takes PUT.
-        prefix: what the names of objects begin with.
-        capacity_bytes: the most that objects under the prefix may take, over all namespaces and instances; None
-            leaves it to the store.
-        blocks_per_object: the most blocks of one store call that share an object.
-        timeout_s: seconds for one request.
-        num_threads: requests that move blocks at the same time.
-        endpoint: URL of a server that speaks the service's protocol; None takes the service's own.
-        region: of the bucket; None leaves it to the environment.
-        allow_http: whether blocks may go over the network unencrypted.
-        ca_file: PEM file of certificates that are trusted besides the system's.
+        settings: the settings that every tier has.
         clock: seconds, monotonic.
+        own: the settings of ``ObjSettings``, by name.
 
     Raises:
         ConfigError: a value that cannot work.
         MissingExtraError: the client library is not installed.
     """
 
+    own_settings: ClassVar = ObjSettings
+
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
+        settings: TierSettings = NO_SETTINGS,
         *,
-        url: str,
-        prefix: str = DEFAULT_PREFIX,
-        capacity_bytes: int | str | None = None,
-        blocks_per_object: int = DEFAULT_BLOCKS_PER_OBJECT,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        num_threads: int = DEFAULT_NUM_THREADS,
-        endpoint: str | None = None,
-        region: str | None = None,
-        allow_http: bool = False,
-        ca_file: str | Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **own: object,
     ) -> None:
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
-        own = parse_settings(
-            url=url,
-            prefix=prefix,
-            capacity_bytes=capacity_bytes,
-            blocks_per_object=blocks_per_object,
-            timeout_s=timeout_s,
-            num_threads=num_threads,
-            endpoint=endpoint,
-            region=region,
-            allow_http=allow_http,
-            ca_file=ca_file,
-            row_bytes=rows.row_bytes,
+        obj_settings = parse_settings(ObjSettings, own, f"tier {TIER_TYPE!r}")
+        require_capacity(obj_settings, ENVELOPE_BYTES + rows.row_bytes)
+        client = Client(obj_settings, clock)
+        capacity_bytes = obj_settings.capacity_bytes
+        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if capacity_bytes else ()))
+        evictor = None
+        if capacity_bytes is not None:
+            evictor = Evictor(client, obj_settings.target.root, capacity_bytes, counters)
+            self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
+        super().__init__(
+            config,
+            primary_kv_view,
+            settings,
+            block_store=ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters),
+            options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
+            clock=clock,
         )
-        client = Client(own, clock)
-        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if own.capacity_bytes else ()))
-        keeper = None
-        if own.capacity_bytes is not None:
-            keeper = Evictor(client, own.place.root, own.capacity_bytes, counters)
-            self.capacity_blocks = own.capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
-        block_store = ObjBlockStore(client, SealedRows(rows), own, keeper, counters)
-        options = ThreadOptions(own.num_threads, own.blocks_per_object, POSITIVE_TTL_S)
-        super().__init__(config, primary_kv_view, block_store, options, clock)
 
     @staticmethod
     def get_tier_type() -> str:

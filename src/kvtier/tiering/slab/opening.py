@@ -40,11 +40,14 @@ class Opening(Enum):
     REFUSE = "refuse"
 
 
-def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> SlabFile:
+def open_slab(
+    settings: SlabSettings, geometry: SlabGeometry, rows: memoryview, calls: SystemCalls
+) -> SlabFile:
     """Open the slab of ``settings`` for rows such as these, made when it is missing.
 
     Args:
-        settings: where it is and how large.
+        settings: where it is.
+        geometry: how it is divided.
         rows: the primary's, shape (num_blocks, row_stride).
         calls: the system.
 
@@ -60,7 +63,7 @@ def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> S
         with _translated(settings):
             _lock(fd, settings)
             is_owner = True
-            is_new = _prepare(fd, settings, calls)
+            is_new = _prepare(fd, settings, geometry, calls)
             has_direct_io = _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
     except BaseException:
         if is_created and is_owner:
@@ -68,9 +71,7 @@ def open_slab(settings: SlabSettings, rows: memoryview, calls: SystemCalls) -> S
                 settings.path.unlink()
         os.close(fd)
         raise
-    return SlabFile(
-        settings.path, fd, settings.geometry, is_new=is_new, has_direct_io=has_direct_io, calls=calls
-    )
+    return SlabFile(settings.path, fd, geometry, is_new=is_new, has_direct_io=has_direct_io, calls=calls)
 
 
 def plan_opening(found: SlabGeometry | Origin, wanted: SlabGeometry) -> Opening:
@@ -114,14 +115,14 @@ def _lock(fd: int, settings: SlabSettings) -> None:
         raise TierError("slab", f"{settings.path} was replaced while it was opened: start again")
 
 
-def _prepare(fd: int, settings: SlabSettings, calls: SystemCalls) -> bool:
+def _prepare(fd: int, settings: SlabSettings, geometry: SlabGeometry, calls: SystemCalls) -> bool:
     """Bring the file into its form; returns whether it holds nothing.
 
     Raises:
         ConfigError: it is not ours, or there is no room.
     """
     found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
-    opening = plan_opening(found, settings.geometry)
+    opening = plan_opening(found, geometry)
     if opening is Opening.REFUSE:
         remedy = "holds something else and was left as it is: give a path that is free, or an empty file"
         raise ConfigError("path", str(settings.path), remedy)
@@ -133,18 +134,18 @@ def _prepare(fd: int, settings: SlabSettings, calls: SystemCalls) -> bool:
             "tier slab: %s was made for other rows or another capacity; it is emptied", settings.path
         )
     if opening is not Opening.KEEP:
-        _require_room(fd, settings)
-        _format(fd, settings.geometry)
-    _allocate(fd, settings, calls)
+        _require_room(fd, settings, geometry.file_bytes)
+        _format(fd, geometry)
+    _allocate(fd, settings, geometry.file_bytes, calls)
     return opening is not Opening.KEEP
 
 
-def _require_room(fd: int, settings: SlabSettings) -> None:
+def _require_room(fd: int, settings: SlabSettings, file_bytes: int) -> None:
     """Refuse before anything is lost what a full disk would refuse afterwards."""
     disk = os.fstatvfs(fd)
     room_bytes = disk.f_bavail * disk.f_frsize + os.fstat(fd).st_blocks * STAT_BLOCK_BYTES
-    if room_bytes < settings.geometry.file_bytes:
-        raise _no_room(settings, f"{room_bytes} are free")
+    if room_bytes < file_bytes:
+        raise _no_room(settings, file_bytes, f"{room_bytes} are free")
 
 
 def _format(fd: int, geometry: SlabGeometry) -> None:
@@ -157,8 +158,7 @@ def _format(fd: int, geometry: SlabGeometry) -> None:
     os.fsync(fd)
 
 
-def _allocate(fd: int, settings: SlabSettings, calls: SystemCalls) -> None:
-    file_bytes = settings.geometry.file_bytes
+def _allocate(fd: int, settings: SlabSettings, file_bytes: int, calls: SystemCalls) -> None:
     status = os.fstat(fd)
     if status.st_size == file_bytes and status.st_blocks * STAT_BLOCK_BYTES >= file_bytes:
         return
@@ -167,11 +167,10 @@ def _allocate(fd: int, settings: SlabSettings, calls: SystemCalls) -> None:
         os.ftruncate(fd, file_bytes)
     except OSError as error:
         os.ftruncate(fd, min(status.st_size, file_bytes))
-        raise _no_room(settings, str(error)) from error
+        raise _no_room(settings, file_bytes, str(error)) from error
 
 
-def _no_room(settings: SlabSettings, reason: str) -> ConfigError:
-    file_bytes = settings.geometry.file_bytes
+def _no_room(settings: SlabSettings, file_bytes: int, reason: str) -> ConfigError:
     remedy = f"{settings.path} needs {file_bytes} bytes on its disk ({reason}): free some or give less"
     return ConfigError("capacity_bytes", file_bytes, remedy)
 

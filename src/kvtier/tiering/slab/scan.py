@@ -1,9 +1,9 @@
-"""The page in front of a block in its slot: the envelope, and what was not finished when it was written.
+"""What a slab holds at the start: the headers in front of its blocks, and a thread that reads all of them once.
 
-It reads and writes no file. Behind the envelope stands, in 8 bytes, the oldest generation whose write had not ended
-when this one began. The newest header of a slab therefore says which slots a crash can have left half written:
-those of that generation and later ones. It has no checksum of its own: when it is wrong, too many slots are looked
-at, or a torn one is found by the check of each load instead.
+Behind the header stands, in 8 bytes, the oldest generation whose write had not ended when this one began. The newest
+header of a slab therefore says which slots a crash can have left half written: those of that generation and later
+ones. The 8 bytes have no checksum: when they are wrong, too many slots are checked, or a torn one is found by the check
+of each load instead.
 """
 
 import logging
@@ -24,15 +24,89 @@ from kvtier.tiering.kit.envelope import (
     RAW_CODEC,
     Buffer,
     HeaderCheck,
-    check,
-    pack,
-    seal,
+    check_block,
+    make_header,
     unpack,
 )
 from kvtier.tiering.slab.slab_file import SlabFile
-from kvtier.tiering.slab.slot_table import Contents
+from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
+
+logger = logging.getLogger(__name__)
+
+NUM_READERS = 16
+"""Threads that read headers. Fewer leave a device idle that does many small reads at a time; more wait for the
+interpreter, and keep it from everything else that starts up then."""
+
+STRETCH_SLOTS = 16
+"""Neighbouring slots that a thread reads before it takes the next ones. Fewer are taken all the time; more leave
+threads without work at the end."""
 
 _OLDEST = struct.Struct("<Q")
+
+
+class Indexer:
+    """Scans a slab once, in the background.
+
+    Mutable are two events and the thread; events guard themselves, and only the scheduler's thread starts and stops.
+
+    Args:
+        file: the slab; a new one holds nothing and is not scanned.
+        slot_table: takes over what is found.
+    """
+
+    def __init__(self, file: SlabFile, slot_table: SlotTable) -> None:
+        self._file = file
+        self._slot_table = slot_table
+        self._ended = threading.Event()
+        self._is_stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if file.is_new:
+            self._ended.set()
+
+    def start(self, namespace: SlabNamespace) -> None:
+        """Begin to look for the blocks of ``namespace``; a new slab has none."""
+        if self._ended.is_set() or self._thread is not None:
+            return
+        self._thread = threading.Thread(
+            target=self._work, args=(namespace,), name="kvtier-slab-index", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("tier slab: no thread to read %s, it is not used: %s", self._file.path, error)
+            self._thread = None
+            self._ended.set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that can be found has been found."""
+        return self._ended.is_set()
+
+    def wait_complete(self, timeout_s: float) -> bool:
+        """Block until the scan has ended; False when ``timeout_s`` passed first."""
+        return self._ended.wait(timeout_s)
+
+    def stop(self) -> None:
+        """End the scan before its time; does not wait. Lookups that wait for it go on."""
+        self._is_stopped.set()
+        self._ended.set()
+
+    def join(self, timeout_s: float) -> bool:
+        """Block until the thread has ended; False when ``timeout_s`` passed first."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self, namespace: SlabNamespace) -> None:
+        try:
+            contents = scan(self._file, namespace.identity.digest, self._is_stopped.is_set)
+            if not self._is_stopped.is_set():
+                self._slot_table.adopt(namespace, contents)
+        except Exception:  # thread top
+            logger.exception("tier slab: reading %s failed, it is not used", self._file.path)
+        finally:
+            self._ended.set()
 
 
 def write_header(
@@ -53,7 +127,7 @@ def write_header(
         generation: of this write.
         oldest_generation: of the writes that have not ended, this one included.
     """
-    page[:ENVELOPE_BYTES] = pack(seal(key, namespace_digest, row, codec=RAW_CODEC, generation=generation))
+    page[:ENVELOPE_BYTES] = make_header(key, namespace_digest, row, generation=generation)
     _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
 
 
@@ -111,17 +185,6 @@ class Headers:
         """Take over what one header says of unfinished writes, if it is the newest."""
         if generation >= self.newest:
             self.newest, self.oldest_unfinished = generation, oldest_unfinished
-
-
-logger = logging.getLogger(__name__)
-
-NUM_READERS = 16
-"""Threads that read headers. Fewer leave a device idle that does many small reads at a time; more wait for the
-interpreter, and keep it from everything else that starts up then."""
-
-STRETCH_SLOTS = 16
-"""Neighbouring slots that a thread reads before it takes the next ones. Fewer are taken all the time; more leave
-threads without work at the end."""
 
 
 class HeaderReader:
@@ -267,9 +330,7 @@ def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool
             return
         try:
             is_read = file.read(block.slot, [page, row]) == slot_bytes
-            is_whole = (
-                is_read and check(page, row, block.key, block.namespace, codec=RAW_CODEC) is HeaderCheck.OK
-            )
+            is_whole = is_read and check_block(page, row, block.key, block.namespace) is HeaderCheck.OK
             if not is_whole:
                 file.erase(block.slot)
         except OSError as error:

@@ -1,75 +1,60 @@
-"""The tier's own settings, checked and typed.
+"""The tier's own settings, and what follows from them for given rows.
 
-It opens no file; whether the file can be made is seen when the tier is built.
+Nothing is opened here; whether the file can be made is seen when the tier is built.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.tiering.kit.disk import parse_direct_io, parse_num_threads
+from kvtier.settings import absolute_path, setting, size_bytes
+from kvtier.tiering.kit.disk import DIRECT_IO, num_threads_setting
 from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
+
+MAX_PART_BYTES = 4 * 2**20
+"""Bytes of rows that a thread moves at a stretch. Less computes fewer checksums ahead of the writes; more keeps a load
+waiting behind a store, two milliseconds as it is, and the last thread of a job busy alone."""
+
+MAX_PART_BLOCKS = 64
+"""The same for very small blocks, so that a job of them is shared by several threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabSettings:
-    """What the user asked of the tier.
+    """What the user set for the tier; each field says what it is."""
 
-    Attributes:
-        path: the file, absolute.
-        direct_io: True insists on direct I/O, False avoids it, None takes it where it works.
-        num_threads: threads that move blocks, None for as many as suit the file and the rows.
-        geometry: what the capacity and the primary's rows make of the file.
-    """
+    path: Path = field(
+        metadata=setting(
+            absolute_path,
+            "the file, in a folder that exists; one engine owns it while it runs",
+            unit="absolute path",
+        )
+    )
+    capacity_bytes: int = field(
+        metadata=setting(
+            size_bytes,
+            "the length that the file has at most, reserved on the disk at the start",
+            unit="bytes",
+        )
+    )
+    direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    num_threads: int | None = field(default=None, metadata=num_threads_setting())
 
-    path: Path
-    direct_io: bool | None
-    num_threads: int | None
-    geometry: SlabGeometry
 
-
-def parse_settings(
-    *, path: object, capacity_bytes: object, direct_io: object, num_threads: object, row_bytes: int
-) -> SlabSettings:
-    """Check the tier's arguments. Pure.
-
-    Args:
-        path: text or a path; ``~`` is the home directory.
-        capacity_bytes: a number or text such as ``"8GiB"``; the length that the file has at most.
-        direct_io: a flag, or ``"auto"``.
-        num_threads: from 1 to 128, or None.
-        row_bytes: length of a block in the primary tier.
+def plan_geometry(settings: SlabSettings, row_bytes: int) -> SlabGeometry:
+    """Return how the file is divided for rows of ``row_bytes``. Pure.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: the capacity is less than one block.
     """
-    return SlabSettings(
-        path=_parse_path(path),
-        direct_io=parse_direct_io(direct_io),
-        num_threads=parse_num_threads(num_threads),
-        geometry=_parse_capacity(capacity_bytes, row_bytes),
-    )
-
-
-def _parse_path(value: object) -> Path:
-    if not isinstance(value, str | Path) or not str(value):
-        raise ConfigError("path", value, "must be the path of a file")
-    if "\0" in str(value):
-        raise ConfigError("path", value, "must not have a zero byte in it")
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise ConfigError("path", value, f"{error}; give an absolute path") from error
-    if not path.is_absolute():
-        raise ConfigError("path", str(value), "must be an absolute path, since engines start anywhere")
-    return path
-
-
-def _parse_capacity(value: object, row_bytes: int) -> SlabGeometry:
-    geometry = fit_geometry(parse_bytes("capacity_bytes", value), row_bytes)
+    geometry = fit_geometry(settings.capacity_bytes, row_bytes)
     if geometry.num_slots < 1:
         least_bytes = SlabGeometry(row_bytes, 1).file_bytes
         remedy = f"a file with one block takes {least_bytes} bytes with its headers; give many times that"
-        raise ConfigError("capacity_bytes", value, remedy)
+        raise ConfigError("capacity_bytes", settings.capacity_bytes, remedy)
     return geometry
+
+
+def plan_max_part_blocks(row_bytes: int) -> int:
+    """Return how many blocks a thread moves at a stretch. Pure."""
+    return min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // row_bytes))

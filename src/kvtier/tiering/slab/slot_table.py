@@ -1,4 +1,10 @@
-"""One namespace of the tier, as jobs carry it along."""
+"""Which slot of a slab holds which block, and which slot the next block gets.
+
+A slot is free, or holds a whole block, or is pinned: by readers, or by the one writer that fills it. Blocks of the
+present epoch are ordered by an eviction policy; those of earlier epochs and of other namespaces leave first. Blocks
+that were found at the start wait outside the policy until their first use, because the policy would take them for
+recent ones.
+"""
 
 import threading
 from collections import OrderedDict, deque
@@ -19,10 +25,10 @@ class SlabNamespace:
     """The identity of the blocks of one epoch; compared by identity, a reset opens another one.
 
     Attributes:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
     """
 
-    namespace: Namespace
+    identity: Namespace
 
 
 @dataclass(slots=True)
@@ -44,7 +50,7 @@ class Contents:
 
 @dataclass(slots=True, eq=False)
 class EpochBlocks:
-    """An eviction policy and how much it holds. Guarded by whoever has it.
+    """The blocks of one epoch: an eviction policy and how much it holds. The slot table's lock guards it.
 
     Attributes:
         policy: holds the blocks and orders them.
@@ -68,7 +74,7 @@ class EpochBlocks:
         return True
 
     def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Stop holding ``num`` blocks, or as many as nobody reads or writes, and return them."""
+        """Stop holding ``num`` blocks, or as many as are not pinned, and return them."""
         if num <= 0:
             return []
         victims = self.policy.evict(num, protected)
@@ -86,13 +92,13 @@ class SlotPin(NamedTuple):
     Attributes:
         key: its block.
         status: the slot's number and its pins.
-        era: the epoch that the block is of.
+        epoch: the epoch that the block is of.
         generation: of the write; 0 for a read.
     """
 
     key: OffloadKey
     status: BlockStatus
-    era: EpochBlocks
+    epoch: EpochBlocks
     generation: int = 0
 
     @property
@@ -101,8 +107,8 @@ class SlotPin(NamedTuple):
         return self.status.block_id
 
 
-class SpareSlots:
-    """A queue of slots. Guarded by whoever has it.
+class ReusableSlots:
+    """Slots that may be written without evicting a block of this epoch. The slot table's lock guards it.
 
     Args:
         num_fresh: slots from 0 on that have never held anything.
@@ -112,7 +118,7 @@ class SpareSlots:
         self._fresh: Iterator[int] = iter(range(num_fresh))
         self._free: deque[int] = deque()
         self._foreign: deque[int] = deque()
-        self._old_eras: deque[EpochBlocks] = deque()
+        self._old_epochs: deque[EpochBlocks] = deque()
         self._failed: deque[int] = deque()
         self._num_overwritten = 0
 
@@ -128,9 +134,9 @@ class SpareSlots:
         """Add slots with blocks that are not found now, oldest first."""
         self._foreign.extend(slots)
 
-    def add_era(self, era: EpochBlocks) -> None:
+    def add_epoch(self, epoch: EpochBlocks) -> None:
         """Add the blocks of an epoch that is over."""
-        self._old_eras.append(era)
+        self._old_epochs.append(epoch)
 
     def take(self) -> int | None:
         """Return the next slot, None when there is none that can be had now."""
@@ -151,16 +157,16 @@ class SpareSlots:
         return {
             "free_slots": len(self._free) + length_hint(self._fresh),
             "failed_slots": len(self._failed),
-            "foreign_slots": len(self._foreign) + sum(era.num_held for era in self._old_eras),
+            "foreign_slots": len(self._foreign) + sum(epoch.num_held for epoch in self._old_epochs),
             "evicted_foreign_blocks": self._num_overwritten,
         }
 
     def _take_old(self) -> int | None:
-        for era in tuple(self._old_eras):
-            for _, status in era.evict(1):
+        for epoch in tuple(self._old_epochs):
+            for _, status in epoch.evict(1):
                 return status.block_id
-            if era.num_held == 0:
-                self._old_eras.remove(era)
+            if epoch.num_held == 0:
+                self._old_epochs.remove(epoch)
         return None
 
 
@@ -170,27 +176,27 @@ class SlotReservation(NamedTuple):
     Attributes:
         held: blocks that are there already.
         awaited: blocks that another thread is writing just now.
-        holds: slots for the others, as far as there was room.
+        pins: slots for the others, as far as there was room.
         oldest_generation: of the writes that have not ended, these included; what is older is whole.
     """
 
     held: Sequence[OffloadKey]
     awaited: Sequence[OffloadKey]
-    holds: Sequence[SlotPin]
+    pins: Sequence[SlotPin]
     oldest_generation: int
 
 
 class SlotTable:
-    """The books of a slab.
+    """The slots of a slab: who reads and writes which, and what they hold.
 
     Mutable is all of it. ``_lock`` guards it; it is held for a few operations per block of a job at most, because
-    the scheduler's thread looks keys up under it. ``_changed`` is the same lock, for those who wait for a write.
+    the scheduler's thread looks keys up under it. ``_changed`` is the same lock, for waiting until a write ends.
 
     Args:
         num_slots: slots of the file.
-        make_policy: builds the eviction policy, on its first use and after each reset.
+        make_policy: builds the eviction policy, now and after each reset.
         is_empty: whether no slot holds anything; otherwise there is no room before ``adopt``.
-        tells_evicted: whether anybody will ask what was evicted; asked with each eviction.
+        emit_events: whether evictions are recorded for ``drain_evicted``.
     """
 
     def __init__(
@@ -199,212 +205,206 @@ class SlotTable:
         make_policy: Callable[[], CachePolicy],
         *,
         is_empty: bool,
-        tells_evicted: Callable[[], bool] = lambda: False,
+        emit_events: bool = False,
     ) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._make_policy = make_policy
-        self._space: SlabNamespace | None = None
-        self._era: EpochBlocks | None = None
-        self._spare = SpareSlots(num_slots if is_empty else 0)
+        self._namespace: SlabNamespace | None = None
+        self._epoch = EpochBlocks(make_policy())
+        self._reusable = ReusableSlots(num_slots if is_empty else 0)
         self._unused: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self._lost_slots: set[int] = set()
         self._next_generation = 1
         self._writing: set[int] = set()
         self._num_evicted = 0
-        self._evicted = EvictionLog(tells_evicted)
+        self._evicted = EvictionLog() if emit_events else None
 
-    def open_space(self, space: SlabNamespace) -> None:
-        """Make ``space`` the one whose blocks are found; those of the one before are the first to leave."""
+    def open_namespace(self, namespace: SlabNamespace) -> None:
+        """Make ``namespace`` the one whose blocks are found; those of the one before are the first to leave."""
         with self._lock:
-            self._space = space
-            self._spare.add_foreign(status.block_id for status in self._unused.values())
+            self._namespace = namespace
+            self._reusable.add_foreign(status.block_id for status in self._unused.values())
             self._unused = OrderedDict()
-            if self._era is not None and self._era.num_held:
-                self._spare.add_era(self._era)
-            self._era = None
-            self._evicted.clear()
+            if self._epoch.num_held:
+                self._reusable.add_epoch(self._epoch)
+                self._epoch = EpochBlocks(self._make_policy())
+            if self._evicted is not None:
+                self._evicted.clear()
 
-    def require_policy(self) -> None:
-        """Build the policy now, to see whether it can be.
-
-        Raises:
-            UnknownNameError: nobody registered its name.
-        """
-        with self._lock:
-            self._current_era()
-
-    def adopt(self, space: SlabNamespace, contents: Contents) -> None:
+    def adopt(self, namespace: SlabNamespace, contents: Contents) -> None:
         """Take over what was found at the start.
 
         Args:
-            space: whose blocks were taken for ours.
-            contents: what there is; it belongs to the book from now on.
+            namespace: whose blocks were taken for ours.
+            contents: what there is; it belongs to the table from now on.
         """
         unused = OrderedDict((key, _ready(slot)) for key, slot in contents.slot_of.items())
         with self._lock:
-            self._spare.add_free(contents.free)
-            self._spare.add_foreign(contents.foreign)
+            self._reusable.add_free(contents.free)
+            self._reusable.add_foreign(contents.foreign)
             self._next_generation = max(self._next_generation, contents.next_generation)
-            if space is self._space:
+            if namespace is self._namespace:
                 self._unused = unused
             else:
-                self._spare.add_foreign(contents.slot_of.values())
+                self._reusable.add_foreign(contents.slot_of.values())
 
-    def is_held(self, space: SlabNamespace, key: OffloadKey) -> bool:
+    def is_held(self, namespace: SlabNamespace, key: OffloadKey) -> bool:
         """Return whether the block is there, whole."""
         with self._lock:
-            return space is self._space and self._is_ready(key)
+            return namespace is self._namespace and self._is_ready(key)
 
-    def touch(self, space: SlabNamespace, keys: Collection[OffloadKey]) -> None:
+    def touch(self, namespace: SlabNamespace, keys: Collection[OffloadKey]) -> None:
         """Mark ``keys`` as recently used, the first of them most."""
         with self._lock:
-            if space is self._space:
-                era = self._current_era()
+            if namespace is self._namespace:
+                epoch = self._epoch
                 for key in keys:
-                    self._put_in_use(era, key)
-                era.policy.touch(keys)
+                    self._put_in_use(epoch, key)
+                epoch.policy.touch(keys)
 
-    def report_to_learner(self, space: SlabNamespace, tell: Callable[[RequestLearner], object]) -> None:
-        """Call ``tell`` with the policy if it is one that learns from requests."""
+    def report_to_learner(self, namespace: SlabNamespace, report: Callable[[RequestLearner], object]) -> None:
+        """Call ``report`` with the policy if it is one that learns from requests."""
         with self._lock:
-            policy = self._current_era().policy if space is self._space else None
+            policy = self._epoch.policy if namespace is self._namespace else None
             if isinstance(policy, RequestLearner):
-                tell(policy)
+                report(policy)
 
-    def begin_store(self, space: SlabNamespace, keys: Sequence[OffloadKey]) -> SlotReservation:
-        """Find out which of ``keys`` have to be written, and pin slots for them; evicts where it must.
+    def prepare_store(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> SlotReservation:
+        """Decide which of ``keys`` have to be written, and pin slots for them; evicts where it must.
 
         Args:
-            space: when it is not the current one, nothing is stored in it any more.
+            namespace: when it is not the current one, nothing is stored in it any more.
             keys: each once.
         """
         with self._lock:
-            if space is not self._space:
+            if namespace is not self._namespace:
                 return SlotReservation((), (), (), self._next_generation)
-            era = self._current_era()
+            epoch = self._epoch
             held: list[OffloadKey] = []
             awaited: list[OffloadKey] = []
             missing: list[OffloadKey] = []
             for key in keys:
-                self._put_in_use(era, key)
-                status = era.policy.get(key)
+                self._put_in_use(epoch, key)
+                status = epoch.policy.get(key)
                 group = missing if status is None else held if status.is_ready else awaited
                 group.append(key)
             if held:
-                era.policy.touch(held)
-            slots = self._take_slots(era, len(missing), frozenset(keys))
-            holds = [self._begin_write(era, key, slot) for key, slot in zip(missing, slots, strict=False)]
+                epoch.policy.touch(held)
+            slots = self._take_slots(epoch, len(missing), frozenset(keys))
+            pins = [self._begin_write(epoch, key, slot) for key, slot in zip(missing, slots, strict=False)]
             oldest = min(self._writing, default=self._next_generation)
-            return SlotReservation(held, awaited, holds, oldest)
+            return SlotReservation(held, awaited, pins, oldest)
 
-    def end_store(self, holds: Iterable[SlotPin], written: Collection[OffloadKey]) -> None:
+    def complete_store(self, pins: Iterable[SlotPin], written: Collection[OffloadKey]) -> None:
         """Unpin slots after writing; those not in ``written`` hold nothing."""
         with self._lock:
-            for hold in holds:
-                self._writing.discard(hold.generation)
-                hold.status.ref_cnt = 0
-                if hold.key not in written and hold.era.remove(hold.key, hold.status):
-                    self._spare.add_failed(hold.slot)
+            for pin in pins:
+                self._writing.discard(pin.generation)
+                pin.status.ref_cnt = 0
+                if pin.key not in written and pin.epoch.remove(pin.key, pin.status):
+                    self._reusable.add_failed(pin.slot)
             self._changed.notify_all()
 
     def wait_written(
-        self, space: SlabNamespace, keys: Collection[OffloadKey], timeout_s: float
+        self, namespace: SlabNamespace, keys: Collection[OffloadKey], timeout_s: float
     ) -> list[OffloadKey]:
-        """Block until nobody writes ``keys`` any more, and return those that are there then."""
+        """Block until the writes of ``keys`` have ended, and return those that are held then."""
         with self._lock:
-            self._changed.wait_for(lambda: not any(_is_in_flight(self._era, key) for key in keys), timeout_s)
-            return [key for key in keys if space is self._space and self._is_ready(key)]
+            self._changed.wait_for(
+                lambda: not any(_is_in_flight(self._epoch, key) for key in keys), timeout_s
+            )
+            return [key for key in keys if namespace is self._namespace and self._is_ready(key)]
 
-    def begin_load(self, space: SlabNamespace, keys: Sequence[OffloadKey]) -> list[SlotPin | None]:
+    def prepare_load(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> list[SlotPin | None]:
         """Pin the slots of ``keys``, each as often as it is named; None for those that are not there."""
         with self._lock:
-            if space is not self._space:
+            if namespace is not self._namespace:
                 return [None] * len(keys)
-            era = self._current_era()
-            return [self._pin(era, key) for key in keys]
+            epoch = self._epoch
+            return [self._pin(epoch, key) for key in keys]
 
-    def end_load(self, holds: Iterable[SlotPin], lost: Collection[OffloadKey]) -> None:
+    def complete_load(self, pins: Iterable[SlotPin], lost: Collection[OffloadKey]) -> None:
         """Unpin slots after reading; the blocks in ``lost`` are not there any more."""
         with self._lock:
-            for hold in holds:
-                hold.status.ref_cnt -= 1
-                if hold.key in lost and hold.era.remove(hold.key, hold.status):
-                    self._lost_slots.add(hold.slot)
-                    if hold.era is self._era:
-                        self._evicted.add(hold.key)
-                if hold.status.ref_cnt == 0 and hold.slot in self._lost_slots:
-                    self._lost_slots.remove(hold.slot)
-                    self._spare.add_free((hold.slot,))
+            for pin in pins:
+                pin.status.ref_cnt -= 1
+                if pin.key in lost and pin.epoch.remove(pin.key, pin.status):
+                    self._lost_slots.add(pin.slot)
+                    if self._evicted is not None and pin.epoch is self._epoch:
+                        self._evicted.add(pin.key)
+                if pin.status.ref_cnt == 0 and pin.slot in self._lost_slots:
+                    self._lost_slots.remove(pin.slot)
+                    self._reusable.add_free((pin.slot,))
 
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return blocks of the current space that have left and are not back since the last call, damaged ones too.
+        """Return the blocks that were evicted or found damaged since the last call and are not back.
 
         Args:
-            being_stored: blocks that wait for a later call, whose store nobody has heard of yet.
+            being_stored: blocks whose store has not been reported yet; they wait for a later call.
         """
         with self._lock:
+            if self._evicted is None:
+                return []
             return self._evicted.take(being_stored, self._is_ready)
 
     def stats(self) -> dict[str, float]:
         """Return how many slots hold what, and how many blocks were evicted."""
         with self._lock:
-            num_used = self._era.num_held if self._era is not None else 0
-            own = {"indexed_blocks": num_used + len(self._unused), "evicted_blocks": self._num_evicted}
-            return own | self._spare.stats()
-
-    def _current_era(self) -> EpochBlocks:
-        if self._era is None:
-            self._era = EpochBlocks(self._make_policy())
-        return self._era
+            own = {
+                "indexed_blocks": self._epoch.num_held + len(self._unused),
+                "evicted_blocks": self._num_evicted,
+            }
+            return own | self._reusable.stats()
 
     def _is_ready(self, key: OffloadKey) -> bool:
         if key in self._unused:
             return True
-        status = self._era.policy.get(key) if self._era is not None else None
+        status = self._epoch.policy.get(key)
         return status is not None and status.is_ready
 
-    def _put_in_use(self, era: EpochBlocks, key: OffloadKey) -> None:
+    def _put_in_use(self, epoch: EpochBlocks, key: OffloadKey) -> None:
         status = self._unused.pop(key, None)
         if status is not None:
-            era.insert(key, status)
+            epoch.insert(key, status)
 
-    def _begin_write(self, era: EpochBlocks, key: OffloadKey, slot: int) -> SlotPin:
-        hold = SlotPin(key, BlockStatus(slot), era, self._next_generation)
+    def _begin_write(self, epoch: EpochBlocks, key: OffloadKey, slot: int) -> SlotPin:
+        pin = SlotPin(key, BlockStatus(slot), epoch, self._next_generation)
         self._next_generation += 1
-        self._writing.add(hold.generation)
-        era.insert(key, hold.status)
-        return hold
+        self._writing.add(pin.generation)
+        epoch.insert(key, pin.status)
+        return pin
 
-    def _pin(self, era: EpochBlocks, key: OffloadKey) -> SlotPin | None:
-        self._put_in_use(era, key)
-        status = era.policy.get(key)
+    def _pin(self, epoch: EpochBlocks, key: OffloadKey) -> SlotPin | None:
+        self._put_in_use(epoch, key)
+        status = epoch.policy.get(key)
         if status is None or not status.is_ready:
             return None
         status.ref_cnt += 1
-        return SlotPin(key, status, era)
+        return SlotPin(key, status, epoch)
 
-    def _take_slots(self, era: EpochBlocks, num: int, protected: Collection[OffloadKey]) -> list[int]:
+    def _take_slots(self, epoch: EpochBlocks, num: int, protected: Collection[OffloadKey]) -> list[int]:
         """Return up to ``num`` slots that hold nothing any more, from where it costs least."""
         slots: list[int] = []
-        while len(slots) < num and (slot := self._spare.take()) is not None:
+        while len(slots) < num and (slot := self._reusable.take()) is not None:
             slots.append(slot)
         # None of the unused is named in the call that needs the room: those have come under the policy.
         victims: list[tuple[OffloadKey, BlockStatus]] = []
         while len(slots) + len(victims) < num and self._unused:
             victims.append(self._unused.popitem(last=False))
-        victims += era.evict(num - len(slots) - len(victims), protected)
+        victims += epoch.evict(num - len(slots) - len(victims), protected)
         for key, status in victims:
             slots.append(status.block_id)
-            self._evicted.add(key)
+            if self._evicted is not None:
+                self._evicted.add(key)
         self._num_evicted += len(victims)
-        while len(slots) < num and (slot := self._spare.take_failed()) is not None:
+        while len(slots) < num and (slot := self._reusable.take_failed()) is not None:
             slots.append(slot)
         return slots
 
 
-def _is_in_flight(era: EpochBlocks | None, key: OffloadKey) -> bool:
-    status = era.policy.get(key) if era is not None else None
+def _is_in_flight(epoch: EpochBlocks, key: OffloadKey) -> bool:
+    status = epoch.policy.get(key)
     return status is not None and not status.is_ready
 
 

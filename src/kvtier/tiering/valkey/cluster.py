@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.kit.health import OutageLog
-from kvtier.tiering.valkey.connection import Command, Outcome, connection_arguments, error_code, tls_arguments
+from kvtier.tiering.valkey.connection import (
+    Command,
+    ReplyOrError,
+    connection_arguments,
+    error_code,
+    tls_arguments,
+)
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
 from kvtier.tiering.valkey.resp import Reply
@@ -60,7 +65,7 @@ def fetch_slot_map(settings: ValkeySettings, addresses: Iterable[Address]) -> Sl
 def _fetch_from(settings: ValkeySettings, address: Address) -> SlotMap:
     # One node at a time: redis-py would ask them in an order of its own, the one that hangs first.
     node = ClusterNode(address.host, address.port)  # type: ignore[no-untyped-call]  # redis-py 8.1 has none there
-    is_tls = settings.endpoint.is_tls
+    is_tls = settings.url.is_tls
     arguments = connection_arguments(settings) | ({"ssl": True, **tls_arguments(settings)} if is_tls else {})
     del arguments["db"]
     try:
@@ -74,7 +79,7 @@ def _fetch_from(settings: ValkeySettings, address: Address) -> SlotMap:
 
 
 MAX_HOPS = 4
-"""Nodes that a call is sent to before it is given up: the one of the map, the one that has the slot by now, and the
+"""Nodes that a command is sent to before it is given up: the one of the map, the one that has the slot by now, and the
 one that the name is moving to; one more for a map that changes meanwhile."""
 
 REFRESH_S = 1.0
@@ -89,7 +94,7 @@ TROUBLE_OF_ONE_NODE = TROUBLE_THAT_LASTS | {"MOVED", "ASK", "TRYAGAIN"}
 
 
 class Destination(NamedTuple):
-    """Where a call goes.
+    """Where a command goes.
 
     Attributes:
         address: the node's.
@@ -101,7 +106,7 @@ class Destination(NamedTuple):
 
 
 class Cluster(Servers):
-    """Sends each call to the node that has its name, and follows it when it has moved.
+    """Sends each command to the node that has its name, and follows it when it has moved.
 
     Mutable are the map, what is known of its age, the last reason why it could not be read, the nodes,
     and which of them are in trouble.
@@ -113,7 +118,7 @@ class Cluster(Servers):
     """
 
     def __init__(self, settings: ValkeySettings, clock: Callable[[], float]) -> None:
-        super().__init__(settings.endpoint.address)
+        super().__init__(settings.url.address)
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
@@ -121,17 +126,17 @@ class Cluster(Servers):
         self._is_stale = True
         self._next_refresh_s = float("-inf")
         self._unread: TierError | None = None
-        self._nodes: dict[Address, tuple[ServerNode, OutageLog]] = {}
+        self._nodes: dict[Address, ServerNode] = {}
         self._members: frozenset[Address] = frozenset()
         self._troubled: set[Address] = set()
 
-    def run(self, calls: Sequence[Command], end_s: float | None = None) -> list[Outcome]:
+    def run(self, commands: Sequence[Command], end_s: float | None = None) -> list[ReplyOrError]:
         slot_map = self._current_map()
         unserved = TierError(TIER_TYPE, "no node of the cluster serves the block's slot")
-        outcomes: list[Outcome] = [unserved] * len(calls)
+        replies: list[ReplyOrError] = [unserved] * len(commands)
         waiting: dict[Destination, list[int]] = {}
-        for index, call in enumerate(calls):
-            address = slot_map.get(slot_of(call.name))
+        for index, command in enumerate(commands):
+            address = slot_map.get(slot_of(command.name))
             if address is None:
                 self._note_stale()
             else:
@@ -139,71 +144,71 @@ class Cluster(Servers):
         for _ in range(MAX_HOPS):
             if not waiting:
                 break
-            waiting = self._run_each(calls, waiting, outcomes, end_s)
-        return outcomes
+            waiting = self._run_each(commands, waiting, replies, end_s)
+        return replies
 
-    def is_fault(self, outcome: Outcome) -> bool:
-        if isinstance(outcome, Reply) and outcome.error_code not in TROUBLE_OF_ONE_NODE:
+    def is_fault(self, reply: ReplyOrError) -> bool:
+        if isinstance(reply, Reply) and reply.error_code not in TROUBLE_OF_ONE_NODE:
             return True
         with self._lock:
             return self._troubled >= self._members
 
     def check_reachable(self) -> None:
         slot_map = self._read_map()
-        nodes = [self._node(address)[0] for address in sorted(set(slot_map.values()))]
+        nodes = [self._node(address) for address in sorted(set(slot_map.values()))]
         probes = {node.address: node.run(PROBE, is_probe=True) for node in nodes}
-        raise_if_away([outcome for outcomes in probes.values() for outcome in outcomes])
-        for address, outcomes in probes.items():
+        raise_if_away([reply for replies in probes.values() for reply in replies])
+        for address, replies in probes.items():
             # Permission is asked before the slot: a node that says "not mine" would have let us.
-            raise_if_refused(address, outcomes, allowed={"OOM", *TROUBLE_OF_ONE_NODE} - {"CLUSTERDOWN"})
+            raise_if_refused(address, replies, allowed={"OOM", *TROUBLE_OF_ONE_NODE} - {"CLUSTERDOWN"})
 
     def close(self) -> None:
         with self._lock:
             nodes = list(self._nodes.values())
-        for node, _ in nodes:
+        for node in nodes:
             node.close()
 
     def _run_each(
         self,
-        calls: Sequence[Command],
+        commands: Sequence[Command],
         waiting: dict[Destination, list[int]],
-        outcomes: list[Outcome],
+        replies: list[ReplyOrError],
         end_s: float | None,
     ) -> dict[Destination, list[int]]:
-        """Run calls at their destinations, note the outcomes, return those that have to go elsewhere."""
+        """Run commands at their destinations, note the replies, return those that have to go elsewhere."""
         moved: dict[Destination, list[int]] = {}
         for destination, indices in waiting.items():
-            asked = self._run_at(destination, [calls[index] for index in indices], end_s)
-            for index, outcome in zip(indices, asked, strict=True):
-                outcomes[index] = outcome
-                if (elsewhere := redirection(outcome, destination.address)) is not None:
+            asked = self._run_at(destination, [commands[index] for index in indices], end_s)
+            for index, reply in zip(indices, asked, strict=True):
+                replies[index] = reply
+                if (elsewhere := redirection(reply, destination.address)) is not None:
                     moved.setdefault(elsewhere, []).append(index)
                     if not elsewhere.is_asking:
                         self._note_stale()
         return moved
 
     def _run_at(
-        self, destination: Destination, calls: Sequence[Command], end_s: float | None
-    ) -> list[Outcome]:
-        node, outages = self._node(destination.address)
-        outcomes = node.run(calls, end_s, is_asking=destination.is_asking)
-        trouble = next((outcome for outcome in outcomes if isinstance(outcome, TierError)), None)
-        codes = {error_code(outcome) for outcome in outcomes} & TROUBLE_THAT_LASTS
+        self, destination: Destination, commands: Sequence[Command], end_s: float | None
+    ) -> list[ReplyOrError]:
+        node = self._node(destination.address)
+        replies = node.run(commands, end_s, is_asking=destination.is_asking)
+        trouble = next((reply for reply in replies if isinstance(reply, TierError)), None)
+        codes = {error_code(reply) for reply in replies} & TROUBLE_THAT_LASTS
         if trouble is None and codes:
             trouble = refused(destination.address, codes.pop())
         with self._lock:
             (self._troubled.discard if trouble is None else self._troubled.add)(destination.address)
         if trouble is None:
-            outages.on_success(f"{TIER_TYPE}, node {destination.address}")
+            node.health.on_success()
         else:
-            outages.on_failure(trouble)
+            node.health.on_failure(trouble)
             self._note_stale()
-        return outcomes
+        return replies
 
-    def _node(self, address: Address) -> tuple[ServerNode, OutageLog]:
+    def _node(self, address: Address) -> ServerNode:
         with self._lock:
             if address not in self._nodes:
-                self._nodes[address] = (ServerNode(self._settings, address, self._clock), OutageLog())
+                self._nodes[address] = ServerNode(self._settings, address, self._clock)
             return self._nodes[address]
 
     def _note_stale(self) -> None:
@@ -222,7 +227,7 @@ class Cluster(Servers):
 
     def _read_map(self) -> SlotMap:
         with self._lock:
-            known = {address: node.is_left_alone for address, (node, _) in self._nodes.items()}
+            known = {address: node.health.is_paused for address, node in self._nodes.items()}
         # Those that were away a moment ago last: each of them may cost a time-out.
         known.setdefault(self.address, False)
         try:
@@ -237,22 +242,22 @@ class Cluster(Servers):
             self._members = members
             self._troubled &= members
             gone = [self._nodes.pop(address) for address in self._nodes.keys() - members]
-        for node, _ in gone:
+        for node in gone:
             node.close()
         return slot_map
 
 
-def redirection(outcome: Outcome, asked: Address) -> Destination | None:
-    """Return where ``outcome`` says that the name is, None when it says nothing of that kind. Pure.
+def redirection(reply: ReplyOrError, asked: Address) -> Destination | None:
+    """Return where ``reply`` says that the name is, None when it says nothing of that kind. Pure.
 
     Args:
-        outcome: of a call.
+        reply: of a command.
         asked: the node that was asked; one that names no host means its own.
     """
-    code = error_code(outcome)
-    if code not in {"MOVED", "ASK"} or not isinstance(outcome, Reply):
+    code = error_code(reply)
+    if code not in {"MOVED", "ASK"} or not isinstance(reply, Reply):
         return None
-    host, _, port = outcome.text.rpartition(" ")[2].rpartition(":")
+    host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):
         return None
     return Destination(Address(host or asked.host, int(port)), is_asking=code == "ASK")

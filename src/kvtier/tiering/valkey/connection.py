@@ -11,7 +11,7 @@ from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.resp import ProtocolError, Reply, ReplyReader, encode, read_reply
 from kvtier.tiering.valkey.settings import ValkeySettings
 
-Outcome: TypeAlias = Reply | TierError
+ReplyOrError: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
 
@@ -30,14 +30,14 @@ class Command(NamedTuple):
     read: Callable[[ReplyReader], Reply] = read_reply
 
 
-def command(verb: bytes, name: bytes, *arguments: bytes) -> Command:
-    """Return the call of a command without a value. Pure."""
+def make_command(verb: bytes, name: bytes, *arguments: bytes) -> Command:
+    """Return the command with that verb, without a value. Pure."""
     return Command(name, (encode(verb, name, *arguments),))
 
 
-def error_code(outcome: Outcome) -> str:
-    """Return the code of the refusal that ``outcome`` is, "" when it is something else. Pure."""
-    return outcome.error_code if isinstance(outcome, Reply) else ""
+def error_code(reply: ReplyOrError) -> str:
+    """Return the code of the refusal that ``reply`` is, "" when it is something else. Pure."""
+    return reply.error_code if isinstance(reply, Reply) else ""
 
 
 try:
@@ -64,7 +64,7 @@ class ServerConnections:
     """
 
     def __init__(self, settings: ValkeySettings, address: Address) -> None:
-        is_tls = settings.endpoint.is_tls
+        is_tls = settings.url.is_tls
         self._pool = ConnectionPool(
             connection_class=TLSConnection if is_tls else PlainConnection,
             max_connections=settings.num_threads + SPARE_CONNECTIONS,
@@ -80,17 +80,17 @@ class ServerConnections:
         Raises:
             RedisError: it cannot be made.
         """
-        link = self._pool.get_connection()
-        assert isinstance(link, PlainConnection | TLSConnection), "the pool makes what it was told to"
-        return link
+        connection = self._pool.get_connection()
+        assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes what it was told to"
+        return connection
 
-    def give_back(self, link: "PlainConnection | TLSConnection", *, is_clean: bool) -> None:
-        """Keep ``link`` for the next one, or close it when replies may still come on it."""
+    def give_back(self, connection: "PlainConnection | TLSConnection", *, is_clean: bool) -> None:
+        """Keep ``connection`` for the next one, or close it when replies may still come on it."""
         if is_clean:
-            link.take_back_socket()
+            connection.take_back_socket()
         else:
-            link.disconnect()  # type: ignore[no-untyped-call]  # redis-py 8.1 has no annotations there
-        self._pool.release(link)
+            connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py 8.1 has no annotations there
+        self._pool.release(connection)
 
     def close(self) -> None:
         """Close every connection."""
@@ -133,9 +133,9 @@ class TLSConnection(SSLConnection):
 def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: redis-py's keyword arguments
     """Return what redis-py must know for each connection but the address; has the password in it. Pure."""
     return {
-        "db": settings.endpoint.database,
-        "username": settings.endpoint.username or None,
-        "password": settings.endpoint.password or None,
+        "db": settings.url.database,
+        "username": settings.url.username or None,
+        "password": settings.url.password or None,
         "socket_timeout": settings.timeout_s,
         "socket_connect_timeout": min(CONNECT_TIMEOUT_S, settings.timeout_s),
         "socket_keepalive": True,

@@ -1,19 +1,20 @@
-"""The tier's own settings, checked and typed.
+"""The tier's own settings.
 
-It opens no connection; whether the server is there is seen by ``check_reachable``.
+No connection is opened here; whether the server is there is seen by ``check_reachable``. Of the file system only
+whether ``ca_file`` exists is read.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.config import SettingsReader
 from kvtier.errors import ConfigError
-from kvtier.tiering.valkey.endpoint import Endpoint, parse_endpoint
+from kvtier.settings import flag, seconds, seconds_up_to, setting, whole
+from kvtier.tiering.valkey.endpoint import PASSWORD_VARIABLE, USERNAME_VARIABLE, Endpoint, parse_endpoint
 
 DEFAULT_TTL_S = 86_400.0
 """Seconds after its last use that a block is kept. A day brings back tomorrow's conversations; without an expiry,
-blocks that nobody can find any more, of an older model or from before a reset, would fill a server that evicts
+blocks that can never be found again, of an older model or from before a reset, would fill a server that evicts
 nothing, and a server that evicts only what expires (``volatile-*``) could not evict ours."""
 
 MAX_TTL_S = 10 * 365 * 86_400.0
@@ -31,93 +32,92 @@ sums; many more wait for the same server, which serves one command at a time."""
 MAX_THREADS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class ValkeySettings:
-    """What the user asked of the tier.
-
-    Attributes:
-        endpoint: where the server is, and credentials, which are not shown.
-        cluster: whether it is a node of a cluster.
-        ttl_s: seconds after its last use that a block is kept; None for ever.
-        timeout_s: seconds without a byte after which a server counts as hung.
-        ca_file: certificates that the server's must be signed by; None takes the system's.
-        num_threads: threads that move blocks.
-    """
-
-    endpoint: Endpoint
-    cluster: bool
-    ttl_s: float | None
-    timeout_s: float
-    ca_file: str | None
-    num_threads: int
-
-
-def parse_settings(
-    *,
-    url: object,
-    cluster: object,
-    ttl_s: object,
-    timeout_s: object,
-    ca_file: object,
-    num_threads: object,
-    environ: Mapping[str, str],
-) -> ValkeySettings:
-    """Check the tier's arguments; reads no more of the file system than whether ``ca_file`` is there.
-
-    Args:
-        url: as in ``parse_endpoint``.
-        cluster: a flag.
-        ttl_s: seconds; 0 or None for ever.
-        timeout_s: seconds, more than zero.
-        ca_file: path of a file with certificates, or None.
-        num_threads: from 1 to 128.
-        environ: where credentials come from that the URL lacks.
+def parse_url(name: str, value: object) -> Endpoint:
+    """Return where the server is; credentials that the URL lacks come from the environment.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: it cannot be used; the message does not repeat it.
     """
-    read = SettingsReader({"cluster": cluster, "timeout_s": timeout_s, "num_threads": num_threads})
-    endpoint = parse_endpoint(url, environ)
-    is_cluster = read.flag("cluster", default=False)
-    if is_cluster and endpoint.database:
-        raise ConfigError("url", f".../{endpoint.database}", "a cluster is used with database 0 only")
-    threads = read.whole("num_threads", DEFAULT_NUM_THREADS, minimum=1)
-    if threads > MAX_THREADS:
-        raise ConfigError("num_threads", threads, f"must be at most {MAX_THREADS}")
-    timeout = read.seconds("timeout_s", DEFAULT_TIMEOUT_S)
-    if not 0 < timeout <= MAX_TIMEOUT_S:
-        raise ConfigError(
-            "timeout_s", timeout, f"must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds"
-        )
-    return ValkeySettings(
-        endpoint=endpoint,
-        cluster=is_cluster,
-        ttl_s=_parse_ttl(ttl_s),
-        timeout_s=timeout,
-        ca_file=_parse_ca_file(ca_file, endpoint),
-        num_threads=threads,
-    )
+    del name  # the parser of the endpoint knows it
+    return parse_endpoint(value, os.environ)
 
 
-def _parse_ttl(value: object) -> float | None:
-    ttl_s = SettingsReader({} if value is None else {"ttl_s": value}).seconds("ttl_s", 0.0)
+def parse_ttl(name: str, value: object) -> float | None:
+    """Return seconds until a block expires, None when it never does. Pure.
+
+    Raises:
+        ConfigError: a time that cannot work.
+    """
+    ttl_s = 0.0 if value is None else seconds(name, value)
     if ttl_s > MAX_TTL_S or 0 < ttl_s < 1:
-        raise ConfigError(
-            "ttl_s", value, "must be at least a second and at most ten years, or 0 for no expiry"
-        )
+        raise ConfigError(name, value, "must be at least a second and at most ten years, or 0 for no expiry")
     return ttl_s or None
 
 
-def _parse_ca_file(value: object, endpoint: Endpoint) -> str | None:
-    if value is None:
-        return None
+def parse_ca_file(name: str, value: object) -> str:
+    """Return the path of a file with certificates; ``~`` is the home directory.
+
+    Raises:
+        ConfigError: it is no path.
+    """
     if not isinstance(value, str | Path) or not str(value):
-        raise ConfigError("ca_file", value, "must be the path of a file with certificates")
-    if not endpoint.is_tls:
-        raise ConfigError("ca_file", str(value), "has no effect without TLS: use rediss:// or valkeys://")
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            "ca_file", str(value), "is no file: name one with the certificate authority's certificate"
+        raise ConfigError(name, value, "must be the path of a file with certificates")
+    return str(Path(value).expanduser())
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeySettings:
+    """What the user set for the tier; each field says what it is.
+
+    Raises:
+        ConfigError: two settings do not fit together, or ``ca_file`` is no file.
+    """
+
+    url: Endpoint = field(
+        metadata=setting(
+            parse_url,
+            "`redis://`, `valkey://`, with TLS `rediss://`, `valkeys://`; user and password better come from "
+            f"{USERNAME_VARIABLE} and {PASSWORD_VARIABLE}",
         )
-    return str(path)
+    )
+    cluster: bool = field(
+        default=False, metadata=setting(flag, "`true` when the server is a node of a cluster")
+    )
+    ttl_s: float | None = field(
+        default=DEFAULT_TTL_S,
+        metadata=setting(
+            parse_ttl,
+            "a day after its last use a block is forgotten, also when its engine is gone for good; 0 keeps it",
+            unit="seconds",
+        ),
+    )
+    timeout_s: float = field(
+        default=DEFAULT_TIMEOUT_S,
+        metadata=setting(
+            seconds_up_to(MAX_TIMEOUT_S),
+            "without a byte for so long a server counts as hung",
+            unit="seconds",
+        ),
+    )
+    ca_file: str | None = field(
+        default=None, metadata=setting(parse_ca_file, "the system's certificates", unit="path")
+    )
+    num_threads: int = field(
+        default=DEFAULT_NUM_THREADS,
+        metadata=setting(
+            whole(1, MAX_THREADS), "connections that move blocks; more wait for the same network"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.cluster and self.url.database:
+            raise ConfigError("url", f".../{self.url.database}", "a cluster is used with database 0 only")
+        if self.ca_file is None:
+            return
+        if not self.url.is_tls:
+            raise ConfigError(
+                "ca_file", self.ca_file, "has no effect without TLS: use rediss:// or valkeys://"
+            )
+        if not Path(self.ca_file).is_file():
+            remedy = "is no file: name one with the certificate authority's certificate"
+            raise ConfigError("ca_file", self.ca_file, remedy)

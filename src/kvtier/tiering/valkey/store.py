@@ -14,17 +14,15 @@ from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
-    RAW_CODEC,
     Buffer,
     HeaderCheck,
-    check,
-    pack,
-    seal,
+    check_block,
+    make_header,
     unpack,
 )
 from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.valkey.connection import Command, Outcome, command, error_code
+from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
 
@@ -34,10 +32,10 @@ class ValkeyNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
     Attributes:
-        namespace: the identity of its blocks.
+        identity: what makes its blocks its own: model, layout, epoch.
     """
 
-    namespace: Namespace
+    identity: Namespace
 
     def block_name(self, key: OffloadKey) -> bytes:
         """Return the name under which the server has the block.
@@ -45,7 +43,7 @@ class ValkeyNamespace:
         The braces are a cluster's hash tag: what stands in them decides the node, so anything else that may ever
         be kept of one block goes to the same node, and blocks spread over all of them.
         """
-        return f"kvtier:{{{self.namespace.name}:{key.hex()}}}".encode()
+        return f"kvtier:{{{self.identity.name}:{key.hex()}}}".encode()
 
 
 logger = logging.getLogger(__name__)
@@ -93,7 +91,7 @@ class ReadTarget:
 
     def _judge(self, num_bytes: int) -> HeaderCheck:
         if num_bytes == ENVELOPE_BYTES + len(self.row):
-            return check(self.header, self.row, self.key, self.namespace_digest, codec=RAW_CODEC)
+            return check_block(self.header, self.row, self.key, self.namespace_digest)
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
         envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
         return envelope if isinstance(envelope, HeaderCheck) else HeaderCheck.DAMAGED
@@ -121,7 +119,7 @@ class SetRequest:
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        header = pack(seal(self.key, self.namespace_digest, self.row, codec=RAW_CODEC))
+        header = make_header(self.key, self.namespace_digest, self.row)
         yield from encode_set(self.name, header, self.row, self.ttl_ms)
 
 
@@ -134,7 +132,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         ttl_s: seconds after its last use that a block is kept; None for ever.
 
     Attributes:
-        end_s: when its calls give up on replies that come too slowly; None is in a while.
+        end_s: when its commands give up on replies that come too slowly; None is in a while.
     """
 
     def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
@@ -145,38 +143,40 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.end_s: float | None = None
         self._counters = Counters(*COUNTS, *(failure.value for failure in TierFailure))
 
-    def open_space(self, namespace: Namespace, *, is_new: bool) -> ValkeyNamespace:
-        return ValkeyNamespace(namespace)
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
+        return ValkeyNamespace(identity)
 
     def until(self, end_s: float) -> "ValkeyBlockStore":
         bound = copy.copy(self)
         bound.end_s = end_s
         return bound
 
-    def find(self, space: ValkeyNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def contains_batch(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found: list[OffloadKey] = []
         for begin in range(0, len(keys), MAX_QUESTIONS):
             part = keys[begin : begin + MAX_QUESTIONS]
-            found += self._ask(part, [space.block_name(key) for key in part])
+            found += self._ask(part, [namespace.block_name(key) for key in part])
         return found
 
     def store(
-        self, space: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         try:
             # The question costs some dozen bytes, the block that another engine has written already a million.
-            names = [space.block_name(key) for key in keys]
+            names = [namespace.block_name(key) for key in keys]
             held = set(self._ask(keys, names, self._renewals(names)))
             blocks = zip(keys, slots, names, strict=True)
             todo = [
-                (key, self._set_call(space, key, slot, name)) for key, slot, name in blocks if key not in held
+                (key, self._set_command(namespace, key, slot, name))
+                for key, slot, name in blocks
+                if key not in held
             ]
-            outcomes = self._run([call for _, call in todo])
+            replies = self._run([command for _, command in todo])
         except TierError:
             self._counters.add(store_errors=len(keys))
             raise
-        written = [key for (key, _), outcome in zip(todo, outcomes, strict=True) if _is_done(outcome)]
-        num_declined = sum(error_code(outcome) == "OOM" for outcome in outcomes)
+        written = [key for (key, _), reply in zip(todo, replies, strict=True) if _is_done(reply)]
+        num_declined = sum(error_code(reply) == "OOM" for reply in replies)
         num_failed = len(todo) - len(written) - num_declined
         self._counters.add(
             held_blocks=len(held),
@@ -185,42 +185,42 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             declined=num_declined,
             store_errors=num_failed,
         )
-        failed = [outcome for outcome in outcomes if not _is_done(outcome) and error_code(outcome) != "OOM"]
+        failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
         return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
 
     def load(
-        self, space: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        digest = space.namespace.digest
-        landings = [
+        digest = namespace.identity.digest
+        targets = [
             ReadTarget(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)
         ]
-        names = [space.block_name(key) for key in keys]
-        calls = [
-            Command(name, (encode(b"GET", name),), landing.read)
-            for name, landing in zip(names, landings, strict=True)
+        names = [namespace.block_name(key) for key in keys]
+        commands = [
+            Command(name, (encode(b"GET", name),), target.read)
+            for name, target in zip(names, targets, strict=True)
         ]
         try:
-            outcomes = self._run(calls, self._renewals(names))
+            replies = self._run(commands, self._renewals(names))
         except TierError:
             self._counters.add(io_error=len(keys))
             raise
-        arrived: list[OffloadKey] = []
+        succeeded: list[OffloadKey] = []
         damaged: list[OffloadKey] = []
         is_fault = False
-        for landing, outcome in zip(landings, outcomes, strict=True):
-            failure = _failure_of(landing, outcome)
+        for target, reply in zip(targets, replies, strict=True):
+            failure = _failure_of(target, reply)
             if failure is None:
-                arrived.append(landing.key)
+                succeeded.append(target.key)
                 continue
             self._counters.add(**{failure.value: 1})
             is_away = failure is TierFailure.IO_ERROR
-            is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(outcome))
+            is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(reply))
             if failure is TierFailure.DAMAGED:
-                damaged.append(landing.key)
-        self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._rows.row_bytes)
-        self._remove(space, damaged)
-        return TransferOutcome(arrived, is_fault)
+                damaged.append(target.key)
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
+        self._remove(namespace, damaged)
+        return TransferOutcome(succeeded, is_fault)
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
@@ -231,63 +231,63 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def close(self) -> None:
         self._servers.close()
 
-    def _run(self, calls: Sequence[Command], extras: Sequence[Command] = ()) -> list[Outcome]:
-        """Return the outcomes of ``calls``; those of ``extras``, sent with them, change nothing.
+    def _run(self, commands: Sequence[Command], extras: Sequence[Command] = ()) -> list[ReplyOrError]:
+        """Return the replies of ``commands``; those of ``extras``, sent with them, change nothing.
 
         Raises:
-            TierError: nobody answered, or each of ``calls`` was refused for one reason that is no block's.
+            TierError: nobody answered, or each of ``commands`` was refused for one reason that is no block's.
         """
-        if not calls:
+        if not commands:
             return []
-        outcomes = self._servers.run([*calls, *extras], self.end_s)[: len(calls)]
-        raise_if_all_refused(self._servers, outcomes)
-        return outcomes
+        replies = self._servers.run([*commands, *extras], self.end_s)[: len(commands)]
+        raise_if_all_refused(self._servers, replies)
+        return replies
 
     def _ask(
         self, keys: Sequence[OffloadKey], names: Sequence[bytes], extras: Sequence[Command] = ()
     ) -> list[OffloadKey]:
-        replies = self._run([command(b"STRLEN", name) for name in names], extras)
+        replies = self._run([make_command(b"STRLEN", name) for name in names], extras)
         return [key for key, reply in zip(keys, replies, strict=True) if self._is_held(reply)]
 
-    def _is_held(self, outcome: Outcome) -> bool:
-        return isinstance(outcome, Reply) and outcome.kind == ":" and outcome.number == self._value_bytes
+    def _is_held(self, reply: ReplyOrError) -> bool:
+        return isinstance(reply, Reply) and reply.kind == ":" and reply.number == self._value_bytes
 
-    def _set_call(self, space: ValkeyNamespace, key: OffloadKey, slot: int, name: bytes) -> Command:
+    def _set_command(self, namespace: ValkeyNamespace, key: OffloadKey, slot: int, name: bytes) -> Command:
         return Command(
-            name, SetRequest(key, self._rows.row(slot), space.namespace.digest, name, self._ttl_ms)
+            name, SetRequest(key, self._rows.row(slot), namespace.identity.digest, name, self._ttl_ms)
         )
 
     def _renewals(self, names: Sequence[bytes]) -> list[Command]:
-        """Return the calls that count the expiry of blocks in use from now; of those that are gone nothing comes."""
+        """Return the commands that count the expiry of blocks in use from now; of those that are gone nothing comes."""
         if self._ttl_ms is None:
             return []
         ttl = b"%d" % self._ttl_ms
-        return [command(b"PEXPIRE", name, ttl) for name in names]
+        return [make_command(b"PEXPIRE", name, ttl) for name in names]
 
-    def _remove(self, space: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
+    def _remove(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
         if not keys:
             return
         try:
-            calls = [command(b"UNLINK", space.block_name(key)) for key in keys]
-            outcomes = self._servers.run(calls, self.end_s)
+            commands = [make_command(b"UNLINK", namespace.block_name(key)) for key in keys]
+            replies = self._servers.run(commands, self.end_s)
         except TierError:
             return  # it is found damaged again, and removed then
-        self._counters.add(removed=sum(map(_is_done, outcomes)))
+        self._counters.add(removed=sum(map(_is_done, replies)))
 
 
-def _failure_of(landing: ReadTarget, outcome: Outcome) -> TierFailure | None:
+def _failure_of(target: ReadTarget, reply: ReplyOrError) -> TierFailure | None:
     """Return why a block did not arrive, None when it did."""
-    if not isinstance(outcome, Reply):
+    if not isinstance(reply, Reply):
         return TierFailure.IO_ERROR
-    if outcome.kind != "$":
-        return TierFailure.FOREIGN if outcome.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
-    if outcome.number < 0:
+    if reply.kind != "$":
+        return TierFailure.FOREIGN if reply.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
+    if reply.number < 0:
         return TierFailure.ABSENT
-    if landing.verdict is HeaderCheck.OK:
+    if target.verdict is HeaderCheck.OK:
         return None
-    logger.warning("tier valkey: block %s is %s", landing.key.hex(), landing.verdict.value)
-    return FAILURE_OF_CHECK[landing.verdict]
+    logger.warning("tier valkey: block %s is %s", target.key.hex(), target.verdict.value)
+    return FAILURE_OF_CHECK[target.verdict]
 
 
-def _is_done(outcome: Outcome) -> bool:
-    return isinstance(outcome, Reply) and outcome.kind != "-"
+def _is_done(reply: ReplyOrError) -> bool:
+    return isinstance(reply, Reply) and reply.kind != "-"

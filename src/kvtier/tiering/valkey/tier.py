@@ -4,23 +4,19 @@ It never talks to a server on the scheduler's thread: lookups are answered from 
 to threads. One server serves any number of engines and models; it decides what to evict.
 """
 
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
+from kvtier.settings import parse_settings
+from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.servers import SingleServer
-from kvtier.tiering.valkey.settings import (
-    DEFAULT_NUM_THREADS,
-    DEFAULT_TIMEOUT_S,
-    DEFAULT_TTL_S,
-    parse_settings,
-)
+from kvtier.tiering.valkey.settings import ValkeySettings
 from kvtier.tiering.valkey.store import ValkeyBlockStore, ValkeyNamespace
 
 POSITIVE_TTL_S = 2.0
@@ -41,52 +37,42 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace]):
     Args:
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
-        url: ``redis://`` or ``valkey://``, with TLS ``rediss://`` or ``valkeys://``; user, password and database in
-            it, or the first two in KVTIER_VALKEY_USERNAME and KVTIER_VALKEY_PASSWORD.
-        cluster: whether the server is a node of a cluster.
-        ttl_s: seconds after its last use that a block is kept; 0 or None for ever.
-        timeout_s: seconds without a byte after which a server counts as hung.
-        ca_file: certificates that the server's must be signed by; None takes the system's.
-        num_threads: threads that move blocks.
+        settings: the settings that every tier has.
         clock: seconds, monotonic.
+        own: the settings of ``ValkeySettings``, by name.
 
     Raises:
         ConfigError: a value that cannot work.
     """
 
+    own_settings: ClassVar = ValkeySettings
+
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
+        settings: TierSettings = NO_SETTINGS,
         *,
-        url: str,
-        cluster: bool = False,
-        ttl_s: float | None = DEFAULT_TTL_S,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        ca_file: str | Path | None = None,
-        num_threads: int = DEFAULT_NUM_THREADS,
         clock: Callable[[], float] = time.monotonic,
+        **own: object,
     ) -> None:
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
-        own = parse_settings(
-            url=url,
-            cluster=cluster,
-            ttl_s=ttl_s,
-            timeout_s=timeout_s,
-            ca_file=ca_file,
-            num_threads=num_threads,
-            environ=os.environ,
+        valkey_settings = parse_settings(ValkeySettings, own, f"tier {TIER_TYPE!r}")
+        servers = (Cluster if valkey_settings.cluster else SingleServer)(valkey_settings, clock)
+        super().__init__(
+            config,
+            primary_kv_view,
+            settings,
+            block_store=ValkeyBlockStore(servers, rows, valkey_settings.ttl_s),
+            options=ThreadOptions(
+                valkey_settings.num_threads,
+                max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
+                positive_ttl_s=POSITIVE_TTL_S,
+                cuts_evenly=True,
+            ),
+            clock=clock,
         )
-        servers = Cluster(own, clock) if own.cluster else SingleServer(own, clock)
-        options = ThreadOptions(
-            own.num_threads,
-            max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
-            positive_ttl_s=POSITIVE_TTL_S,
-            cuts_evenly=True,
-        )
-        block_store = ValkeyBlockStore(servers, rows, own.ttl_s)
-        super().__init__(config, primary_kv_view, block_store, options, clock)
 
     @staticmethod
     def get_tier_type() -> str:

@@ -1,17 +1,32 @@
 """Threads and direct I/O of tiers on a disk: what was asked for, or what suits the rows."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.settings import parse_settings
 from kvtier.tiering.kit.disk import (
     DEFAULT_NUM_THREADS,
     DIRECT_NUM_THREADS,
     LARGE_ROW_BYTES,
     MAX_THREADS,
+    num_threads_setting,
     parse_direct_io,
-    parse_num_threads,
     plan_num_threads,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Settings with a number of threads only."""
+
+    num_threads: int | None = field(default=None, metadata=num_threads_setting())
+
+
+def parse_num_threads(value: object) -> int | None:
+    """Return what a tier reads."""
+    return parse_settings(Threads, {"num_threads": value}).num_threads
 
 
 @pytest.mark.parametrize("value", [None, 1, MAX_THREADS])
@@ -52,11 +67,11 @@ def test_large_rows_and_direct_io_take_more_threads_unless_a_number_is_given(
 
 @pytest.mark.parametrize(("value", "parsed"), [("auto", None), (True, True), (False, False)])
 def test_direct_io_is_insisted_on_avoided_or_left_to_the_tier(value: object, *, parsed: bool | None) -> None:
-    assert parse_direct_io(value) is parsed
+    assert parse_direct_io("direct_io", value) is parsed
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_another_word_about_direct_io_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="auto") as caught:
-        parse_direct_io(value)
+        parse_direct_io("direct_io", value)
     assert caught.value.setting == "direct_io"

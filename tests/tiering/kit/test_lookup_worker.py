@@ -1,4 +1,4 @@
-"""What waits is asked in one call: in order, each key once, of one era, and not too much of it."""
+"""What waits is asked in one call: in order, each key once, of one generation, and not too much of it."""
 
 import threading
 from collections import deque
@@ -10,7 +10,7 @@ from kvtier.base import OffloadKey
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.kit.lookup import (
     MAX_MERGED_KEYS,
-    Era,
+    Generation,
     LookupAnswer,
     LookupBatch,
     LookupWorker,
@@ -19,9 +19,9 @@ from kvtier.tiering.kit.lookup import (
 )
 
 
-def question(era: int, first: int, num_keys: int = 1) -> LookupBatch:
+def question(generation: int, first: int, num_keys: int = 1) -> LookupBatch:
     """A question about ``num_keys`` blocks."""
-    return LookupBatch(Era(era), [key_of(number) for number in range(first, first + num_keys)])
+    return LookupBatch(Generation(generation), [key_of(number) for number in range(first, first + num_keys)])
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,17 @@ def question(era: int, first: int, num_keys: int = 1) -> LookupBatch:
         ([question(0, 0, MAX_MERGED_KEYS + 5)], 1),
         ([question(0, 0), question(0, 1, MAX_MERGED_KEYS), question(0, 9_000)], 1),
     ],
-    ids=["one", "all", "another era", "the end", "nothing", "up to the limit", "full", "too large", "no gap"],
+    ids=[
+        "one",
+        "all",
+        "another generation",
+        "the end",
+        "nothing",
+        "up to the limit",
+        "full",
+        "too large",
+        "no gap",
+    ],
 )
 def test_what_is_asked_in_one_call(waiting: list[LookupBatch | None], num_taken: int) -> None:
     left = deque(waiting)
@@ -60,9 +70,9 @@ def test_without_a_thread_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     answers: deque[LookupAnswer] = deque()
-    asking = LookupWorker("test", ask, answers)
+    worker = LookupWorker("test", ask, answers)
     asked = question(0, 1, 3)
-    asking.hand_over(asked)
-    assert list(answers) == [LookupAnswer(Era(0), asked.keys, (), [asked])]
-    assert asking.num_failed_keys == 3
-    assert asking.end(0.0)
+    worker.send(asked)
+    assert list(answers) == [LookupAnswer(Generation(0), asked.keys, (), [asked])]
+    assert worker.num_failed_keys == 3
+    assert worker.end(0.0)
