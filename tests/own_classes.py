@@ -15,7 +15,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies.base import CachePolicy
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.namespace import make_namespace
-from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
 
 
 class Mine(FIFOCachePolicy):
@@ -35,9 +35,15 @@ class FolderTier(SecondaryTierManager):
     """Keeps each row in a file of a folder, for ever, without threads."""
 
     def __init__(
-        self, config: OffloadingConfig, primary_kv_view: memoryview, root_dir: str, suffix: str = ".row"
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        root_dir: str,
+        suffix: str = ".row",
+        *,
+        settings: TierSettings = TierSettings(),
     ) -> None:
-        super().__init__(config, primary_kv_view)
+        super().__init__(config, primary_kv_view, settings)
         self.rows = np.asarray(primary_kv_view)
         self.folder = Path(root_dir, make_namespace(config, self.rows.strides[0]).name)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +73,10 @@ class FolderTier(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         finished, self.finished = self.finished, []
         return finished
+
+    def reset(self, epoch: bytes) -> None:
+        self.folder = self.folder.with_name(make_namespace(self.config, self.rows.strides[0], epoch).name)
+        self.folder.mkdir(parents=True, exist_ok=True)
 
 
 NUMBER = 7

@@ -120,7 +120,8 @@ class TierSettings:
         default=None,
         metadata=setting(
             _parse_policy,
-            "in what order `slab` and `example` evict, any of the [policies](policies.md); the others order their "
+            "in what order `slab` and `example` evict, any of the [policies](policies.md), or "
+            '`"package.module:Class"`; the others order their '
             "blocks by themselves and refuse it",
             default_text="the tier's own",
         ),

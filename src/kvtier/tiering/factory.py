@@ -109,7 +109,8 @@ def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as
     try:
         inspect.signature(tier_class).bind(None, None, settings=settings, **own)
     except TypeError as error:
-        raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
+        remedy = f"tier {name!r}: {error}: its constructor takes config, primary_kv_view, settings and its own settings"
+        raise ConfigError("secondary_tiers", dict(tier_config), remedy) from error
     return CheckedTier(name, tier_class, settings, own)
 
 

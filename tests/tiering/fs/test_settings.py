@@ -59,7 +59,7 @@ def test_the_home_directory_is_understood() -> None:
         ("capacity_bytes", ROW_BYTES + 4095, f"one block takes {ROW_BYTES + 4096} bytes"),
         ("capacity_bytes", "many", "8GiB"),
         ("capacity_bytes", None, "8GiB"),
-        ("capacity_bytes", 0, "positive"),
+        ("capacity_bytes", 0, "from 1"),
         ("shared", "yes", "true or false"),
         ("negative_ttl_s", -1, "seconds"),
         ("negative_ttl_s", float("inf"), "seconds"),
