@@ -200,7 +200,7 @@ class OrphanedSlots:
 class BlockTable:
     """Blocks, their slots and their pins.
 
-    A hold is a pin that is asked for before the block is ready: it takes effect when the block's write ends.
+    A hold is a pin that may precede the block: it takes effect when the block's write ends.
 
     Args:
         num_blocks: slots of the primary tier.

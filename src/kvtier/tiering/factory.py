@@ -26,7 +26,7 @@ NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "c
 """Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
 
 SPECIAL_SETTINGS = frozenset({"policy"})
-"""Settings that a tier has to honour by itself: refused elsewhere rather than silently without effect."""
+"""Settings that a tier must support by itself: refused elsewhere rather than silently without effect."""
 
 
 def create_secondary_tier(

@@ -73,7 +73,7 @@ class GuardedTier:
         was_active: whether jobs or lookups of the tier were pending before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
-        events: what the tier has gained and lost, as far as its jobs tell; None unless its settings ask for it.
+        events: what the tier has gained and lost, as its jobs report it; None unless its settings ask for it.
         load_times: how fast it loads.
     """
 
@@ -224,7 +224,7 @@ class GuardedTier:
         return self.events.take()
 
     def end_step(self) -> None:
-        """Let the tier start what this step's lookups asked for."""
+        """Let the tier start what this step's lookups need."""
         if not self.is_out_of_service:
             self._call("end_step", self.tier.end_step)
 
@@ -318,7 +318,7 @@ def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
 def as_result(result: JobResult) -> JobResult:
     """Return a tier's report with the types that it should have. Pure.
 
-    What a report says of single keys counts for more than what it says of the whole: in doubt, a miss.
+    What a report states of single keys overrides what it states of the whole: in doubt, a miss.
 
     Raises:
         TypeError, ValueError, AttributeError: it is no report at all.

@@ -58,7 +58,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         primary: host memory.
-        locator: says where blocks are without promoting them.
+        locator: finds blocks without promoting them.
     """
 
     def __init__(

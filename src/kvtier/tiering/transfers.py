@@ -277,7 +277,7 @@ class TierTransfers:
         return ended
 
     def _finish(self, job: TierJob, result: JobResult, ended: EndedPromotions) -> None:
-        """Settle a reported job, and record what the report says of the tier."""
+        """Settle a reported job, and record what it means for the tier."""
         tier, metadata = job.tier, job.metadata
         keys = metadata.keys
         arrived: Sequence[OffloadKey] = keys
