@@ -98,7 +98,8 @@ class WaitingRequests:
             return False
         waiter.has_changed = False
         waiter.search_step = step
-        self._forget_awaited(waiter)
+        if waiter.awaited:
+            self._forget_awaited(waiter)
         return True
 
     def on_found(self, key: OffloadKey, req_context: ReqContext) -> None:
@@ -241,10 +242,11 @@ class WaitingRequests:
         if waiter.held:
             self._holder.release_each(waiter.held)
             waiter.held.clear()
-        self._forget_awaited(waiter)
+        self.idle.discard(waiter.req_context)
+        if waiter.awaited:
+            self._forget_awaited(waiter)
 
     def _forget_awaited(self, waiter: Waiter) -> None:
-        self.idle.discard(waiter.req_context)
         for key in waiter.awaited:
             waiters = self.by_key[key]
             if len(waiters) == 1:
