@@ -83,13 +83,15 @@ def test_free_and_evictable_follow_every_transition() -> None:
     assert found == [(4, 0), (1, 0), (1, 2), (2, 1), (2, 2)]
 
 
-def test_pin_and_unpin_answer_whether_they_did() -> None:
+def test_only_a_ready_block_is_pinned_and_only_a_pinned_one_unpinned() -> None:
     manager = CPUOffloadingManager(2)
     prepared(manager, keys_of(1, 2))
     manager.complete_store(keys_of(1), REQUEST)
     assert [manager.table.pin(key) for key in keys_of(1, 2, 3)] == [True, False, False]
     assert manager.num_evictable == 0
-    assert [manager.table.unpin(key) for key in keys_of(1, 1, 2, 3)] == [True, False, False, False]
+    manager.table.unpin_each(keys_of(2, 3))
+    assert manager.num_evictable == 0
+    manager.table.unpin_each(keys_of(1, 1, 2, 3))
     assert manager.num_evictable == 1
     manager.check()
 

@@ -203,7 +203,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
             assert finished == list(job.slots)
             self.finish_write(job, success=success)
         else:
-            assert all(self.manager.table.unpin(key) for key in job.slots)
+            self.manager.table.unpin_each(job.slots)
             self.finish_read(job)
 
     def write(self, job: Transfer) -> None:

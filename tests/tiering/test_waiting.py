@@ -1,6 +1,7 @@
 """Who waits holds what it found, is woken by what it awaits, and waits no longer than its deadline."""
 
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -21,12 +22,13 @@ class CountingHolder:
         """Count one more."""
         self.counts[key] = self.counts.get(key, 0) + 1
 
-    def release(self, key: OffloadKey) -> None:
-        """Count one less; more releases than holds fail the test."""
-        assert self.counts[key] > 0
-        self.counts[key] -= 1
-        if not self.counts[key]:
-            del self.counts[key]
+    def release_each(self, keys: Collection[OffloadKey]) -> None:
+        """Count one less of each; more releases than holds fail the test."""
+        for key in keys:
+            assert self.counts[key] > 0
+            self.counts[key] -= 1
+            if not self.counts[key]:
+                del self.counts[key]
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ class OrphanedSlots:
 class BlockTable:
     """Blocks, their slots and their pins.
 
-    A hold is a pin that is asked for before the block is ready: it takes effect when the block's write ends.
+    A hold is a pin that may precede the block: it takes effect when the block's write ends.
 
     Args:
         num_blocks: slots of the primary tier.
@@ -301,27 +301,25 @@ class BlockTable:
         block.ref_cnt += 1
         return True
 
-    def unpin(self, key: OffloadKey) -> bool:
-        """Unpin a pinned block once; False when it is absent or not pinned."""
-        block = self.get_block(key)
-        if block is None or block.ref_cnt < 1:
-            return False
-        block.ref_cnt -= 1
-        if block.ref_cnt == 0:
-            self._count_idle(1, (key,))
-        return True
-
     def hold(self, key: OffloadKey) -> None:
         """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
         self.holds[key] = self.holds.get(key, 0) + 1
-        self.pin(key)
+        block = self.get_block(key)
+        if (
+            block is not None and block.ref_cnt >= 0
+        ):  # pin, without its frame: a lookup of each key comes here
+            if block.ref_cnt == 0:
+                self.num_evictable -= 1
+            block.ref_cnt += 1
 
-    def release(self, key: OffloadKey) -> None:
-        """Take back one hold of ``key``."""
-        count = self.holds.pop(key) - 1
-        if count:
-            self.holds[key] = count
-        self.unpin(key)
+    def release_each(self, keys: Collection[OffloadKey]) -> None:
+        """Take back one hold of each of ``keys``, which are distinct."""
+        holds = self.holds
+        for key in keys:
+            count = holds.pop(key) - 1
+            if count:
+                holds[key] = count
+        self.unpin_each(keys)
 
     def assign(self, keys: Collection[OffloadKey]) -> list[int]:
         """Hold ``keys``, distinct and not held, as in flight; return their slots. So many slots are free."""
@@ -376,9 +374,11 @@ class BlockTable:
                 self._idle_listener.on_idle(finished)
             holds = self.holds
             if holds and not holds.keys().isdisjoint(finished):
-                for key in finished:
-                    for _ in range(holds.get(key, 0)):
-                        self.pin(key)
+                for key in holds.keys() & finished:
+                    block = self.get_block(key)
+                    if block is not None:
+                        block.ref_cnt = holds[key]
+                        self.num_evictable -= 1
         else:
             blocks = map(self.get_block, finished)
             self.slots.give_back([block.block_id for block in blocks if block is not None])

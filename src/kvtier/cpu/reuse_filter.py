@@ -1,8 +1,8 @@
-"""Admits a key to the primary tier only when it has been asked for often enough.
+"""Admits a key to the primary tier only when it has been looked up often enough.
 
-It stores no block and sees lookups only. An access is a request's search for a key: a waiting request that
-asks again, step after step, is still one access, until its prepare_store of the key ends the observation.
-Both tables are bounded by ``max_tracker_size``, and what is longest unused is forgotten first.
+An access is a request's lookup of a key. A waiting request that looks it up again in every step is still one access,
+until its prepare_store of the key ends the observation. Both tables are bounded by ``max_tracker_size``, and what is
+longest unused is forgotten first.
 
 Off by default for a reason: at threshold 2 every first use of a prefix is lost, and with a large cache that
 costs a third of all hits.
@@ -34,7 +34,7 @@ class ReuseFilter:
         self.counts: OrderedDict[OffloadKey, int] = OrderedDict()
         self._store_threshold = store_threshold
         self._max_tracker_size = max_tracker_size
-        # Requests by identity, the one that asked longest ago first, with the keys they are asking for.
+        # Requests by identity, least recent lookup first, with the keys that they look up.
         self._observed: OrderedDict[ReqContext, set[OffloadKey]] = OrderedDict()
         self._num_observed = 0
 
@@ -67,7 +67,7 @@ class ReuseFilter:
             del self._observed[req_context]
 
     def request_finished(self, req_context: ReqContext) -> None:
-        """Forget what the request asked for; its accesses stay counted."""
+        """Forget what the request has looked up; its accesses stay counted."""
         self._num_observed -= len(self._observed.pop(req_context, ()))
 
     def clear(self) -> None:
@@ -89,7 +89,7 @@ class ReuseFilter:
         seen.add(key)
         self._num_observed += 1
         while self._num_observed > self._max_tracker_size:
-            # A request that asks for more keys than are tracked loses its own: some may then count twice.
+            # A request that looks up more keys than are tracked loses its own: some may then count twice.
             _, forgotten = self._observed.popitem(last=False)
             self._num_observed -= len(forgotten)
         return True

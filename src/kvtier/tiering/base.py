@@ -1,6 +1,6 @@
 """The contract of a secondary tier, the jobs it is given, and the settings that every tier has.
 
-It knows no tier. A tier reads and writes rows of the primary tier through a memoryview, never device memory;
+A tier reads and writes rows of the primary tier through a memoryview, never device memory;
 it is called on the scheduler's thread and must not block there, so the work is done by threads of its own.
 Each submitted job is reported exactly once by get_finished, whatever happened to it.
 
@@ -35,7 +35,7 @@ hangs; longer lets a slow one finish large batches. Waiting requests are bounded
 
 FAILURES_TO_OPEN = 5
 """Consecutive failed jobs after which a tier is left out. One would open on a single evicted block; many
-more would let every waiting request pay for a dead tier."""
+more would make every waiting request pay for a dead tier."""
 
 
 class CascadeMode(Enum):
@@ -68,7 +68,7 @@ class TierSettings:
             means an eighth of the primary.
         fill: whether a hit in a slower tier is copied into this one.
         policy: name of the policy that orders the tier; None leaves it to the tier.
-        admission: what must be expected of a block for it to be written; None writes each.
+        admission: how likely a block must be used again to be written; None writes each.
         emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
     """
 
@@ -227,7 +227,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True when held, False when not, None when the answer is being fetched: ask again later."""
+        """Return True when held, False when not, None while the answer is fetched: call again later."""
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
@@ -248,18 +248,18 @@ class SecondaryTierManager(ABC):
         """Forget what was kept for the request; jobs go on, others may wait for them."""
 
     def end_step(self) -> None:
-        """Start what the lookups of this step asked for, as one batch."""
+        """Start what the lookups of this step need, as one batch."""
 
     def drain_answered(self) -> Collection[OffloadKey] | None:
         """Return the keys whose lookup answered None and has an answer now, each once.
 
         Returns:
-            None when the tier does not keep track; who waits for it then asks again in every step.
+            None when the tier does not keep track; the manager then looks the keys up again in every step.
         """
         return None
 
     def waiting_s(self) -> float:
-        """Return the age in seconds of the oldest accepted job that nobody works on yet, 0 when none."""
+        """Return the age in seconds of the oldest accepted job that has not begun, 0 when there is none."""
         return 0.0
 
     def drain(self, timeout_s: float) -> bool:
@@ -292,23 +292,23 @@ class SecondaryTierManager(ABC):
 
 
 class ReachableTier(ABC):
-    """What else a tier can do whose place may be away while the tier itself is well."""
+    """Optional contract for tiers whose backend can be unreachable."""
 
     @abstractmethod
     def check_reachable(self) -> None:
-        """Ask the place once whether it is there and lets us in; called at the start, may block for seconds.
+        """Contact the backend once and check that it grants access; called at the start, may block for seconds.
 
         Raises:
-            TierError: it does not, and why.
+            TierError: it is unreachable or refuses, and why.
         """
 
     @abstractmethod
     def drain_unanswered(self) -> int:
-        """Return how many questions since the last call found nobody to answer them, for the circuit breaker."""
+        """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
 
 
 class RequestAware(ABC):
-    """What else a tier can do that orders its blocks by what it learns from requests: be told of them."""
+    """Optional contract for tiers that order their blocks by what they learn from requests."""
 
     @abstractmethod
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
@@ -316,11 +316,11 @@ class RequestAware(ABC):
 
 
 class EvictionReporter(ABC):
-    """What else a tier can do that knows what it evicts: tell it, for events."""
+    """Optional contract for tiers that know what they evict, for events."""
 
     @abstractmethod
     def drain_evicted(self) -> Collection[OffloadKey]:
-        """Return blocks that the tier has evicted since the last call; asked only with ``emit_events``."""
+        """Return blocks that the tier has evicted since the last call; called only with ``emit_events``."""
 
 
 class TierFailure(Enum):

@@ -47,7 +47,7 @@ class BreakerState(Enum):
 class CircuitBreaker:
     """Opens after consecutive failures, lets one probe through after a pause, closes when it succeeds.
 
-    Work is told apart by its owner, any object: while the breaker is not closed only the probe's outcome counts,
+    Work is identified by its owner, any object: while the breaker is not closed only the probe's outcome counts,
     so that late reports of older work neither close it nor let a second probe through.
 
     Args:

@@ -71,8 +71,9 @@ class GuardedTier:
         is_out_of_service: True once its get_finished has raised; no call for work is made any more.
         pending: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
         was_active: whether jobs or lookups of the tier were pending before the last poll.
-        uses_touch, uses_end_step, uses_requests: whether the tier does anything in that call.
-        events: what the tier has gained and lost, as far as its jobs tell; None unless its settings ask for it.
+        is_learning: whether note_request has an effect.
+        uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
+        events: what the tier has gained and lost, as its jobs report it; None unless its settings ask for it.
         load_times: how fast it loads.
     """
 
@@ -103,6 +104,7 @@ class GuardedTier:
         # An isinstance of an abstract class is slow, and the answers never change.
         self._reachable = tier if isinstance(tier, ReachableTier) else None
         self._aware = tier if isinstance(tier, RequestAware) else None
+        self.is_learning = self._aware is not None
         self._reporter = tier if isinstance(tier, EvictionReporter) else None
         self.uses_touch = _overrides(tier.touch, SecondaryTierManager.touch)
         self.uses_end_step = _overrides(tier.end_step, SecondaryTierManager.end_step)
@@ -222,7 +224,7 @@ class GuardedTier:
         return self.events.take()
 
     def end_step(self) -> None:
-        """Let the tier start what this step's lookups asked for."""
+        """Let the tier start what this step's lookups need."""
         if not self.is_out_of_service:
             self._call("end_step", self.tier.end_step)
 
@@ -240,11 +242,6 @@ class GuardedTier:
         """Let a tier that learns from requests learn that one has arrived."""
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether note_request has an effect."""
-        return self._aware is not None
 
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
@@ -321,7 +318,7 @@ def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
 def as_result(result: JobResult) -> JobResult:
     """Return a tier's report with the types that it should have. Pure.
 
-    What a report says of single keys counts for more than what it says of the whole: in doubt, a miss.
+    What a report states of single keys overrides what it states of the whole: in doubt, a miss.
 
     Raises:
         TypeError, ValueError, AttributeError: it is no report at all.

@@ -133,10 +133,10 @@ class LoadTimes:
         num_queued = self._num_open + (num_wanted_rows > 0)
         return TierLoad(name, row_bytes, rate, abs(busy_s - expected_s) + wanted_s, num_queued)
 
-    def _is_slow_failure(self, asked_bytes: int, busy_s: float) -> bool:
+    def _is_slow_failure(self, requested_bytes: int, busy_s: float) -> bool:
         """Return whether a busy period with a failure was slow even if every block had arrived."""
         rate = self._meter.rate()
-        expected_s = 0.0 if rate is None else rate.time_s(asked_bytes)
+        expected_s = 0.0 if rate is None else rate.time_s(requested_bytes)
         return busy_s > max(MIN_SLOW_FAILURE_S, expected_s)
 
     def _begin_busy_period(self) -> None:

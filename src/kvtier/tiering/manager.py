@@ -58,7 +58,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     Attributes:
         primary: host memory.
-        locator: says where blocks are without promoting them.
+        locator: finds blocks without promoting them.
     """
 
     def __init__(
@@ -217,7 +217,9 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._is_polled:
             self._poll()
         if self._transfers.planned:
-            self._waiting.notify(self._transfers.start_promotions())
+            failed = self._transfers.start_promotions()
+            if failed:
+                self._waiting.notify(failed)
         if self._cascades.has_pending():
             backlog = ReqContext("backlog")
             for cascade in self._cascades.take(backlog, is_step_over=True):

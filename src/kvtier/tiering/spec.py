@@ -1,11 +1,10 @@
 """Builds both halves of tiered offloading: the shared region, the tiers and their manager, the handlers.
 
-It starts no transfer. The scheduler's side maps the region without a rank and gives it to the secondary tiers;
-a worker's side maps the same region with its rank and copies between it and the device. The scheduler may
-start nothing before every worker has shown that it mapped the same memory; then the region's name is removed,
-so that the kernel takes the memory back however the processes die. The name alone does not keep another engine
-with the same instance id out: it is free again from then on, and until then anybody who knows it joins. The
-scheduler's side therefore holds the id as long as it lives.
+The scheduler's side maps the region without a rank and gives it to the secondary tiers; a worker's side maps the same
+region with its rank and copies between it and the device. The scheduler starts no transfer before every worker has
+shown that it mapped the same memory; then the region's name is removed, so that the kernel takes the memory back
+however the processes die. The name does not keep out another engine with the same instance id: before its removal such
+an engine would join, and afterwards the name is free again. The scheduler's side therefore holds the id while it lives.
 """
 
 import logging
@@ -116,7 +115,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _make_tiers(self, primary_kv_view: memoryview) -> list[SecondaryTierManager]:
         """Build every tier that can start; one that cannot and is not required is left out.
 
-        One whose place is away starts, unless it is required: the place may come back.
+        A tier whose backend is unreachable starts, unless it is required: the backend may come back.
         """
         tiers: list[SecondaryTierManager] = []
         try:
@@ -131,17 +130,17 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 _check_reachable(tiers[-1])
         except BaseException:
             for tier in tiers:
-                with suppress(Exception):  # what ended the start is told, not what a foreign tier says now
+                with suppress(Exception):  # the first error is raised, not one of a foreign tier's end
                     tier.shutdown(0.0)
             raise
         return tiers
 
 
 def _check_reachable(tier: SecondaryTierManager) -> None:
-    """Ask a tier whose place may be away whether it is there; the tier logs what is wrong.
+    """Check that a tier's backend can be reached; the tier logs what is wrong.
 
     Raises:
-        TierError: it is not, and the tier is required.
+        TierError: it cannot, and the tier is required.
     """
     if not isinstance(tier, ReachableTier):
         return

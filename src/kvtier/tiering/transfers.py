@@ -199,7 +199,8 @@ class TierTransfers:
         """Give back what was reserved for planned promotions; return their keys."""
         planned, self.planned = self.planned, {}
         for batch in planned.values():
-            self._end_promoting(batch.keys)
+            for key in batch.keys:
+                self.promoting.pop(key, None)
             self._primary.complete_write(batch.keys, batch.req_context, success=False)
         return [key for batch in planned.values() for key in batch.keys]
 
@@ -276,7 +277,7 @@ class TierTransfers:
         return ended
 
     def _finish(self, job: TierJob, result: JobResult, ended: EndedPromotions) -> None:
-        """Settle a reported job, and record what the report says of the tier."""
+        """Settle a reported job, and record what it means for the tier."""
         tier, metadata = job.tier, job.metadata
         keys = metadata.keys
         arrived: Sequence[OffloadKey] = keys
@@ -318,7 +319,8 @@ class TierTransfers:
         if not metadata.is_promotion:
             self._primary.complete_read(metadata.keys, metadata.req_context)
             return
-        self._end_promoting(metadata.keys)
+        for key in metadata.keys:
+            self.promoting.pop(key, None)
         self._primary.complete_write(arrived, metadata.req_context, success=True)
         tier.num_promoted_blocks += len(arrived)
         ended.arrived.extend(arrived)
@@ -331,10 +333,6 @@ class TierTransfers:
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
-
-    def _end_promoting(self, keys: Iterable[OffloadKey]) -> None:
-        for key in keys:
-            self.promoting.pop(key, None)
 
 
 def left_out(keys: Sequence[OffloadKey], arrived: Collection[OffloadKey]) -> list[OffloadKey]:

@@ -10,7 +10,7 @@ it from then on. A request whose blocks had all arrived was kept in its engine's
 
 import bisect
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -28,8 +28,8 @@ class Holder(Protocol):
     def hold(self, key: OffloadKey) -> None:
         """Keep ``key`` from eviction, from the moment it is ready, until one release more."""
 
-    def release(self, key: OffloadKey) -> None:
-        """Take back one hold of ``key``."""
+    def release_each(self, keys: Collection[OffloadKey]) -> None:
+        """Take back one hold of each of ``keys``, which are distinct."""
 
 
 @dataclass(eq=False, slots=True)
@@ -98,7 +98,8 @@ class WaitingRequests:
             return False
         waiter.has_changed = False
         waiter.search_step = step
-        self._forget_awaited(waiter)
+        if waiter.awaited:
+            self._forget_awaited(waiter)
         return True
 
     def on_found(self, key: OffloadKey, req_context: ReqContext) -> None:
@@ -238,13 +239,14 @@ class WaitingRequests:
 
     def _stop(self, waiter: Waiter) -> None:
         del self.waiters[waiter.req_context]
-        for key in waiter.held:
-            self._holder.release(key)
-        waiter.held.clear()
-        self._forget_awaited(waiter)
+        if waiter.held:
+            self._holder.release_each(waiter.held)
+            waiter.held.clear()
+        self.idle.discard(waiter.req_context)
+        if waiter.awaited:
+            self._forget_awaited(waiter)
 
     def _forget_awaited(self, waiter: Waiter) -> None:
-        self.idle.discard(waiter.req_context)
         for key in waiter.awaited:
             waiters = self.by_key[key]
             if len(waiters) == 1:

@@ -25,7 +25,7 @@ from kvtier.cpu.policies.base import (
     CachePolicy,
     EvictionPreview,
     IdleListener,
-    Renewal,
+    MoveToFront,
     check_same_blocks,
 )
 from kvtier.cpu.policies.ghosts import GhostList
@@ -33,7 +33,7 @@ from kvtier.cpu.policies.parked_blocks import ParkedBlocks
 from kvtier.errors import InvariantError
 
 
-class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, Renewal):
+class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
     """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
 
     Attributes:
@@ -56,7 +56,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, Renewal):
 
     def expect_idle(self) -> None:
         for aside in self.asides:
-            aside.is_told = True
+            aside.is_notified = True
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         for aside in self.asides:
@@ -103,7 +103,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, Renewal):
                 if ghosts is not None:
                     self._adapt(key, ghosts)
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         self._forget_places((key,))
         for blocks in (self.t1, self.t2):
             if key in blocks:

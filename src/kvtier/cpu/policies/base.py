@@ -1,8 +1,8 @@
 """The contract of an eviction policy, and the block that managers and policies share.
 
-A policy decides which held block leaves next. It moves no byte, hands out no slot and pins nothing: it reads
-``ref_cnt`` and never writes it. Six methods make a policy; the others here have defaults in terms of those
-six, and a policy overrides one where it can be faster or stricter.
+A policy decides which held block leaves next. It reads ``ref_cnt`` and never writes it: slots and pins belong to the
+manager's block table. Six methods make a policy; the others have defaults in terms of those six, and a policy
+overrides one where it can be faster or stricter.
 
 Source: the contract follows vLLM's ``kv_offload/cpu/policies``, pull request 37874.
 """
@@ -73,7 +73,7 @@ class CachePolicy(ABC):
 
         Of blocks whose writes are in flight that holds under every policy. Ready ones stay where they are when the
         order is that of storing (FIFO, SIEVE, S3-FIFO): there a use only counts. Keys that are not held are no
-        error; what a policy remembers of them is its own affair.
+        error; a policy may remember them.
         """
 
     @abstractmethod
@@ -82,7 +82,7 @@ class CachePolicy(ABC):
 
         Args:
             n: how many.
-            protected: keys that must stay; its ``in`` is asked once for each candidate.
+            protected: keys that must stay; its ``in`` is evaluated once for each candidate.
 
         Returns:
             The evicted, in eviction order; None when there are fewer than ``n``, and then nothing changed.
@@ -102,7 +102,7 @@ class CachePolicy(ABC):
         return self.get
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        """Compare the policy with the manager's books.
+        """Compare the policy with the manager's block table.
 
         Args:
             held: every block that should be held.
@@ -116,26 +116,26 @@ class CachePolicy(ABC):
 
 
 class EvictionPreview(ABC):
-    """What else a policy can do: say which blocks would leave next. Without it write-back takes the oldest stores."""
+    """Optional: tell which blocks would leave next. Without it write-back takes the oldest stores."""
 
     @abstractmethod
     def next_victims(self, n: int) -> list[OffloadKey]:
         """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
 
 
-class Renewal(ABC):
-    """What else a policy can do: put ready blocks in order without counting a use of them.
+class MoveToFront(ABC):
+    """Optional: put ready blocks in order without counting a use of them.
 
-    For engines that say only at a request's end what it has stored (``engines.vllm.policies``).
+    For engines that report only at a request's end what it has stored (``engines.vllm.policies``).
     """
 
     @abstractmethod
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         """Make a block the most recent of the queue that it is in; a key that is not held is no error."""
 
 
 class IdleListener(ABC):
-    """What else a policy can do: make use of being told which blocks become idle, whose ``ref_cnt`` it only sees."""
+    """Optional: get notified when a block becomes idle (``ref_cnt`` reaches 0)."""
 
     @abstractmethod
     def expect_idle(self) -> None:
@@ -143,7 +143,7 @@ class IdleListener(ABC):
 
     @abstractmethod
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
+        """Handle that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
 
 
 def check_same_blocks(

@@ -1,8 +1,8 @@
 """Keys of blocks that left, in the order in which they left; no block is kept.
 
-It adapts nothing itself: a policy asks it what left lately and tells it what to forget. The order is a queue
+The order is a queue
 of keys beside the dictionary. A key that is deleted from the middle leaves a stale entry in the queue, which
-is skipped later. An OrderedDict would say the same in one line, but costs up to 200 bytes a key after long
+is skipped later. An OrderedDict would do the same in one line, but costs up to 200 bytes a key after long
 use (its hash table is up to six times its length, and each bucket carries a pointer); this costs at most 150.
 """
 
@@ -61,7 +61,7 @@ class GhostList(MutableMapping[OffloadKey, MemoryT]):
     def pop_oldest(self) -> OffloadKey:
         """Forget and return the key that left first; a KeyError when there is none."""
         if not self._members:
-            raise KeyError("pop_oldest() of an empty ghost list: ask its length first")
+            raise KeyError("pop_oldest() of an empty ghost list: check its length first")
         key = self._queue.popleft()
         while key in self._num_stale_of:
             self._num_stale_of[key] -= 1

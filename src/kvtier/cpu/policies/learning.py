@@ -22,7 +22,7 @@ class ArrivedRequest(NamedTuple):
         req_id: the engine's name of it.
         chains: for each KV group the keys of its full blocks, head first; each key stands for its whole prefix.
         arrival_s: when, in seconds on the manager's clock.
-        hints: what the client says of it, its ``kv_transfer_params``.
+        hints: the client's hints, its ``kv_transfer_params``.
     """
 
     req_id: str
@@ -50,7 +50,7 @@ class AdmissionControl(ABC):
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
         """Return those of ``keys`` that shall be stored, in order; of each KV group none after the first refused.
 
-        ``keys`` itself says that none is refused, and spares the caller a search.
+        Returning ``keys`` itself means that none is refused, and saves the caller a search.
 
         Args:
             keys: what a request offers, head first within each group. They may go on where its arrival ended.

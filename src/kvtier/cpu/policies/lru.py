@@ -1,7 +1,7 @@
 """Least recently used: the block whose last use is longest ago leaves first.
 
-It keeps no history of what left. One queue is the whole state. A busy block keeps its place in it; when many of them
-stand before the first idle one they are set aside (``set_aside``), so that the next evictions do not pass them again.
+One queue is the whole state, without a history of what left. A busy block keeps its place in it; when many of them
+stand before the first idle one they are parked (``parked_blocks``), so that the next evictions do not pass them again.
 """
 
 from collections import deque
@@ -18,8 +18,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
     """LRU; a stored block counts as used when its room is reserved.
 
     Attributes:
-        blocks: every held block, oldest first but for what is set aside.
-        aside: busy blocks that evictions need not pass; nothing unless the policy is told what becomes idle.
+        blocks: every held block, oldest first but for parked ones.
+        aside: busy blocks that evictions need not pass; none unless ``expect_idle`` was called.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -27,7 +27,7 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
         self.aside = ParkedBlocks(self.blocks)
 
     def expect_idle(self) -> None:
-        self.aside.is_told = True
+        self.aside.is_notified = True
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         self.aside.on_idle(keys)
@@ -44,7 +44,7 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
             _exhaust(map(self.blocks.move_to_end, filter(self.blocks.__contains__, oldest_first)))
         self.aside.forget(oldest_first)
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         self.touch((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[Item] | None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain, islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, MoveToFront, check_same_blocks
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
@@ -47,7 +47,7 @@ the blocks of a chat service it finds 5.7 of 100 with one capacity of ghosts, 6.
 at 20 % the same. Each costs at most 150 bytes."""
 
 
-class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
+class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     """MQ; a held block costs an entry of two dictionaries and of an ordered one, and there are GHOSTS ghosts a block.
 
     Attributes:
@@ -101,7 +101,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, Renewal):
             self._place(key, uses[key] + 1)
         self._sink()
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         if key in self.blocks:
             self._renew((key,))
 

@@ -1,8 +1,7 @@
-"""What policies share whose whole state is one queue of blocks: holding, finding, and asking who leaves next.
+"""The base of policies whose whole state is one queue of blocks: inserting, finding and removing blocks.
 
-It decides no order: a policy says what a use moves and which idle block leaves. One ordered dictionary is queue and
-directory in one; its C implementation is the reason that books of a million blocks cost well under a microsecond a
-block.
+A policy adds what a use moves and which idle block leaves. One ordered dictionary is both queue and index; its C
+implementation keeps the cost of a million blocks well under a microsecond a block.
 """
 
 from collections import OrderedDict
@@ -10,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, MoveToFront, check_same_blocks
 
 
-class OneQueuePolicy(CachePolicy, EvictionPreview, Renewal):
+class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront):
     """A policy with one queue; what it lacks is ``touch`` and ``evict``.
 
     Attributes:
@@ -40,7 +39,7 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, Renewal):
     def remove(self, key: OffloadKey) -> None:
         self.blocks.pop(key, None)
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         if key in self.blocks:
             self.blocks.move_to_end(key)
 

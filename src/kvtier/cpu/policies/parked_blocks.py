@@ -1,12 +1,11 @@
-"""Busy blocks at the old end of a queue, out of the way of evictions, each with its place remembered.
+"""Parked blocks: pinned ones at the old end of a queue, which evictions skip.
 
-It evicts nothing. A queue in the order of use keeps the place of a pinned block, and an eviction that has to pass a
-hundred thousand of them would pass them again each time. Once they are many, those that stand before the first idle
-block go to the new end of the queue's dictionary and are numbered: each is older than whatever was not set aside. One
-that becomes idle is listed by its number and leaves before all others, as if it had stayed in its place; one that is
-used again is forgotten here, for then the new end is where it belongs.
-
-This needs news of blocks that become idle (``IdleListener``): without them nobody but a look at each would know.
+A queue in the order of use keeps the place of a pinned block, and each eviction would have to pass a hundred thousand
+of them again. Once they are many, the busy blocks before the first idle one move to the new end of the queue's
+dictionary and are numbered: each is older than every block that is not parked. A parked block that becomes idle is
+listed by its number and leaves before all others, as if it had stayed in its place. A parked block that is used again
+is forgotten here, because the new end is then its right place. The policy must be an ``IdleListener``: without the
+notifications only a look at each block would find those that have become idle.
 """
 
 from collections import OrderedDict
@@ -20,24 +19,24 @@ from kvtier.errors import InvariantError
 
 MIN_BUSY_BLOCKS = 64
 """Busy blocks before the first idle one that are passed each time: a batch of victims costs more than to look at so
-many. Fewer would set aside what is loading just now and is used again at its end; more are passed in vain."""
+many. Fewer would park blocks that are loading now and are used again when the load ends; more are passed in vain."""
 
 Item = tuple[OffloadKey, BlockStatus]
 
 
 class ParkedBlocks:
-    """What is set aside of one queue.
+    """The parked blocks of one queue.
 
     Args:
-        queue: every block of it, oldest first but for what is set aside; shared with its policy.
+        queue: every block of it, oldest first but for parked ones; shared with its policy.
 
     Attributes:
-        is_told: whether each block that becomes idle is told; nothing is set aside before.
-        min_busy_blocks: busy blocks before the first idle one from which on they are set aside.
+        is_notified: whether ``on_idle`` is called for each block that becomes idle; nothing is parked before.
+        min_busy_blocks: busy blocks before the first idle one from which on they are parked.
     """
 
     def __init__(self, queue: OrderedDict[OffloadKey, BlockStatus]) -> None:
-        self.is_told = False
+        self.is_notified = False
         self.min_busy_blocks = MIN_BUSY_BLOCKS
         self._queue = queue
         # INVARIANT: each key of _places is in the queue, and older than those that are not, a lower number older.
@@ -58,7 +57,7 @@ class ParkedBlocks:
 
     def settle(self, left: Iterable[Item]) -> None:
         """End a walk: those in ``left`` have left the queue, whatever else was walked over stays."""
-        if not self.is_told:
+        if not self.is_notified:
             return
         if self._places:
             self.forget([key for key, _ in left])

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, MoveToFront, check_same_blocks
 from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
@@ -50,7 +50,7 @@ class Fate(Enum):
     GOES_ROUND = auto()
 
 
-class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
+class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     """S3-FIFO; a held block costs an entry of a dictionary, of an ordered one and, once used, one of the counts.
 
     Attributes:
@@ -99,7 +99,7 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, Renewal):
         for key in touched.in_flight:
             self._queue_of(key).move_to_end(key)
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         if key in self.blocks:
             self._queue_of(key).move_to_end(key)
 

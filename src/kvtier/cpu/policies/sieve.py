@@ -21,12 +21,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, Renewal, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, MoveToFront, check_same_blocks
 from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
 
 
-class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
+class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     """SIEVE; a held block costs an entry of a dictionary, of an ordered one and, when marked, of a set.
 
     Attributes:
@@ -69,9 +69,9 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, Renewal):
         if touched.is_use:
             self.marked.update(touched.held)
         for key in touched.in_flight:
-            self.renew(key)
+            self.move_to_front(key)
 
-    def renew(self, key: OffloadKey) -> None:
+    def move_to_front(self, key: OffloadKey) -> None:
         if key in self.blocks:
             (self.ahead if key in self.ahead else self.passed).pop(key)
             self.ahead[key] = self.blocks[key]

@@ -1,12 +1,11 @@
-"""What a touch means to policies that count uses or keep the order of insertion; it changes nothing itself.
+"""Which touches count as a use, for policies that count uses or keep the order of insertion.
 
-Whoever stores a request chunk by chunk touches the whole request after each chunk, so that the head of the prefix
-ends up most recent. Blocks of earlier chunks are ready by then. Counted as a use, every touch would make each block
-of a long prompt, or of a long answer, look reused although one request alone has named it, and a policy that tells
-blocks used once from blocks used again would have nothing left to tell. Such a touch can be recognised: it names
-the blocks just stored, whose writes are in flight. So a touch that names a block in flight puts blocks in order and
-counts no use. The price: a request that shares blocks with one that is storing just then is not counted for that
-touch. What a policy cannot see is that two touches came from one request (its arrival and the end of its load).
+A connector that stores a request chunk by chunk touches the whole request after each chunk, so that the head of the
+prefix ends up most recent. Blocks of earlier chunks are ready by then. If every touch counted as a use, each block of a
+long prompt or answer would look reused although a single request has named it. Such a touch names the blocks just
+stored, whose writes are in flight. So a touch that names a block in flight orders blocks and counts no use. The price:
+a request that shares blocks with one that is storing at that moment is not counted for that touch. A policy cannot see
+that two touches came from one request (its arrival and the end of its load).
 """
 
 from collections.abc import Callable, Collection

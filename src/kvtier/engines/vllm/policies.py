@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.arc import ARCCachePolicy
-from kvtier.cpu.policies.base import CachePolicy, Renewal
+from kvtier.cpu.policies.base import CachePolicy, MoveToFront
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.mq import MQCachePolicy
@@ -49,11 +49,11 @@ class KVTierPolicy(StockPolicy):
         del unknown
         super().__init__(cache_capacity)
         self.policy = self.policy_class(cache_capacity)
-        if not isinstance(self.policy, Renewal):
-            base = f"{Renewal.__module__}.{Renewal.__name__}"
+        if not isinstance(self.policy, MoveToFront):
+            base = f"{MoveToFront.__module__}.{MoveToFront.__name__}"
             remedy = f"must inherit {base} too: vLLM says only at the end of a request what it has stored"
             raise ConfigError("policy_class", self.policy_class.__qualname__, remedy)
-        self._renewal: Renewal = self.policy
+        self._mover: MoveToFront = self.policy
 
     def get(self, key: OffloadKey) -> StockBlock | None:
         """Return the held block under ``key``, or None."""
@@ -87,7 +87,7 @@ class KVTierPolicy(StockPolicy):
         # Last to first, one at a time: the two kinds share one order, in which the head of the prefix comes last.
         for key in reversed(in_prefix_order(key_groups, req_context)):
             if key in insertion_only_keys:
-                self._renewal.renew(key)
+                self._mover.move_to_front(key)
             elif key in reused_keys:
                 self.policy.touch((key,))
 

@@ -1,7 +1,7 @@
 """What running requests name beyond the prompt that they came with: the blocks of their answers.
 
-It decides nothing. A request is told once, with its prompt; its answer is first seen when blocks of it are stored, and
-hangs at the end of the prompt.
+A request arrives once, with its prompt; its answer is first seen when blocks of it are stored, and
+follows the end of the prompt.
 """
 
 from collections.abc import Collection, Iterator
