@@ -45,7 +45,7 @@ class KVTierForgetful(KVTierPolicy):
 
 def test_a_policy_that_cannot_renew_is_refused_by_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"policy_class='ForgetfulPolicy': must inherit .*base\.Renewal too"
+        ConfigError, match=r"policy_class='ForgetfulPolicy': must inherit .*base\.MoveToFront too"
     ):
         StockManager(4, "KVTierForgetful", __name__)
 
