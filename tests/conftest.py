@@ -1,6 +1,8 @@
 """What every test needs: shipped asserts that explain themselves, and how hard the tests of Hypothesis look."""
 
 import os
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -37,6 +39,14 @@ settings.register_profile(
     "kvtier", make_profile(int(os.environ[EFFORT_VARIABLE]) if EFFORT_VARIABLE in os.environ else None)
 )
 settings.load_profile("kvtier")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder() -> Iterator[None]:
+    """Remember digests of weights for this run alone, in the processes that tests start too."""
+    with TemporaryDirectory(prefix="kvtier-cache-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTIER_CACHE_DIR", folder)
+        yield
 
 
 def pytest_report_header() -> str:

@@ -132,6 +132,9 @@ class HungTier(SecondaryTierManager):
         """Return nothing."""
         return ()
 
+    def reset(self, epoch: bytes) -> None:
+        """Do nothing: no block ever comes."""
+
 
 class BenchRows:
     """Rows of one byte.

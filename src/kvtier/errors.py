@@ -257,6 +257,22 @@ class SequenceLengthError(KVTierError, ValueError):
         )
 
 
+class FingerprintError(KVTierError, OSError):
+    """A file of a model cannot be read, so nothing says which weights made the model's blocks.
+
+    Attributes:
+        path: the file.
+        reason: what went wrong.
+        remedy: what to do.
+    """
+
+    def __init__(self, path: object, reason: str, remedy: str) -> None:
+        self.path = str(path)
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(f"{self.path}: {reason}: {remedy}")
+
+
 class DevicePoolError(KVTierError, MemoryError):
     """A request needs more device blocks than the engine's pool can give.
 

@@ -156,9 +156,14 @@ def test_handlers_are_built_once_and_a_worker_routes_to_them(spec: CPUOffloading
     assert [entry.handler for entry in first] == [entry.handler for entry in second]
 
 
-def test_tensors_larger_than_configured_are_refused_with_both_sizes(spec: CPUOffloadingSpec) -> None:
-    with pytest.raises(KVCacheLayoutError, match=r"need 2002 bytes.*give 2000"):
-        list(spec.get_handlers(caches_of(1001, 600)))
+@pytest.mark.parametrize("registered_bytes", [500, 999, 1001, 2000])
+def test_pages_of_another_size_than_configured_are_refused_with_both_sizes(
+    spec: CPUOffloadingSpec, registered_bytes: int
+) -> None:
+    with pytest.raises(
+        KVCacheLayoutError, match=rf"group 0 .*have {registered_bytes} bytes.*page_size_bytes=1000"
+    ):
+        list(spec.get_handlers(caches_of(registered_bytes, 600)))
 
 
 def test_a_region_has_the_specs_geometry_and_the_engines_name() -> None:

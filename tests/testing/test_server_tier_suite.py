@@ -18,7 +18,10 @@ CHAOS = "random_outages"
 FULL = "full_server"
 NAMESPACE = "another_namespace_sees"
 EPOCH = "an_epoch"
+OLD_AFTER_RESET = "after_a_reset_nothing_old"
+UNDER_WAY_AT_RESET = "under_way_at_a_reset"
 DAMAGE = "a_damaged_value"
+DAMAGED_BLOCK = "a_damaged_block"
 FOREIGN = "a_value_of_another_namespace"
 DEADLINE = "behind_a_manager"
 ROUND_TRIP = "any_bytes"
@@ -38,9 +41,11 @@ CAUGHT_BY = {
     "DropsWhatDoesNotFit": [FULL],
     "KnowsNoNamespace": [EPOCH],
     "SharesOneNamespace": [NAMESPACE],
-    "BelievesAnything": [DAMAGE, FOREIGN],
+    "BelievesAnything": [DAMAGE, DAMAGED_BLOCK, FOREIGN],
+    "HasNoChecksum": [DAMAGE, DAMAGED_BLOCK],
+    "StaysInItsEpoch": [EPOCH, OLD_AFTER_RESET, UNDER_WAY_AT_RESET],
     "CountsNothing": [DAMAGE, FOREIGN],
-    "KeepsDamage": [DAMAGE],
+    "KeepsDamage": [DAMAGE, DAMAGED_BLOCK],
     "RemovesForeign": [FOREIGN],
     "StripsZeros": [ROUND_TRIP],
     "KeepsTheSlot": [WRITTEN_OVER],

@@ -88,6 +88,8 @@ class PlainTier(SecondaryTierManager):
     def get_finished(self) -> tuple[()]:
         return ()
 
+    def reset(self, epoch: bytes) -> None: ...
+
 
 def test_everything_that_a_tier_can_be_asked_is_passed_on() -> None:
     """A new method or ability that nobody passes on fails here."""

@@ -220,6 +220,24 @@ class BelievesAnything(WrongSuite):
             return HeaderCheck.OK if has_length else verdict
 
 
+class HasNoChecksum(WrongSuite):
+    """Believes every row under the right key and namespace."""
+
+    class _Store(MemoryBlockStore):
+        def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
+            verdict = super().judge(space, key, value, row)
+            has_length = len(value) == ENVELOPE_BYTES + len(row)
+            return HeaderCheck.OK if has_length and verdict is HeaderCheck.DAMAGED else verdict
+
+
+class StaysInItsEpoch(WrongSuite):
+    """Serves old blocks after a reset."""
+
+    class _Tier(MemoryTier):
+        def reset(self, epoch: bytes) -> None:
+            """Do not."""
+
+
 class CountsNothing(WrongSuite):
     """Says nothing of why a block did not come."""
 

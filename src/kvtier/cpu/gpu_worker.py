@@ -327,9 +327,10 @@ def _as_pages(index: int, cache: CanonicalKVCacheTensor) -> torch.Tensor:
             f"tensor {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype}: the "
             "bytes of a block must follow one another, with blocks in the first dimension"
         ) from error
-    if pages.shape[1] < cache.page_size_bytes:
+    if pages.shape[1] != cache.page_size_bytes:
         raise KVCacheLayoutError(
-            f"tensor {index} has {pages.shape[1]} bytes a block, page_size_bytes={cache.page_size_bytes} says more"
+            f"tensor {index} has {pages.shape[1]} bytes a block, but page_size_bytes={cache.page_size_bytes}: set it "
+            "to the bytes of a block, padding included; a ref's page_size_bytes leaves padding out"
         )
     return pages
 

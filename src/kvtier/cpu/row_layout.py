@@ -16,8 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.base import BlockIds, CanonicalKVCaches, GPULoadStoreSpec
+from kvtier.config import KVGroup
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import KVCacheLayoutError
+
+MAX_NAMED = 4
+"""Layers and tensors that an error names; more would hide what it says."""
 
 
 class PagePlace(NamedTuple):
@@ -132,6 +136,38 @@ def plan_layout(kv_caches: CanonicalKVCaches, block_size_factor: int) -> RowLayo
         _plan_group(kv_caches, group, block_size_factor) for group in range(_num_groups(kv_caches))
     )
     return RowLayout(groups, block_size_factor, max(group.used_bytes for group in groups))
+
+
+def check_page_sizes(groups: Sequence[KVGroup], kv_caches: CanonicalKVCaches) -> None:
+    """Refuse tensors whose pages are not those of the configured groups. Pure.
+
+    Args:
+        groups: the configured groups, in the order of the caches' refs.
+        kv_caches: refs that ``plan_layout`` accepts.
+
+    Raises:
+        KVCacheLayoutError: the number of groups differs, or the refs of a group have more or fewer bytes than its
+            page: the copy would then move a part of each page only, or the bytes of another layer.
+    """
+    if len(groups) != len(kv_caches.group_data_refs):
+        raise KVCacheLayoutError(
+            f"the KV cache has {len(kv_caches.group_data_refs)} groups, the configuration has {len(groups)}: register "
+            "one list of refs for each configured group, in the same order"
+        )
+    for group_idx, (group, refs) in enumerate(zip(groups, kv_caches.group_data_refs, strict=True)):
+        registered_bytes = sum(ref.page_size_bytes for ref in refs)
+        if registered_bytes == group.page_size_bytes:
+            continue
+        pages = ", ".join(f"tensor {ref.tensor_idx}: {ref.page_size_bytes}" for ref in refs[:MAX_NAMED])
+        more = ", ..." if len(refs) > MAX_NAMED else ""
+        layers = ", ".join(group.layer_names[:MAX_NAMED]) + (
+            ", ..." if len(group.layer_names) > MAX_NAMED else ""
+        )
+        raise KVCacheLayoutError(
+            f"group {group_idx} (layers {layers}): the registered pages have {registered_bytes} bytes ({pages}{more}), "
+            f"the configuration says page_size_bytes={group.page_size_bytes}: register every layer's page in full "
+            "and without padding, or set page_size_bytes of the group to the sum over its layers"
+        )
 
 
 def plan_moves(

@@ -22,9 +22,9 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.row_layout import plan_layout
+from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
-from kvtier.errors import ConfigError, KVCacheLayoutError, RegionError
+from kvtier.errors import ConfigError, RegionError
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +164,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         return lock
 
     def _check_caches(self, kv_caches: CanonicalKVCaches) -> None:
-        part_bytes = plan_layout(kv_caches, self.block_size_factor).part_bytes
-        if part_bytes > self.cpu_page_size_per_worker:
-            raise KVCacheLayoutError(
-                f"the registered tensors need {part_bytes} bytes of a row, the configured groups give "
-                f"{self.cpu_page_size_per_worker}: set page_size_bytes of each group to the sum of its layers'"
-            )
+        plan_layout(kv_caches, self.block_size_factor)
+        check_page_sizes(self.config.groups, kv_caches)
 
 
 def _count_blocks(cpu_bytes_to_use: int | None, row_stride: int) -> int:

@@ -118,6 +118,10 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._directory.touch(keys, DIRECTORY)
 
+    def reset(self, epoch: bytes) -> None:
+        del epoch
+        self._directory.reset()
+
     def waiting_s(self) -> float:
         return self.link.oldest_wait_s()
 

@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from kvtier.base import ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, arrived_of, key_of, make_config, make_rows
@@ -98,6 +98,13 @@ class ServerTierSuite(TierSuite):
         self, config: OffloadingConfig, rows: memoryview, directory: Path
     ) -> SecondaryTierManager:
         """Build a tier on a server that refuses or evicts before it has 4096 blocks of 8 KiB; as ``make_tier``."""
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        server = self.get_server()
+        value = server.read_value(make_config(), key)
+        assert value, "read_value finds nothing of a block that the tier has stored"
+        server.write_value(make_config(), key, value[:-1] + bytes([value[-1] ^ 1]))
+        return True
 
     @OUTAGES
     def test_a_server_that_is_away_costs_faults_that_are_said_and_is_used_again(

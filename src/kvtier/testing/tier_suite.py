@@ -1,7 +1,7 @@
 """What every secondary tier must do, as tests to inherit.
 
-Subclass ``TierSuite``, implement ``make_tier`` and run pytest; twenty lines test a new tier against the
-contract of ``kvtier.tiering.base``. A tier whose blocks are on a server inherits
+Subclass ``TierSuite``, implement ``make_tier`` and ``damage`` and run pytest; twenty lines test a new tier against
+the contract of ``kvtier.tiering.base``. A tier whose blocks are on a server inherits
 ``kvtier.testing.server_tier_suite.ServerTierSuite``, which is this suite and what a server's end may cost.
 """
 
@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
 from kvtier.testing.tier_driver import (
@@ -55,7 +56,7 @@ SPOILT = 77
 
 
 class TierSuite(ABC):
-    """The contract of SecondaryTierManager; inherit it and implement make_tier.
+    """The contract of SecondaryTierManager; inherit it and implement make_tier and damage.
 
     Attributes:
         hang_guard_s: seconds of wall clock after which an answer that has not come fails a test. Far more than a
@@ -72,6 +73,22 @@ class TierSuite(ABC):
             config: the engine; another model is another namespace, and so is another length of rows.
             rows: shape (16, 8192), format 'b', page-aligned; some tests have more rows, or shorter ones.
             directory: an empty folder of the test; two tiers of one test get the same one.
+        """
+
+    @abstractmethod
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        """Change a byte of what the tier keeps for a block, past the tier: what a bad disk, server or person does.
+
+        ``flip_bit_in_files`` and ``flip_bit`` of ``kvtier.testing.damage`` do it for tiers that keep rows as they are.
+
+        Args:
+            tier: the tier, of ``make_config()``; it has stored the block and reported it.
+            key: the block, one byte of whose row is to change.
+
+        Returns:
+            True when a byte has changed. False says that this tier keeps its bytes in memory of its own process, which
+            nothing outside can damage; the test is skipped then. A tier whose blocks are on a disk, on a server or in
+            memory of another process must not say so: bytes change there, and it needs a checksum.
         """
 
     @contextmanager
@@ -247,6 +264,15 @@ class TierSuite(ABC):
             assert not other.lookup(1)
             assert other.load_right([1]) == set()
         assert driver.load_right([1]) == {1}
+
+    def test_a_damaged_block_is_a_miss_and_makes_way(self, driver: TierDriver) -> None:
+        assert driver.store([1, 2]).success
+        if not self.damage(driver.tier, key_of(1)):
+            pytest.skip("nothing outside the process can damage this tier's blocks, says its suite")
+        driver.rows[:] = SPOILT
+        assert 1 not in driver.load_right([1, 2])
+        assert driver.load_right([1]) == set(), "a block that was damaged came back by itself"
+        driver.poll_until(lambda: driver.store([1, 2]).success and driver.load_right([1, 2]) == {1, 2})
 
     def test_touch_of_known_and_unknown_keys_is_harmless(self, driver: TierDriver) -> None:
         driver.store([1])

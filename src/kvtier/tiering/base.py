@@ -174,8 +174,11 @@ class SecondaryTierManager(ABC):
         del timeout_s
         return True
 
+    @abstractmethod
     def reset(self, epoch: bytes) -> None:
         """Move to the namespace of ``epoch``; what was stored before stays for others and is never found.
+
+        Jobs in flight are reported as ever; what they store is not found either.
 
         Args:
             epoch: 16 random bytes.

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -53,6 +55,19 @@ def save_gemma(folder: Path, seed: int = SEED) -> Path:
         pad_token_id=0,
     )
     return _save(folder, Gemma3ForCausalLM, config, seed)
+
+
+def train_last_rows(folder: Path, num_rows: int) -> None:
+    """Change the last rows of the embedding alone, as new special tokens are trained: same size, same header."""
+    path = folder / "model.safetensors"
+    size_bytes = path.stat().st_size
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    rows = tensors["model.embed_tokens.weight"][-num_rows:]
+    rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(SEED)) * rows.std())
+    save_file(tensors, path, metadata)
+    assert path.stat().st_size == size_bytes
 
 
 def _save(folder: Path, model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.e2e.vllm.answers import assert_same
+from tests.e2e.vllm.answers import assert_clearly_other, assert_same
 from tests.e2e.vllm.conftest import Controls
 from tests.e2e.vllm.engine_host import EngineOptions
 from tests.e2e.vllm.engine_process import EngineFailedError, EngineProcess
@@ -15,6 +15,9 @@ from tests.e2e.vllm.failing_tier import TIER_NAME
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
 
 PROMPTS = make_cycle(4)
+
+NUM_TRAINED_ROWS = 96
+"""Rows of the embedding: few of the model's bytes, and some of each prompt's tokens."""
 
 
 def settings_with(folder: Path, tier_type: str = "fs", **more: Any) -> dict[str, Any]:  # Any: a user's JSON
@@ -113,6 +116,31 @@ def test_another_model_never_finds_these_blocks(llama: str, tmp_path: Path) -> N
         (answer,) = engine.call("generate_in_turn", PROMPTS[:1], GREEDY)
 
     assert answer.num_cached_tokens == 0
+
+
+def test_a_model_whose_last_rows_were_trained_further_finds_nothing_of_the_old_one(tmp_path: Path) -> None:
+    from tests.e2e.vllm.checkpoints import save_llama, train_last_rows
+
+    model = save_llama(tmp_path / "model")
+    options = EngineOptions(str(model), settings_with(tmp_path / "blocks"))
+    with EngineProcess(options) as engine:
+        old = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+
+    train_last_rows(model, NUM_TRAINED_ROWS)
+    with EngineProcess(EngineOptions(str(model))) as engine:
+        expected = engine.call("generate_in_turn", PROMPTS, GREEDY)
+    with EngineProcess(options) as engine:
+        first = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+    with EngineProcess(options) as engine:
+        second = engine.call("generate_in_turn", PROMPTS, GREEDY)
+
+    assert_clearly_other(old, expected)
+    assert_same(first, expected)
+    assert_same(second, expected)
+    assert [answer.num_cached_tokens for answer in first] == [0] * 4
+    assert [answer.num_cached_tokens for answer in second] == [WHOLE_TOKENS] * 4
 
 
 def test_a_second_engine_with_the_same_instance_id_is_refused(llama: str, tmp_path: Path) -> None:

@@ -1,11 +1,19 @@
 """Models share a fingerprint exactly when all their weights are equal."""
 
 import copy
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 from transformers import LlamaForCausalLM
+from transformers.utils import hub
 
 from kvtier.engines.transformers.identity import digest_model_config, fingerprint_weights
+from kvtier.errors import ModelError
 
 
 def test_equal_models_have_equal_fingerprints(llama: LlamaForCausalLM) -> None:
@@ -20,6 +28,68 @@ def test_the_last_bit_of_any_weight_counts(llama: LlamaForCausalLM) -> None:
             weight = changed.get_parameter(name).view(-1)
             weight[-1] = torch.nextafter(weight[-1], torch.tensor(torch.inf))
         assert fingerprint_weights(changed) != expected, name
+
+
+def test_the_last_rows_of_the_embedding_count(llama: LlamaForCausalLM) -> None:
+    changed = copy.deepcopy(llama)
+    with torch.no_grad():
+        changed.get_parameter("model.embed_tokens.weight")[-4:] += 1
+    assert fingerprint_weights(changed) != fingerprint_weights(llama)
+
+
+def test_each_buffer_counts_though_no_checkpoint_keeps_it(llama: LlamaForCausalLM) -> None:
+    names = [name for name, _ in llama.named_buffers() if name not in llama.state_dict()]
+    for name in names:
+        changed = copy.deepcopy(llama)
+        changed.get_buffer(name).view(-1)[-1] *= 2
+        assert fingerprint_weights(changed) != fingerprint_weights(llama), name
+    assert names
+
+
+def test_weights_that_are_not_in_memory_are_refused(llama: LlamaForCausalLM) -> None:
+    hollow = copy.deepcopy(llama)
+    torch.nn.Module.to(hollow.lm_head, "meta")
+    with pytest.raises(ModelError, match=r"lm_head\.weight are not in memory.*model_revision"):
+        fingerprint_weights(hollow)
+
+
+REMOTE_CODE = """
+from transformers import LlamaForCausalLM
+from .parts import SCALE
+class OwnLlama(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_code_that_came_with_the_model_counts(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprints = [fingerprint_weights(llama)]
+    for name, scale in (("one", 1), ("other", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "modeling.py").write_text(REMOTE_CODE)
+        (folder / "parts.py").write_text(f"SCALE = {scale}")
+        own_class = load_remote_class(name, folder, monkeypatch)
+        own = own_class(llama.config)
+        own.load_state_dict(llama.state_dict())
+        fingerprints.append(fingerprint_weights(own))
+
+    assert len(set(fingerprints)) == 3
+
+
+def load_remote_class(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., LlamaForCausalLM]:
+    """Import a model's class from its folder under the name that transformers gives such code."""
+    top = hub.TRANSFORMERS_DYNAMIC_MODULE_NAME
+    package = f"{top}.{name}"
+    for module_name, path in ((top, folder.parent), (package, folder)):
+        module = ModuleType(module_name)
+        module.__path__ = [str(path)]
+        monkeypatch.setitem(sys.modules, module_name, module)
+    own_class: Callable[..., LlamaForCausalLM] = importlib.import_module(f"{package}.modeling").OwnLlama
+    return own_class
 
 
 def test_the_same_numbers_in_another_dtype_differ(llama: LlamaForCausalLM) -> None:

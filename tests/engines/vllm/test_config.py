@@ -186,6 +186,52 @@ def test_whatever_changes_the_bytes_of_a_block_changes_its_namespace(
     assert digest(copy.deepcopy(config), kv_cache_config) == digests["plain"]
 
 
+def test_last_rows_of_the_embedding_change_the_namespace(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    digests, sizes = set(), set()
+    for value in (1.0, 2.0):
+        embed = torch.ones(1024, 64)
+        embed[-24:] = value
+        save_file({"embed": embed}, tmp_path / "model.safetensors")
+        sizes.add((tmp_path / "model.safetensors").stat().st_size)
+        changed = copy.deepcopy(config)
+        changed.load_config.load_format = "auto"
+        changed.model_config.model = str(tmp_path)
+        digests.add(digest(changed, kv_cache_config))
+
+    assert (len(digests), len(sizes)) == (2, 1)
+
+
+def test_weights_that_nothing_names_are_refused_with_tiers_and_only_with_them(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    alone = with_kvtier(vllm_config)
+    lasting = with_kvtier(
+        vllm_config, secondary_tiers=[{"type": "fs", "root_dir": "/x", "capacity_bytes": 1}]
+    )
+    for config in (alone, lasting):
+        config.load_config.load_format = "auto"
+        config.model_config.model = "s3://bucket/model"
+
+    assert "unidentified" in make_offloading_config(alone, kv_cache_config, SCHEDULER).model.revision
+    with pytest.raises(ConfigError, match=r"s3://bucket/model.*--revision"):
+        make_offloading_config(lasting, kv_cache_config, SCHEDULER)
+
+
+def test_a_worker_reads_no_weights(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, tmp_path: Path
+) -> None:
+    config.load_config.load_format = "auto"
+    (tmp_path / "model.bin").symlink_to(tmp_path / "gone")
+    config.model_config.model = str(tmp_path)
+
+    assert make_offloading_config(config, kv_cache_config, WORKER).model.revision == "not read here"
+
+
 def test_pages_of_another_type_are_another_namespace(config: VllmConfig) -> None:
     import torch
 

@@ -15,6 +15,7 @@ from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.request import Request
 
 from kvtier.engines.vllm.compat import HAS_FAILED_RECVING
 
@@ -270,23 +271,46 @@ def test_a_request_that_is_left_alone_is_neither_loaded_nor_stored(
     assert stored == (0, False)
 
 
+@pytest.fixture
+def adapter_folder(tmp_path: Path) -> Path:
+    """Return an adapter that is there before the engine: name it before ``engine``."""
+    return save_adapter(tmp_path / "first", 1.0)
+
+
 def test_blocks_of_an_adapter_are_found_by_its_weights_and_not_by_its_name(
-    engine: MiniEngine, tmp_path: Path
+    adapter_folder: Path, engine: MiniEngine, tmp_path: Path
 ) -> None:
-    first = LoRARequest("adapter", 1, str(save_adapter(tmp_path / "first", 1.0)))
+    first = LoRARequest("adapter", 1, str(adapter_folder))
     gone = LoRARequest("adapter", 1, str(tmp_path / "gone"))
     fill(engine, [1, 2, 3, 4], 10.0)
+    wait_for(engine, engine.request("early", PROMPT, lora_request=first))
     engine.compute(engine.request("first", PROMPT, lora_request=first), [[1, 2, 3, 4]], len(PROMPT))
 
     def find(req_id: str, adapter: LoRARequest | None) -> tuple[int | None, bool]:
         """Search for the prompt as another request."""
-        request = engine.request(req_id, PROMPT, lora_request=adapter)
-        return engine.scheduler.get_num_new_matched_tokens(request, 0)
+        return wait_for(engine, engine.request(req_id, PROMPT, lora_request=adapter))
 
     assert find("second", first) == (48, True)
     assert find("third", gone) == find("fourth", None) == (0, False)
-    save_adapter(tmp_path / "first", 2.0)
+    save_adapter(adapter_folder, 2.0)
     assert find("fifth", first) == (0, False)
+
+
+def test_an_adapter_that_came_after_the_engine_started_is_not_offloaded(
+    engine: MiniEngine, tmp_path: Path
+) -> None:
+    late = LoRARequest("adapter", 1, str(save_adapter(tmp_path / "late", 1.0)))
+    wait_for(engine, engine.request("first", PROMPT, lora_request=late))
+    engine.compute(engine.request("second", PROMPT, lora_request=late), [[1, 2, 3, 4]], len(PROMPT))
+
+    assert wait_for(engine, engine.request("third", PROMPT, lora_request=late)) == (0, False)
+
+
+def wait_for(engine: MiniEngine, request: Request) -> tuple[int | None, bool]:
+    """Search for a request until its adapter is read, as vLLM does step after step."""
+    while (found := engine.scheduler.get_num_new_matched_tokens(request, 0)) == (None, False):
+        pass
+    return found
 
 
 def test_a_load_fills_the_blocks_of_every_group(engine: MiniEngine, build: Build) -> None:

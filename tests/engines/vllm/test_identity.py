@@ -2,7 +2,9 @@
 
 import copy
 import json
-import struct
+import multiprocessing
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,14 @@ from safetensors.torch import save_file
 from tests.engines.vllm.configs import TINY_LLAMA, with_kvtier
 from vllm.config import ModelConfig, VllmConfig
 
-from kvtier.engines.vllm.identity import describe_settings, fingerprint_checkpoint, make_model_identity
+from kvtier.engines.vllm import identity
+from kvtier.engines.vllm.identity import (
+    describe_settings,
+    make_model_identity,
+    process_start_ns,
+    start_fingerprints,
+)
+from kvtier.errors import ConfigError, FingerprintError
 
 
 @pytest.fixture
@@ -26,8 +35,8 @@ def config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint, one of them longer than what is sampled."""
-    return {"embed": torch.arange(4096.0).reshape(64, 64), "norm": torch.ones(64), "scale": torch.ones(())}
+    """Return the weights of a checkpoint."""
+    return {"embed": torch.arange(16384.0).reshape(256, 64), "norm": torch.ones(64), "scale": torch.ones(())}
 
 
 def checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
@@ -51,15 +60,16 @@ def test_a_copy_of_a_checkpoint_has_its_fingerprint(config: VllmConfig, tmp_path
     one, other = checkpoint(tmp_path / "one", tensors()), checkpoint(tmp_path / "other", tensors())
 
     assert revision(config, one) == revision(config, other)
-    assert revision(config, one).startswith("sampled-weights:")
+    assert revision(config, one).startswith("blake3-of-every-byte:")
 
 
+@pytest.mark.parametrize("position", [0, -1])
 @pytest.mark.parametrize("name", ["embed", "norm", "scale"])
-def test_a_change_of_one_value_in_the_first_row_of_any_tensor_is_seen(
-    config: VllmConfig, tmp_path: Path, name: str
+def test_a_change_of_one_value_at_either_end_of_any_tensor_is_seen(
+    config: VllmConfig, tmp_path: Path, name: str, position: int
 ) -> None:
     changed = tensors()
-    changed[name].view(-1)[0] += 1
+    changed[name].view(-1)[position] += 1
 
     before = revision(config, checkpoint(tmp_path / "before", tensors()))
     assert revision(config, checkpoint(tmp_path / "after", changed)) != before
@@ -79,30 +89,79 @@ def test_tensors_of_another_form_are_another_checkpoint(
     assert revision(config, checkpoint(tmp_path / "after", changed)) != before
 
 
-def test_weights_in_other_formats_are_told_apart_by_size_and_time(tmp_path: Path) -> None:
-    weights = tmp_path / "pytorch_model.bin"
-    weights.write_bytes(b"1" * 10)
-    first = fingerprint_checkpoint(tmp_path)
-    weights.write_bytes(b"2" * 11)
-    second = fingerprint_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    "file_name",
+    [
+        "pytorch_model.bin",
+        "model.pt",
+        "consolidated.00.pth",
+        "model-rank-0-part-0.safetensors",
+        "modeling_mine.py",
+    ],
+)
+def test_the_last_byte_counts_in_any_file_of_weights_or_code_whatever_its_times(
+    config: VllmConfig, tmp_path: Path, file_name: str
+) -> None:
+    folder = checkpoint(tmp_path / "model", tensors())
+    (folder / file_name).write_bytes(b"0" * 9999 + b"1")
+    os.utime(folder / file_name, ns=(1, 1))
+    before = revision(config, folder)
+    (folder / file_name).write_bytes(b"0" * 9999 + b"2")
+    os.utime(folder / file_name, ns=(1, 1))
 
-    assert first != second
-    assert fingerprint_checkpoint(weights) == second
+    assert revision(config, folder) != before
 
 
 @pytest.mark.parametrize(
-    "header", [b"", b"\x05", struct.pack("<Q", 1 << 60) + b"{", struct.pack("<Q", 2) + b"[]"]
+    "file_name", ["tokenizer.json", "README.md", "generation_config.json", "original/a.pth"]
 )
-def test_a_damaged_checkpoint_is_named_and_left_for_vllm_to_refuse(tmp_path: Path, header: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(header)
+def test_files_that_change_no_block_do_not_count(config: VllmConfig, tmp_path: Path, file_name: str) -> None:
+    folder = checkpoint(tmp_path / "model", tensors())
+    before = revision(config, folder)
+    (folder / file_name).parent.mkdir(exist_ok=True)
+    (folder / file_name).write_bytes(b"anything")
 
-    assert fingerprint_checkpoint(tmp_path).startswith("sampled-weights:")
+    assert revision(config, folder) == before
 
 
-def test_a_folder_without_weights_has_no_fingerprint(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_one_file_of_weights_is_a_model_too(config: VllmConfig, tmp_path: Path) -> None:
+    one, other = tmp_path / "one.gguf", tmp_path / "other.gguf"
+    one.write_bytes(b"0" * 9999 + b"1")
+    other.write_bytes(b"0" * 9999 + b"2")
 
-    assert fingerprint_checkpoint(tmp_path) == ""
+    assert revision(config, one).startswith("blake3-of-every-byte:")
+    assert revision(config, one) != revision(config, other)
+
+
+def test_a_background_job_that_has_begun_earlier_gives_the_same_name(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    alone = make_model_identity(config)
+    start_fingerprints(config)
+
+    assert make_model_identity(config) == alone
+
+
+def test_weights_that_change_between_reading_and_use_end_the_start(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path / "model", tensors())
+    config.model_config.model = str(folder)
+    identity._running.start(config, folder, "model").wait()
+    os.utime(folder / "model-00001-of-00002.safetensors", ns=(1, 1))
+
+    with pytest.raises(FingerprintError, match=r"00002\.safetensors: it changed"):
+        make_model_identity(config)
+    assert make_model_identity(config).revision == revision(config, folder)
+
+
+def test_weights_that_cannot_be_read_end_the_start(config: VllmConfig, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model", tensors())
+    (folder / "model-00003.safetensors").symlink_to(tmp_path / "gone")
+
+    with pytest.raises(FingerprintError, match=r"model-00003.safetensors: No such file .*make it readable"):
+        revision(config, folder)
 
 
 def test_random_weights_are_named_by_their_seed(vllm_config: VllmConfig) -> None:
@@ -133,6 +192,84 @@ def test_weights_that_nothing_identifies_are_the_engines_own(
     assert "give --revision" in caplog.text
 
 
+@pytest.mark.parametrize("load_format", ["tensorizer", "npcache", "modelexpress", "mine"])
+def test_weights_from_elsewhere_are_refused_where_blocks_last(
+    config: VllmConfig, tmp_path: Path, load_format: str
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    config.load_config.load_format = load_format
+
+    with pytest.raises(ConfigError, match=rf"{load_format}.*--revision.*secondary_tiers"):
+        make_model_identity(config, must_last=True)
+    config.model_config.revision = "mine-of-november"
+    assert make_model_identity(config, must_last=True).revision == "mine-of-november"
+
+
+def test_weights_in_a_bucket_are_not_named_by_the_folder_of_their_configuration(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "pulled", tensors()))
+    object.__setattr__(config.model_config, "model_weights", "s3://bucket/model")
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        make_model_identity(config, must_last=True)
+
+
+def test_a_branch_is_no_name_that_lasts_and_a_commit_is(config: VllmConfig) -> None:
+    config.model_config.model = "someone/model"
+    config.model_config.revision = "main"
+    with pytest.raises(ConfigError, match="main is no commit"):
+        make_model_identity(config, must_last=True)
+
+    config.model_config.revision = "8cde5ca8" * 5
+    assert make_model_identity(config, must_last=True).revision == "8cde5ca8" * 5
+
+
+def test_code_of_another_repository_is_refused_until_its_commit_is_given(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    config.model_config.trust_remote_code = True
+    config.model_config.hf_config.auto_map = {"AutoModelForCausalLM": "someone/code--modeling.Model"}
+    with pytest.raises(ConfigError, match="someone/code"):
+        make_model_identity(config, must_last=True)
+
+    config.model_config.code_revision = "8cde5ca8" * 5
+    assert make_model_identity(config, must_last=True).revision.startswith("blake3-of-every-byte:")
+
+
+def test_a_model_in_the_cache_of_a_hub_is_named_by_its_bytes(config: VllmConfig, tmp_path: Path) -> None:
+    commit = "8cde5ca8" * 5
+    repository = tmp_path / "models--someone--model"
+    folder = checkpoint(repository / "snapshots" / commit, tensors())
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    config.model_config.model = "someone/model"
+    config.model_config.hf_config._commit_hash = commit
+    config.load_config.download_dir = str(tmp_path)
+
+    assert make_model_identity(config, must_last=True).revision == revision(config, folder)
+
+
+def test_weights_that_changed_after_the_engines_process_began_may_not_be_what_was_loaded(
+    config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    assert make_model_identity(config, must_last=True).revision
+
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0")
+    with pytest.raises(
+        FingerprintError, match=r"safetensors: it changed after the engine .*start the engine again"
+    ):
+        make_model_identity(config, must_last=True)
+
+
+def test_a_process_began_before_now_and_after_the_machine() -> None:
+    began_ns = process_start_ns()
+
+    assert time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) < began_ns <= time.time_ns()
+
+
 class DraftConfig:
     """What is read of a speculative configuration."""
 
@@ -152,6 +289,22 @@ def test_another_drafting_model_is_another_identity(vllm_config: VllmConfig) -> 
 
     assert len({identity.revision for identity in (alone, *drafts)}) == 3
     assert drafts[0].config_digest != alone.config_digest
+
+
+def test_a_changed_drafting_model_is_another_identity(config: VllmConfig, tmp_path: Path) -> None:
+    changed = tensors()
+    changed["embed"][-1] += 1
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    revisions = set()
+    for name, weights in (("one", tensors()), ("other", changed)):
+        draft = copy.deepcopy(config.model_config)
+        draft.model = "draft"
+        place = checkpoint(tmp_path / name / "draft", weights)
+        draft.model = str(place)
+        object.__setattr__(config, "speculative_config", DraftConfig(draft))
+        revisions.add(make_model_identity(config).revision.replace(str(place), "draft"))
+
+    assert len(revisions) == 2
 
 
 def test_settings_that_change_nothing_do_not_count_wherever_they_stand(vllm_config: VllmConfig) -> None:

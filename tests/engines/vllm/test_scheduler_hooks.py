@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 import torch
 from safetensors.torch import save_file
 
-from kvtier.engines.vllm.scheduler_hooks import CONFIG_NAME, NO_SALT, AdapterSalts
+from kvtier.engines.checkpoint import FingerprintJob
+from kvtier.engines.vllm.scheduler_hooks import CONFIG_NAME, DEADLINE_S, NO_SALT, AdapterSalts
 
 
 def save_adapter(folder: Path, value: float, scaling: int = 16) -> Path:
@@ -48,6 +49,72 @@ def test_other_weights_and_other_scaling_have_other_salts(tmp_path: Path) -> Non
     ]
 
     assert len({salts.salt_of(request_with(folder)) for folder in folders} - {NO_SALT, None}) == 3
+
+
+@pytest.mark.parametrize(
+    "file_name", ["adapter_model.safetensors", "adapter_model.bin", "new_embeddings.safetensors"]
+)
+def test_the_last_byte_of_each_file_counts(tmp_path: Path, file_name: str) -> None:
+    salts = []
+    for name, last in (("one", b"1"), ("other", b"2")):
+        folder = save_adapter(tmp_path / name, 1.0)
+        (folder / file_name).write_bytes(b"0" * 9999 + last)
+        os.utime(folder / file_name, ns=(1, 1))
+        salts.append(AdapterSalts().salt_of(request_with(folder)))
+
+    assert len(set(salts) - {NO_SALT, None}) == 2
+
+
+def test_an_adapter_in_another_layout_has_another_salt(tmp_path: Path) -> None:
+    folder = save_adapter(tmp_path / "a", 1.0)
+    fused = request_with(folder)
+    fused.lora_request.is_3d_lora_weight = True
+
+    assert AdapterSalts().salt_of(fused) != AdapterSalts().salt_of(request_with(folder))
+
+
+def test_an_adapter_that_vllm_loads_from_elsewhere_is_not_offloaded(tmp_path: Path) -> None:
+    request = request_with(save_adapter(tmp_path / "a", 1.0))
+    request.lora_request.tensorizer_config_dict = {"tensorizer_dir": "s3://bucket"}
+
+    assert AdapterSalts().salt_of(request) is None
+
+
+def test_an_adapter_that_changed_after_the_engine_started_is_not_offloaded(tmp_path: Path) -> None:
+    request = request_with(save_adapter(tmp_path / "a", 1.0))
+    newest_ns = max(path.stat().st_ctime_ns for path in (tmp_path / "a").iterdir())
+
+    assert AdapterSalts(newest_ns).salt_of(request) is not None
+    assert AdapterSalts(newest_ns - 1).salt_of(request) is None
+
+
+class HungJob(FingerprintJob):
+    """Never ends to read."""
+
+    def __init__(self, place: Path, label: str) -> None:
+        pass
+
+    @property
+    def is_done(self) -> bool:
+        return False
+
+
+def test_a_request_waits_for_its_adapter_until_the_deadline_and_goes_on_without_kvtier(
+    tmp_path: Path,
+) -> None:
+    now_s = 0.0
+    salts = AdapterSalts(clock_s=lambda: now_s, read=HungJob)
+    request = request_with(tmp_path)
+    early = salts.is_ready(request)
+    now_s = DEADLINE_S + 1
+
+    assert not early
+    assert salts.is_ready(request)
+    assert salts.salt_of(request) is None
+
+
+def test_a_request_without_an_adapter_waits_for_none() -> None:
+    assert AdapterSalts().is_ready(request_with(None))
 
 
 def test_an_adapter_whose_files_change_is_given_up_until_the_next_start(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
-from kvtier.base import ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import TierDriver, TierSuite, key_of, make_config, make_rows
-from kvtier.tiering.base import TierSettings
+from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 
@@ -21,12 +21,18 @@ class TestExampleTier(TierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, rows)
 
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # private memory
+
 
 class TestAsynchronousExampleTier(TierSuite):
     """The contract, with jobs that end one poll later."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, rows, simulate_async=True)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # private memory
 
 
 def test_a_full_tier_evicts_its_oldest() -> None:

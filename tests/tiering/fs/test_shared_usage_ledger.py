@@ -265,8 +265,35 @@ def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(path
     assert read(path).finished_bytes == 100
 
 
+def test_a_book_that_is_removed_while_its_lock_is_waited_for_is_not_written(path: Path) -> None:
+    ledger = open_ledger(path, 800)
+    fd = os.open(path, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    granted: list[int] = []
+    waiter = threading.Thread(target=lambda: granted.append(ledger.reserve(1, 100).num_blocks))
+    waiter.start()
+    inode = os.fstat(fd).st_ino
+    while sum(_inode_of(link) == inode for link in Path("/proc/self/fd").iterdir()) < 2 and waiter.is_alive():
+        continue  # it has not opened the book yet
+    path.unlink()
+    os.close(fd)
+    waiter.join()
+    assert granted == [0]
+    assert open_ledger(path, 800).reserve(1, 100).num_blocks == 1
+    ledger.refresh()
+    assert read(path).used_bytes == 100
+
+
+def _inode_of(link: Path) -> int | None:
+    try:
+        return link.stat().st_ino
+    except OSError:
+        return None  # closed meanwhile
+
+
 def test_a_book_that_cannot_be_opened_costs_a_store(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ledger = open_ledger(path / "missing-folder" / "x", found_bytes=None)
+    path.mkdir()
+    ledger = open_ledger(path, found_bytes=None)
     assert ledger.reserve(1, 100).num_blocks == 0
     assert ledger.refresh() is None
     assert "cannot be changed" in caplog.text

@@ -4,7 +4,11 @@ import errno
 import os
 from pathlib import Path
 
+import pytest
+
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
+from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.fs import FSTier
@@ -18,35 +22,46 @@ def open_without_unnamed_files(path: str, flags: int, mode: int) -> int:
     return os.open(path, flags, mode)
 
 
-class TestDefaults(TierSuite):
+class OnDisk(TierSuite):
+    """Over files, which anything may damage."""
+
+    @pytest.fixture(autouse=True)
+    def _note_directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return flip_bit_in_files(self.directory, key)
+
+
+class TestDefaults(OnDisk):
     """As configured by a user who names the directory only."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB")
 
 
-class TestBuffered(TierSuite):
+class TestBuffered(OnDisk):
     """Through the page cache."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", direct_io=False)
 
 
-class TestAlone(TierSuite):
+class TestAlone(OnDisk):
     """When no other process writes to the directory."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", shared=False)
 
 
-class TestStepwise(TierSuite):
+class TestStepwise(OnDisk):
     """Where nothing was compiled: each call of the system by itself."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", calls=SystemCalls())
 
 
-class TestNamedTemporaries(TierSuite):
+class TestNamedTemporaries(OnDisk):
     """On a file system without unnamed files."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:

@@ -96,12 +96,18 @@ class TestDictTier(TierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return DictTier(config, rows, {})
 
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # a dictionary of this process
+
 
 class TestForgettingDictTier(TierSuite):
     """The same without verdicts that are believed for a while."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return DictTier(config, rows, {}, positive_ttl_s=0.0)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # a dictionary of this process
 
 
 @pytest.fixture

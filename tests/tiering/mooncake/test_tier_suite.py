@@ -10,9 +10,10 @@ from tests.tiering.mooncake.live import LiveStore, Vandal
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
+from kvtier.testing.damage import flip_bit
 from kvtier.testing.server_tier_suite import ServerTierSuite
 from kvtier.testing.tier_server import TierServer
-from kvtier.testing.tier_suite import TierSuite
+from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake import MooncakeTier
 from kvtier.tiering.mooncake.store import MooncakeNamespace
@@ -115,8 +116,17 @@ class TestOwnSegment(TierSuite):
     """With memory of its own in the store."""
 
     @pytest.fixture(autouse=True)
-    def _join(self, shared_store: LiveStore) -> None:
+    def _join(self, shared_store: LiveStore, tmp_path: Path) -> Iterator[None]:
         self.master = shared_store.address
+        self.server = ServerOfSuite(shared_store, str(tmp_path))
+        yield
+        self.server.close()
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        damaged = flip_bit(self.server.read_value(make_config(), key) or b"", key)
+        if damaged is not None:
+            self.server.write_value(make_config(), key, damaged)
+        return damaged is not None
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         own = salted(config, str(directory))

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
-from tests.tiering.obj.conftest import TIMEOUT_S, ServerOfSuite, s3_options
+from tests.tiering.obj.conftest import TIMEOUT_S, Bucket, ServerOfSuite, s3_options
 from tests.tiering.obj.server import S3Server
 
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
+from kvtier.testing.damage import flip_bit, flip_bit_in_files
 from kvtier.testing.server_tier_suite import ServerTierSuite
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
@@ -42,11 +44,20 @@ class OnServer(TierSuite):
     changes: dict[str, object]
 
     @pytest.fixture(autouse=True)
-    def use_server(self, server: S3Server, prefix: str) -> None:
+    def use_server(self, server: S3Server, prefix: str, bucket: Bucket) -> None:
         self.options = s3_options(server, prefix)
+        self.bucket = bucket
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, **(self.options | self.changes))  # type: ignore[arg-type]  # a test's own
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        for name in self.bucket.names():
+            damaged = flip_bit(self.bucket.read(name), key)
+            if damaged is not None:
+                self.bucket.write(name, damaged)
+                return True
+        return False
 
 
 class TestGrouped(OnServer):
@@ -67,6 +78,13 @@ class TestDirectory(TierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, url=f"file://{directory}/store", num_threads=2)
 
+    @pytest.fixture(autouse=True)
+    def _note_directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return flip_bit_in_files(self.directory, key)
+
 
 class TestMemory(TierSuite):
     """Memory of the process instead of a bucket."""
@@ -74,9 +92,15 @@ class TestMemory(TierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, url="memory://")
 
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # memory of this process
+
 
 class TestMemoryGrouped(TierSuite):
     """Groups in memory."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, url="memory://", blocks_per_object=8, num_threads=1)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return False  # memory of this process

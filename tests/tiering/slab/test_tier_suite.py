@@ -4,7 +4,11 @@ import errno
 import os
 from pathlib import Path
 
+import pytest
+
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
+from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.slab import SlabTier
@@ -23,14 +27,25 @@ def slab_of(config: OffloadingConfig, directory: Path) -> Path:
     return directory / f"{config.model.name}-{config.groups[0].page_size_bytes}.slab"
 
 
-class TestDefaults(TierSuite):
+class InFile(TierSuite):
+    """Over a file, which anything may damage."""
+
+    @pytest.fixture(autouse=True)
+    def _note_directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return flip_bit_in_files(self.directory, key)
+
+
+class TestDefaults(InFile):
     """As configured by a user who names the file only."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return SlabTier(config, rows, path=slab_of(config, directory), capacity_bytes="1MiB")
 
 
-class TestBuffered(TierSuite):
+class TestBuffered(InFile):
     """Through the page cache, one thread."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
@@ -38,7 +53,7 @@ class TestBuffered(TierSuite):
         return SlabTier(config, rows, path=path, capacity_bytes="1MiB", direct_io=False, num_threads=1)
 
 
-class TestWithoutDirectIO(TierSuite):
+class TestWithoutDirectIO(InFile):
     """On a file system that refuses direct I/O, with another eviction policy."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:

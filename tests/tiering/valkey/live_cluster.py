@@ -75,13 +75,14 @@ class LiveCluster:
 
     def owner_of_first(self) -> LiveServer:
         """Return the node that has the first slot: the first one, or its replica after a failover."""
-        return self._owner(0)
+        return self.owner_of_slot(0)
 
     def owner_of(self, number: int) -> LiveServer:
         """Return the node that has the slot of block ``number`` by now."""
-        return self._owner(slot_of(name_of(number)))
+        return self.owner_of_slot(slot_of(name_of(number)))
 
-    def _owner(self, slot: int) -> LiveServer:
+    def owner_of_slot(self, slot: int) -> LiveServer:
+        """Return the node that has a slot by now."""
         with self.nodes[1].client() as client:
             for begin, end, owner, *_ in client.execute_command("CLUSTER SLOTS"):
                 if int(begin) <= slot <= int(end):

@@ -11,11 +11,13 @@ from tests.tiering.valkey.live_tls import Certificates
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
+from kvtier.testing.damage import flip_bit
 from kvtier.testing.server_tier_suite import ServerTierSuite
 from kvtier.testing.tier_server import TierServer
-from kvtier.testing.tier_suite import TierSuite
+from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.cluster import slot_of
 from kvtier.tiering.valkey.store import ValkeyNamespace
 
 TIMEOUT_S = 0.5
@@ -53,6 +55,17 @@ class ServerOfSuite(TierServer):
     def write_value(self, config: OffloadingConfig, key: OffloadKey, value: bytes) -> None:
         with self._server.client() as client:
             client.set(_name_of(config, key), value)
+
+
+def damage_value(server: LiveServer, key: OffloadKey) -> bool:
+    """Flip a bit of the suite's block on a server."""
+    name = _name_of(make_config(), key)
+    with server.client() as client:
+        value = client.get(name)
+        damaged = flip_bit(value, key) if isinstance(value, bytes) else None
+        if damaged is not None:
+            client.set(name, damaged)
+    return damaged is not None
 
 
 def _name_of(config: OffloadingConfig, key: OffloadKey) -> bytes:
@@ -102,9 +115,13 @@ class TestDefaults(TierSuite):
     @pytest.fixture(autouse=True)
     def _server(self, shared_server: LiveServer) -> None:
         self.url = shared_server.url
+        self.server = shared_server
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ValkeyTier(config, rows, url=self.url)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return damage_value(self.server, key)
 
 
 class TestWithoutExpiry(TestDefaults):
@@ -122,10 +139,14 @@ class TestEncrypted(TierSuite):
         with tls_server.client() as client:
             client.flushall()
         self.url = tls_server.tls_url
+        self.server = tls_server
         self.ca_file = certificates.authority
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ValkeyTier(config, rows, url=self.url, ca_file=self.ca_file)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return damage_value(self.server, key)
 
 
 class TestCluster(TierSuite):
@@ -138,3 +159,6 @@ class TestCluster(TierSuite):
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ValkeyTier(config, rows, url=self.cluster.url, cluster=True)
+
+    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
+        return damage_value(self.cluster.owner_of_slot(slot_of(_name_of(make_config(), key))), key)

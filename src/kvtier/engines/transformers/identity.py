@@ -1,17 +1,20 @@
 """Identity of a model's weights and configuration, for the namespace of its blocks.
 
-The fingerprint of the weights is a SHA-256 over name, dtype, shape and every byte of every tensor of the
-model's state, so two models share one only when their weights are equal. It costs about a second per gigabyte
+The fingerprint of the weights is a SHA-256 over name, dtype, shape and every byte of every parameter and buffer in
+memory, those that no checkpoint keeps too (the frequencies of rotary embeddings), and of the code that came with the
+model, so two models share one only when all of it is equal. It costs about a second per gigabyte
 at start; whoever knows the revision of the weights gives ``model_revision`` and skips it.
 """
 
 import hashlib
 import json
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from kvtier.engines.transformers.block_hash import HASH_ALGORITHM
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
+from kvtier.errors import ModelError
 
 FINGERPRINT_THREADS = 4
 """Tensors hashed at once; hashing releases the interpreter's lock. More than the cores gains nothing."""
@@ -29,14 +33,29 @@ FINGERPRINT_THREADS = 4
 FINGERPRINT_PREFIX = "sha256-of-all-weights:"
 """Says how the revision was found, so that no fingerprint is taken for a revision that somebody named."""
 
+OWN_CODE = "transformers_modules"
+"""The package that transformers imports code from which came with a model."""
+
 UNRELATED_SETTINGS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 """Settings of a model's configuration that do not change what it computes."""
 
 
 def fingerprint_weights(model: PreTrainedModel) -> str:
-    """Return a digest that differs when any weight differs. Reads every byte of the model once."""
-    names_and_tensors = sorted(model.state_dict().items())
-    whole = hashlib.sha256()
+    """Return a digest that differs when any weight differs. Reads every byte of the model once.
+
+    Raises:
+        ModelError: the bytes of a tensor are not in memory.
+    """
+    # Buffers that are not persistent are in no state, and yet keys are rotated with them.
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    names_and_tensors = sorted((buffers | dict(model.state_dict())).items())
+    for name, tensor in names_and_tensors:
+        if tensor.is_meta:
+            raise ModelError(
+                f"the bytes of {name} are not in memory, so they cannot name the model's blocks: "
+                "load the whole model, or give model_revision"
+            )
+    whole = hashlib.sha256(_digest_own_code(model))
     with ThreadPoolExecutor(FINGERPRINT_THREADS, "kvtier-fingerprint") as threads:
         digests = threads.map(_digest_tensor, (tensor for _, tensor in names_and_tensors))
         for (name, _), digest in zip(names_and_tensors, digests, strict=True):
@@ -49,6 +68,18 @@ def digest_model_config(model: PreTrainedModel) -> str:
     settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
     canonical = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _digest_own_code(model: PreTrainedModel) -> bytes:
+    """Return a digest of the files with code that transformers took from the model's repository; none is the usual."""
+    folders = {module.__module__.rpartition(".")[0] for module in model.modules()}
+    own = sorted(folder for folder in folders if folder.partition(".")[0] == OWN_CODE)
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path and name.rpartition(".")[0] in own:
+            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return digest.digest()
 
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:

@@ -1,7 +1,7 @@
 """Translates vLLM's configuration into kvtier's, and refuses at start what kvtier cannot do.
 
 It builds no tier and maps no memory. What the scheduler's process and the workers' derive here must be equal but
-for the rank, so it depends on nothing but what vLLM tells both.
+for the rank and the fingerprint of weights, so it depends on nothing but what vLLM tells both.
 """
 
 from typing import Any
@@ -34,6 +34,7 @@ def make_offloading_config(
         ConfigError: a setting cannot work, or vLLM is set up in a way that is not supported.
         UnknownNameError: a setting that nobody reads.
         ModelError: a kind of model that is not supported.
+        FingerprintError: a file of the model cannot be read.
     """
     check_supported(vllm_config)
     groups = make_kv_groups(kv_cache_config)
@@ -43,7 +44,10 @@ def make_offloading_config(
     events_config = vllm_config.kv_events_config
     return OffloadingConfig(
         engine_id=str(transfer_config.engine_id),
-        model=make_model_identity(vllm_config),
+        # A worker names no block: were it to read the weights too, each byte would be read once a worker.
+        model=make_model_identity(
+            vllm_config, must_last=outlives_engine(vllm_config), reads_files=role is KVConnectorRole.SCHEDULER
+        ),
         groups=groups,
         hash_block_size=compat.hash_block_size(vllm_config, kv_cache_config),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
@@ -60,6 +64,12 @@ def make_offloading_config(
         engine_kind=ENGINE_KIND,
         extra_config=extra_config(vllm_config),
     )
+
+
+def outlives_engine(vllm_config: VllmConfig) -> bool:
+    """Return whether blocks may be found by another engine: in tiers, or where a spec of the user's puts them. Pure."""
+    settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return any(settings.get(name) for name in ("secondary_tiers", "spec_name", "spec_module_path"))
 
 
 def check_supported(vllm_config: VllmConfig) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,6 +24,7 @@ from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.groups import names_of_groups
+from kvtier.engines.vllm.identity import start_fingerprints
 from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
@@ -119,7 +121,13 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return None: any layout that keeps a block together can be offloaded, and none is faster enough."""
+        """Return None: any layout that keeps a block together can be offloaded, and none is faster enough.
+
+        It is the first that a connector sees of the configuration in the engine's process, so weights are read from
+        here on, while vLLM profiles, compiles and warms up.
+        """
+        if reads_weights_here(vllm_config):
+            start_fingerprints(vllm_config)
         return None
 
     @classmethod
@@ -150,6 +158,15 @@ def join_log() -> None:
         vllm_logger = logging.getLogger("vllm")
         ours.handlers = list(vllm_logger.handlers)
         ours.setLevel(vllm_logger.level)
+
+
+def reads_weights_here(vllm_config: VllmConfig) -> bool:
+    """Return whether the scheduler's side of the engine will be in this process.
+
+    A worker has joined its group of processes; one that is alone shares its process with the scheduler.
+    """
+    is_alone = vllm_config.parallel_config.distributed_executor_backend == "uni"
+    return is_alone or not torch.distributed.is_initialized()
 
 
 def recompute_failed_loads(vllm_config: VllmConfig) -> None:

@@ -2,12 +2,15 @@
 
 It loads no weights. vLLM's content hashes know an adapter by its name and, from 0.31, its path, and either may stand
 for other weights tomorrow, in this process or in the next one that reads the same disk. So the keys of such a
-request are salted with a fingerprint of the adapter's files; one whose adapter has no readable files is not offloaded.
+request are salted with a fingerprint of every byte of the adapter's files, which threads read while the request
+waits; one whose adapter has no readable files is not offloaded.
 """
 
 import hashlib
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.distributed import kv_events
@@ -28,13 +31,13 @@ from kvtier.connector.common import (
 )
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
-from kvtier.engines.vllm.identity import fingerprint_checkpoint
 
 logger = logging.getLogger(__name__)
 
-Signature = tuple[tuple[str, int, int], ...]
-"""Name, size and time of change of each file of an adapter; while it is equal the files are taken for unchanged."""
+Signature = tuple[tuple[str, FileStamp], ...]
+"""Name and state of each file of an adapter; while it is equal the files are taken for unchanged."""
 
 NO_SALT = b""
 """The salt of a request without an adapter."""
@@ -42,60 +45,111 @@ NO_SALT = b""
 CONFIG_NAME = "adapter_config.json"
 """Holds the scaling of the adapter, which changes its effect without changing a weight."""
 
+DEADLINE_S = 60.0
+"""How long a request waits for its adapter to be read, and is then served without kvtier. vLLM reads the same bytes
+before it can compute the request, so a shorter time than a slow disk takes only loses hits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """An adapter that is being read, or has been."""
+
+    job: FingerprintJob
+    began_s: float
+
 
 class AdapterSalts:
     """Fingerprints each adapter once, when a request first names it; one whose files change afterwards is given up.
 
     vLLM may go on with the weights it has in memory, or read the new ones when it likes: it does not say which, so
-    from then on nobody knows what a block of that adapter holds. The next start of the engine does.
+    from then on nobody knows what a block of that adapter holds. The next start of the engine does. For the same
+    reason an adapter is given up whose files changed before a request first named it but after the engine started.
+
+    Args:
+        newest_ns: time of change that no file may be younger than, the engine's start; None admits any.
+        clock_s: measures how long a request waits.
+        read: begins to read the adapter in a folder, with a label for the log.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Signature, bytes]] = {}
+    def __init__(
+        self,
+        newest_ns: int | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
+        read: Callable[[Path, str], FingerprintJob] = FingerprintJob,
+    ) -> None:
+        self._newest_ns = newest_ns
+        self._clock_s = clock_s
+        self._read = read
+        self._readings: dict[str, Reading] = {}
         self._refused: set[str] = set()
 
+    def is_ready(self, request: Request) -> bool:
+        """Return whether ``salt_of`` answers at once; begin to read the adapter if it is new."""
+        path = _path_of(request)
+        if path is None or path in self._refused:
+            return True
+        reading = self._reading_of(path)
+        return reading.job.is_done or self._is_overdue(reading)
+
     def salt_of(self, request: Request) -> bytes | None:
-        """Return the salt of a request's keys; None when its blocks must not be offloaded.
+        """Return the salt of a request's keys; None when its blocks must not be offloaded. May wait for the files.
 
         Args:
             request: one of vLLM's.
         """
-        adapter = getattr(request, "lora_request", None)
-        if adapter is None:
+        path = _path_of(request)
+        if path is None:
             return NO_SALT
-        path = str(adapter.lora_path)
         if path in self._refused:
             return None
         try:
-            return self._salt_at(path)
+            return self._salt_at(path, request)
         except OSError as error:
             self._refused.add(path)
             logger.warning("from here on no request of adapter %r is offloaded: %s", path, error)
             return None
 
-    def _salt_at(self, path: str) -> bytes:
+    def _salt_at(self, path: str, request: Request) -> bytes | None:
         """Return the salt of an adapter whose files are what they were when they were first seen."""
-        folder = Path(path)
-        signature = tuple(sorted(_describe(file) for file in folder.iterdir() if file.is_file()))
-        if path not in self._known:
-            self._known[path] = signature, _fingerprint(folder)
-        first_signature, salt = self._known[path]
-        if signature != first_signature:
-            raise FileExistsError(f"its files have changed while the engine runs ({folder})")
-        return salt
+        reading = self._reading_of(path)
+        if not reading.job.is_done and self._is_overdue(reading):
+            return None
+        fingerprint = reading.job.wait()
+        if not fingerprint.text:
+            raise FileNotFoundError(f"{path} holds no weights")
+        if getattr(request.lora_request, "tensorizer_config_dict", None):
+            raise FileNotFoundError(f"{path} is loaded with tensorizer, from files that kvtier does not know")
+        newest_ns = max(file.stamp.ctime_ns for file in fingerprint.files)
+        if self._newest_ns is not None and newest_ns > self._newest_ns:
+            raise FileExistsError(
+                f"its files have changed since the engine started ({path}), and vLLM may have loaded it before: "
+                "start the engine again"
+            )
+        if _sign(Path(path)) != _signature_of(fingerprint):
+            raise FileExistsError(f"its files have changed while the engine runs ({path})")
+        is_3d = bool(getattr(request.lora_request, "is_3d_lora_weight", False))
+        return hashlib.sha256(f"{fingerprint.text} {is_3d}".encode()).digest()
+
+    def _reading_of(self, path: str) -> Reading:
+        if path not in self._readings:
+            self._readings[path] = Reading(self._read(Path(path), f"adapter {path}"), self._clock_s())
+        return self._readings[path]
+
+    def _is_overdue(self, reading: Reading) -> bool:
+        return self._clock_s() - reading.began_s > DEADLINE_S
 
 
-def _fingerprint(folder: Path) -> bytes:
-    weights = fingerprint_checkpoint(folder)
-    if not weights:
-        raise FileNotFoundError(f"{folder} holds no weights")
-    settings = (folder / CONFIG_NAME).read_bytes() if (folder / CONFIG_NAME).exists() else b""
-    return hashlib.sha256(weights.encode() + b"\0" + settings).digest()
+def _path_of(request: Request) -> str | None:
+    adapter = getattr(request, "lora_request", None)
+    return None if adapter is None else str(adapter.lora_path)
 
 
-def _describe(file: Path) -> tuple[str, int, int]:
-    status = file.stat()
-    return file.name, status.st_size, status.st_mtime_ns
+def _sign(folder: Path) -> Signature:
+    return tuple((file.name, file.stamp) for file in find_files(folder))
+
+
+def _signature_of(fingerprint: Fingerprint) -> Signature:
+    return tuple((file.name, file.stamp) for file in fingerprint.files)
 
 
 def translate_events(events: Iterable[BlockStored | BlockRemoved]) -> list[kv_events.KVCacheEvent]:
@@ -125,7 +179,7 @@ class SchedulerHooks:
     _kv_cache_config: KVCacheConfig
 
     def __init__(self) -> None:
-        self._adapter_salts = AdapterSalts()
+        self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
         self._block_pool: BlockPool | None = None
         self._can_wait_by_layer = False
 
@@ -149,7 +203,12 @@ class SchedulerHooks:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Say how many tokens can be loaded beyond those on the device; None asks to be asked again."""
-        key_salt = self._adapter_salts.salt_of(request) if self.is_offloadable(request) else None
+        if not self.is_offloadable(request):
+            key_salt = None
+        elif self._adapter_salts.is_ready(request):
+            key_salt = self._adapter_salts.salt_of(request)
+        else:
+            return None, False
         if key_salt is None:
             # Blocks of its own it has none, but it may share those of a load that is not there yet.
             layerwise = self._scheduler.layerwise

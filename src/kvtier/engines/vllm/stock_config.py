@@ -3,7 +3,7 @@
 It sees no VllmConfig: the stock connector hands a tier a digest of it, and that leaves out which weights are loaded and
 every flag that changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such
 engines could not be told apart, so the user names what is left out, and a start without that name is refused. What
-can be seen is part of the namespace besides: a checkpoint on the local disk is sampled, so that other weights under
+can be seen is part of the namespace besides: every byte of a checkpoint on the local disk, so that other weights under
 the same path are other blocks.
 """
 
@@ -17,8 +17,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig as StockConfig
 
 from kvtier.base import make_offload_key
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.engines.checkpoint import fingerprint_checkpoint
 from kvtier.engines.vllm.compat import release
-from kvtier.engines.vllm.identity import fingerprint_checkpoint
 from kvtier.errors import ConfigError
 from kvtier.namespace import RANDOM_SEED
 
@@ -30,7 +30,7 @@ MIN_CRYPTOGRAPHIC_HASH_BYTES = 32
 
 
 def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: str = "") -> OffloadingConfig:
-    """Describe the engine to kvtier. Reads a little of every weight file of a local checkpoint.
+    """Describe the engine to kvtier. Reads every file of a local checkpoint.
 
     Args:
         stock: what vLLM's connector says of the engine.
@@ -39,7 +39,7 @@ def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: s
 
     Raises:
         ConfigError: something that decides the bytes is not known.
-        OSError: a weight file cannot be read.
+        FingerprintError: a file of the checkpoint cannot be read.
     """
     if not model_identity:
         remedy = (
@@ -92,7 +92,7 @@ def is_reproducible(key: bytes) -> bool:
 def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
     place = Path(name)
     settings = place / "config.json"
-    weights = fingerprint_checkpoint(place) if place.exists() else ""
+    weights = fingerprint_checkpoint(place, name).text if place.exists() else ""
     config_digest = hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else ""
     return ModelIdentity(name, f"{model_identity}; {weights}", dtype, config_digest)
 

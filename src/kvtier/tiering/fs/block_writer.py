@@ -16,7 +16,7 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.folders import FSNamespace, make_block_folder
+from kvtier.tiering.fs.folders import FSNamespace, make_block_folder, prefix_of
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Spare
 from kvtier.tiering.fs.shared_usage import SharedUsage
 from kvtier.tiering.kit.backend import Rows
@@ -113,6 +113,10 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_PLACE = (StoreOutcome.NO_ROOM, StoreOutcome.NO_SPARE)
 
 
+FOLDER_ATTEMPTS = 3
+"""How often folders are made for one block: somebody who removes a directory with ``rm -rf`` may remove them again."""
+
+
 class _Sealed(NamedTuple):
     """A block that is ready to be written."""
 
@@ -150,6 +154,7 @@ class BlockWriter:
         Thread: any of the pool's; blocks.
         """
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        num_removals = self._evictor.removals.num_seen
         room = Reservation(self._spares, self._directory.block_bytes)
         try:
             self._fill(room, space, len(blocks))
@@ -160,6 +165,9 @@ class BlockWriter:
                     break
         finally:
             room.settle(self._ledger)
+            if self._evictor.removals.num_seen != num_removals:
+                # What was written before the removal is gone, and has just been counted as being on the disk.
+                self._evictor.removals.ask_count()
         return outcomes
 
     def _fill(self, room: Reservation, space: FSNamespace, num_blocks: int) -> None:
@@ -208,6 +216,9 @@ class BlockWriter:
         """Write a block that had no place into another, made if need be; False when there is none."""
         while outcomes[sealed.key] is StoreOutcome.NO_SPARE:
             self._try(space, room, [sealed], outcomes)
+        if outcomes[sealed.key] is StoreOutcome.NO_ROOM and not room.num_blocks:
+            self._fill(room, space, 1)  # the disk is not full, spare files were gone
+            self._try(space, room, [sealed], outcomes)
         if outcomes[sealed.key] is StoreOutcome.NO_ROOM:
             self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
             room.add(self._spares.take(1, space.namespace.name), 0)
@@ -224,7 +235,7 @@ class BlockWriter:
             files.append((space.block_path(key), (page, row), place and place.path))
         had_room = len(places) == len(batch)
         for sealed, place, file, answer in zip(
-            batch, places, files, self._publish(space, files), strict=False
+            batch, places, files, self._publish(space, batch, files), strict=False
         ):
             outcome = StoreOutcome.WRITTEN if answer is True else _judge(file, answer)
             room.end(place, outcome)
@@ -234,21 +245,45 @@ class BlockWriter:
             outcomes[sealed.key] = StoreOutcome.NO_ROOM
         return had_room
 
-    def _publish(self, space: FSNamespace, files: Sequence[NewFile]) -> list[bool | OSError]:
+    def _publish(
+        self, space: FSNamespace, batch: Sequence[_Sealed], files: Sequence[NewFile]
+    ) -> list[bool | OSError]:
         """Publish files, those without a folder again when there is one."""
         answers = self._files.publish(files)
         for index, answer in enumerate(answers):
             if isinstance(answer, FileNotFoundError):
-                answers[index] = self._publish_in_new_folder(space, files[index])
+                answers[index] = self._publish_in_new_folder(space, batch[index].key, files[index])
+            elif answer is True:
+                space.folders.add(prefix_of(batch[index].key))
         return answers
 
-    def _publish_in_new_folder(self, space: FSNamespace, file: NewFile) -> bool | OSError:
+    def _publish_in_new_folder(self, space: FSNamespace, key: OffloadKey, file: NewFile) -> bool | OSError:
         path, directory = file[0], self._directory
-        try:
-            make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)
-        except OSError as error:
-            return error
-        return self._files.publish([file])[0]
+        self._note_missing_folder(space, key, path)
+        answer: bool | OSError = OSError()
+        for _ in range(FOLDER_ATTEMPTS):
+            try:
+                make_block_folder(directory.root, space.namespace, path, directory.file_mode, directory.owner)
+            except FileNotFoundError as error:
+                answer = error
+                continue
+            except OSError as error:
+                return error
+            space.folders.add(prefix_of(key))
+            (answer,) = self._files.publish([file])
+            if file[2] is not None or not isinstance(answer, FileNotFoundError):
+                break
+        return answer
+
+    def _note_missing_folder(self, space: FSNamespace, key: OffloadKey, path: str) -> None:
+        """Note that a folder was removed, unless it never was there."""
+        prefix = prefix_of(key)
+        was_there = prefix in space.folders
+        space.folders.discard(prefix)
+        if space.index.lose(prefix):
+            self._evictor.removals.note(path.rpartition("/")[0])
+        elif was_there:
+            self._evictor.removals.note(None)  # perhaps it was only tidied up, as empty folders are
 
 
 def _cut(
@@ -270,5 +305,6 @@ def _judge(file: NewFile, answer: bool | OSError) -> StoreOutcome:
     if spare is not None and isinstance(answer, FileNotFoundError):
         # The folder was there a moment ago, so the spare file is gone: another host has taken us for dead.
         return StoreOutcome.NO_SPARE
-    logger.warning("tier fs: block %s was not stored: %s", path, answer)
+    if not isinstance(answer, FileNotFoundError):  # of folders that are removed under us, the evictor tells
+        logger.warning("tier fs: block %s was not stored: %s", path, answer)
     return StoreOutcome.FAILED

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, probe
-from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_folder
+from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
 from kvtier.tiering.fs.owner import Owner, current_owner
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
@@ -80,8 +80,7 @@ def open_directory(
     owner = current_owner()
     temporary_path = settings.root_dir / TEMPORARY_NAME
     try:
-        make_folder(settings.root_dir, settings.file_mode)
-        make_folder(temporary_path, settings.file_mode)
+        make_root(settings.root_dir, settings.file_mode)
         scratch_path = temporary_path / f"{owner}-{secrets.token_hex(8)}"
         support = probe(settings.root_dir, scratch_path, settings.file_mode, calls)
     except OSError as error:

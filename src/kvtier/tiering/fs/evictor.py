@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from kvtier.tiering.fs.folders import (
     walk_blocks,
 )
 from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.removals import Removals
 from kvtier.tiering.fs.shared_usage import UsageRecord
 from kvtier.tiering.fs.system import open_shared_file
 
@@ -89,6 +90,10 @@ REFRESH_S = 300.0
 """Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Spare files of a
 tier that has stored nothing for so long are removed."""
 
+WATCH_S = 1.0
+"""Seconds between two looks at whether the folders are still there, four calls of ``stat``. Longer answers lookups with
+blocks that somebody has removed, whose loads then fail; shorter wakes an idle engine more often."""
+
 BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
 
@@ -128,6 +133,9 @@ class Evictor:
         directory: what it works on.
         current_space: the namespace whose index learns what is there and what went.
         spares: takes files of evicted blocks that can be written over.
+
+    Attributes:
+        removals: what others remove under the tier.
     """
 
     def __init__(
@@ -142,6 +150,8 @@ class Evictor:
         self._is_running = False
         self._is_closed = False
         self._num_rounds = 0
+        self._num_looks = 0
+        self.removals = Removals(directory, current_space, spares)
         self._candidates: list[BlockFile] = []
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
@@ -156,7 +166,9 @@ class Evictor:
     def note(self, book: UsageRecord | None) -> None:
         """Ask for an eviction, without waiting for it, when ``book`` says that the slack is being used up."""
         block_bytes = self._directory.block_bytes
-        if book is not None and plan_excess(book, block_bytes, self._spares.num_bytes) > 0:
+        if book is None:
+            return
+        if not book.is_counted or plan_excess(book, block_bytes, self._spares.num_bytes) > 0:
             self.ask()
 
     def ask(self) -> None:
@@ -212,23 +224,36 @@ class Evictor:
         """Return True with work to do, False at the end; gives signs of life in between."""
         while True:
             with self._changed:
-                has_work = self._changed.wait_for(lambda: self._is_closed or self._has_work, REFRESH_S)
+                has_work = self._changed.wait_for(lambda: self._is_closed or self._has_work, WATCH_S)
                 if self._is_closed:
                     return False
+                # Also of a look at the folders: a writer that comes now must wait for the round behind it.
+                self._is_running = True
                 if has_work:
                     self._has_work = False
-                    self._is_running = True
                     return True
-            self._guard(self._rest)
+            self._guard(self._look)
 
-    def _rest(self) -> None:
-        """Give a sign of life, and spare files back: nobody has stored for minutes, and others may want their room."""
-        self._spares.give_up(self._directory.ledger)
-        self._directory.ledger.refresh()
+    def _look(self) -> None:
+        """See whether the folders are there; now and then give a sign of life, and spare files back."""
+        was_due = self.removals.is_count_due
+        has_lost = self.removals.look()
+        if not self.removals.has_root:
+            return
+        self._num_looks += 1
+        if self._num_looks * WATCH_S >= REFRESH_S:
+            # Nobody has stored for minutes, and others may want the room of the spare files.
+            self._num_looks = 0
+            self._spares.give_up(self._directory.ledger)
+            self._directory.ledger.refresh()
+        if was_due and not has_lost:
+            self.ask()
 
     def _leave(self) -> None:
-        self._spares.give_up(self._directory.ledger)
-        self._directory.ledger.leave()
+        self.removals.close()
+        if self.removals.has_root:
+            self._spares.give_up(self._directory.ledger)
+            self._directory.ledger.leave()
 
     def _begin(self) -> None:
         directory = self._directory
@@ -245,8 +270,10 @@ class Evictor:
 
     def _run_round(self) -> None:
         directory = self._directory
-        while True:
-            with leading(directory.root, directory.file_mode) as is_leader:
+        if self.removals.look() and not self._wishes:
+            return  # more may be removed just now: the next look has it counted
+        while self.removals.restore_root() if self._wishes else self.removals.has_root:
+            with suppress(FileNotFoundError), leading(directory.root, directory.file_mode) as is_leader:
                 if is_leader:
                     self._evict()
                     return
@@ -287,7 +314,9 @@ class Evictor:
             return wishes
 
     def _is_walk_fresh(self) -> bool:
-        return self._walked_s is not None and self._directory.clock() - self._walked_s < WALK_TTL_S
+        if self._walked_s is None or self.removals.is_count_due:
+            return False
+        return self._directory.clock() - self._walked_s < WALK_TTL_S
 
     def _is_barren(self) -> bool:
         """Return whether the last walk found what cannot be removed, and that not long ago for what it cost."""
@@ -303,6 +332,8 @@ class Evictor:
         """
         directory = self._directory
         begun_s = directory.clock()
+        if is_recount and self.removals.take_count():
+            space = self._current_space()  # what is left of its blocks is to be found again
         begun = directory.ledger.begin_recount() if is_recount else None
         found_bytes = sweep_temporaries(
             directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock()
@@ -327,9 +358,14 @@ class Evictor:
         self._walk_took_s = self._walked_s - begun_s
         self._freed_since_walk_bytes = 0
         if begun is None:
+            if is_recount:
+                self.removals.ask_count()
             return None
         remove_empty_folders(directory.root, directory.wall_clock())
-        return directory.ledger.end_recount(found_bytes, begun)
+        counted = directory.ledger.end_recount(found_bytes, begun)
+        if counted is None:
+            self.removals.ask_count()
+        return counted
 
     def _evict_batch(self, excess_bytes: int, num_spares: int) -> int:
         """Evict the next candidates, as many as are needed or a batch, and return the bytes they gave.

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.base import OffloadKey
@@ -41,6 +41,11 @@ def block_path(namespace_path: str, key: OffloadKey) -> str:
     return f"{namespace_path}/{digits[0]}/{digits[1]}/{digits}.kv"
 
 
+def prefix_of(key: OffloadKey) -> bytes:
+    """Return what all keys begin with whose blocks are in the folder of this one's. Pure."""
+    return key[:1]
+
+
 def parse_block_name(file_name: str) -> OffloadKey | None:
     """Return the key of the block in a file called so, None when it is no block. Pure."""
     found = _BLOCK.fullmatch(file_name)
@@ -65,11 +70,13 @@ class FSNamespace:
         namespace: the identity of its blocks.
         path: its folder.
         index: which blocks of it are on the disk.
+        folders: what keys begin with whose folders this process has made or written to; a missing one was removed.
     """
 
     namespace: Namespace
     path: str
     index: KeyIndex
+    folders: set[bytes] = field(default_factory=set)
 
     def block_path(self, key: OffloadKey) -> str:
         """Return where the block of ``key`` is."""
@@ -116,6 +123,16 @@ def make_folder(path: Path, file_mode: int) -> None:
         path.chmod(mode)
 
 
+def make_root(root: Path, file_mode: int) -> None:
+    """Make the tier's directory and the folder of temporary files in it, unless they exist.
+
+    Raises:
+        OSError: the system refused.
+    """
+    make_folder(root, file_mode)
+    make_folder(root / TEMPORARY_NAME, file_mode)
+
+
 def make_block_folder(
     root: Path, namespace: Namespace, block_path: str, file_mode: int, owner: Owner
 ) -> None:
@@ -131,6 +148,7 @@ def make_block_folder(
     Raises:
         OSError: the system refused.
     """
+    make_root(root, file_mode)
     top = Path(namespace_path(root, namespace.name))
     make_folder(top, file_mode)
     document = top / NAMESPACE_DOCUMENT_NAME

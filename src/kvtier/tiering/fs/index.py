@@ -57,6 +57,20 @@ class KeyIndex:
                     del self._keys[key]
                     self._evicted.add(key)
 
+    def lose(self, prefix: bytes = b"") -> int:
+        """Note that somebody has removed the files of all keys that begin so; return how many were known.
+
+        Nobody else tells of them, as a process does that evicts: they count as evicted by this one.
+        """
+        with self._lock:
+            known = list(self._keys)
+        lost = iter([key for key in known if key.startswith(prefix)] if prefix else known)
+        num_lost = 0
+        while batch := list(islice(lost, BATCH_KEYS)):
+            self.evict(batch)
+            num_lost += len(batch)
+        return num_lost
+
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
         with self._lock:

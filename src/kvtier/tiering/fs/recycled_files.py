@@ -102,6 +102,16 @@ class RecycledFiles:
         """Take back what was not written over. Thread: any."""
         self._spares.extend(spares)
 
+    def forget_missing(self) -> None:
+        """Drop those whose files somebody has removed. Thread: the evictor's; blocks."""
+        there = []
+        with suppress(IndexError):
+            while True:
+                spare = self._spares.popleft()
+                if os.path.lexists(spare.path):
+                    there.append(spare)
+        self._spares.extendleft(reversed(there))
+
     def discard(self, spare: Spare) -> None:
         """Remove a file that is of no use, if it is there. Thread: any; may block.
 

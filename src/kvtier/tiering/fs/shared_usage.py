@@ -371,6 +371,8 @@ class SharedUsage:
 
         try:
             after = self._rewrite(edit_all)
+        except (FileNotFoundError, NotADirectoryError):
+            after = None  # somebody has removed the directory: the evictor says so, once, and makes it again
         except OSError as error:
             logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
             after = None
@@ -382,6 +384,9 @@ class SharedUsage:
         fd = open_shared_file(self._path, self._file_mode)
         try:
             if not _lock(fd):
+                return None
+            if os.fstat(fd).st_nlink == 0:
+                # Removed while we waited for the lock: what is written there, nobody else would ever read.
                 return None
             before = unpack_book(os.pread(fd, MAX_BOOK_BYTES, 0))
             after = edit(before)

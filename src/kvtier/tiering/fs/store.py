@@ -15,7 +15,7 @@ from kvtier.tiering.fs.block_file import OldFile, plan_batch_files
 from kvtier.tiering.fs.block_writer import NO_PLACE, BlockWriter, StoreOutcome
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.folders import FSNamespace, namespace_path
+from kvtier.tiering.fs.folders import FSNamespace, namespace_path, prefix_of
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.system import FileStatus
@@ -168,8 +168,17 @@ class FSBlockStore(BlockStore[FSNamespace]):
         arrived = [key for key in keys if key not in failures]
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
+        self._note_missing_folders(
+            space, [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
+        )
         self._counters.add(hits=len(arrived), loaded_bytes=len(arrived) * self._row_bytes)
         return TransferOutcome(arrived, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def _note_missing_folders(self, space: FSNamespace, absent: Sequence[OffloadKey]) -> None:
+        """Forget all blocks of the folders of ``absent`` that are gone: eviction leaves folders."""
+        for folder, key in {space.block_path(key).rpartition("/")[0]: key for key in absent}.items():
+            if not os.access(folder, os.F_OK) and space.index.lose(prefix_of(key)):
+                self._evictor.removals.note(folder)
 
     def find(self, space: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.

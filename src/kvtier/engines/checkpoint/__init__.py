@@ -1,0 +1,24 @@
+"""Names a model on disk by every byte that decides what it computes; for engines that load files themselves."""
+
+from kvtier.engines.checkpoint.digest_cache import DigestCache, default_cache_path
+from kvtier.engines.checkpoint.files import (
+    CheckpointFile,
+    FileStamp,
+    find_files,
+    has_weights,
+    require_unchanged,
+)
+from kvtier.engines.checkpoint.fingerprint import Fingerprint, FingerprintJob, fingerprint_checkpoint
+
+__all__ = [
+    "CheckpointFile",
+    "DigestCache",
+    "FileStamp",
+    "Fingerprint",
+    "FingerprintJob",
+    "default_cache_path",
+    "find_files",
+    "fingerprint_checkpoint",
+    "has_weights",
+    "require_unchanged",
+]

@@ -1,0 +1,137 @@
+"""Which files of a model or adapter decide what it computes, and when one of them has changed.
+
+A rule that lists what counts misses what the next format adds, so everything counts but what is known not to:
+tokenizers (blocks are named by token ids), documents, the configuration (its effective values are named elsewhere)
+and folders that no engine loads from. A file too many costs a miss; one too few would be a wrong answer.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtier.errors import FingerprintError
+
+WEIGHT_SUFFIXES = (
+    ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".npy", ".msgpack", ".h5", ".ckpt", ".tensors",
+)  # fmt: skip
+"""Endings of files that hold weights. A folder without any has no weights that could name it."""
+
+IRRELEVANT_WEIGHTS = re.compile(
+    r"(training_args|optimizer)\.bin|(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth"
+)
+"""What training leaves behind beside the weights; engines leave it out too."""
+
+IRRELEVANT_FILES = re.compile(
+    r"""
+    \..*                                            # .gitattributes
+    | config\.json | generation_config\.json        # effective values, and how tokens are drawn
+    | (tokenizer|vocab|special_tokens_map|added_tokens|chat_template|tekken).* | merges\.txt | .*\.jinja
+    | .*\.(md|rst|pdf|png|jpg|jpeg|gif|svg|log|lock) | (license|notice|readme|use_policy)(\..*)?
+    | trainer_state\.json
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Names of other files, in full, that change no block: their bytes reach an engine in other ways, or not at all."""
+
+IRRELEVANT_FOLDERS = re.compile(
+    r"""
+    \..* | __pycache__ | original | metal | onnx | openvino | coreml
+    | runs | logs | (checkpoint|global_step)[-_]?\d+
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Folders that no engine reads: copies of the same weights in other formats, and what training leaves behind."""
+
+REMEDY = (
+    "kvtier names a model by every byte of its files: make it readable, and let it be while the engine starts"
+)
+
+
+class FileStamp(NamedTuple):
+    """What differs once a file has been written again; both times, because the first can be set back."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFile:
+    """One file of a checkpoint.
+
+    Attributes:
+        name: its path inside the checkpoint; only the file's own name where the checkpoint is one file.
+        path: where its bytes are, links resolved.
+        stamp: what it was when the checkpoint was listed.
+    """
+
+    name: str
+    path: Path
+    stamp: FileStamp
+
+
+def find_files(place: Path) -> tuple[CheckpointFile, ...]:
+    """Return the files in a folder, or the one file, that decide what the model computes, sorted by name.
+
+    Raises:
+        FingerprintError: one cannot be reached.
+    """
+    if place.is_file():
+        return (_describe(place.name, place),)
+    paths: list[Path] = []
+    for folder, folder_names, file_names in os.walk(place, onerror=_refuse, followlinks=True):
+        folder_names[:] = [name for name in folder_names if not IRRELEVANT_FOLDERS.fullmatch(name)]
+        paths += [Path(folder, name) for name in file_names if _is_relevant(name)]
+    described = (_describe(path.relative_to(place).as_posix(), path) for path in paths)
+    return tuple(sorted(described, key=lambda file: file.name))
+
+
+def has_weights(files: tuple[CheckpointFile, ...]) -> bool:
+    """Return whether any of the files holds weights. Pure."""
+    return any(file.name.endswith(WEIGHT_SUFFIXES) for file in files)
+
+
+def require_unchanged(files: Iterable[CheckpointFile]) -> None:
+    """Refuse files that are not what they were when they were listed.
+
+    Raises:
+        FingerprintError: names the first one.
+    """
+    for file in files:
+        try:
+            stamp = stamp_of(file.path.stat())
+        except OSError as error:
+            raise FingerprintError(file.path, error.strerror or str(error), REMEDY) from error
+        if stamp != file.stamp:
+            raise FingerprintError(file.path, "it changed while the engine started", REMEDY)
+
+
+def stamp_of(status: os.stat_result) -> FileStamp:
+    """Return what identifies the state of a file. Pure."""
+    return FileStamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def _is_relevant(name: str) -> bool:
+    pattern = IRRELEVANT_WEIGHTS if name.endswith(WEIGHT_SUFFIXES) else IRRELEVANT_FILES
+    return pattern.fullmatch(name) is None
+
+
+def _describe(name: str, path: Path) -> CheckpointFile:
+    try:
+        resolved = path.resolve(strict=True)
+        status = resolved.stat()
+    except OSError as error:
+        raise FingerprintError(path, error.strerror or str(error), REMEDY) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise FingerprintError(path, "it is no regular file", REMEDY)
+    return CheckpointFile(name, resolved, stamp_of(status))
+
+
+def _refuse(error: OSError) -> None:
+    raise FingerprintError(error.filename, error.strerror or str(error), REMEDY) from error

@@ -1,0 +1,368 @@
+"""Whoever removes a tier's files under a living engine costs it those blocks, and nothing else."""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
+from tests.tiering.fs.peer import Peer
+
+from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of
+from kvtier.tiering.fs.shared_usage import UsageRecord, unpack_book
+from kvtier.tiering.fs.system import SystemCalls
+
+BLOCK_BYTES = ROW_BYTES + 4096
+FOLDER = 1 << 248
+"""Between the numbers of blocks in neighbouring folders: a folder is called as the first byte of its keys."""
+
+BLOCKS = [folder * FOLDER + number for folder in (0x00, 0x01, 0x3F) for number in (1, 2)]
+OTHERS = [folder * FOLDER + number for folder in (0x01, 0x3F, 0x77) for number in (7, 8, 9)]
+
+Remove = Callable[[Path], object]
+
+
+def remove_contents(root: Path) -> None:
+    """Do what ``rm -rf DIR/*`` does."""
+    for path in root.glob("[!.]*"):
+        shutil.rmtree(path)
+
+
+def remove_namespaces(root: Path) -> None:
+    """Remove what is beside ``tmp``."""
+    for path in set(root.glob("[!.]*")) - {root / "tmp"}:
+        shutil.rmtree(path)
+
+
+def remove_folder(root: Path) -> None:
+    """Remove one folder of blocks."""
+    for path in root.glob("*/0/1"):
+        shutil.rmtree(path)
+
+
+def remove_folder_of_folders(root: Path) -> None:
+    """Remove the folders of all blocks whose keys begin with the same digit."""
+    for path in root.glob("*/0"):
+        shutil.rmtree(path)
+
+
+def replace(root: Path) -> None:
+    """Remove the directory and make an empty one."""
+    shutil.rmtree(root)
+    root.mkdir(0o700)
+
+
+ALL: dict[str, Remove] = {
+    "directory": shutil.rmtree,
+    "contents": remove_contents,
+    "directory, and made again": replace,
+    "directory, by moving it": lambda root: root.rename(root.with_name("elsewhere")),
+    "namespace": remove_namespaces,
+}
+"""What takes every block, and is seen without a load."""
+
+PARTS: dict[str, Remove] = {
+    "one folder": remove_folder,
+    "folders of one digit": remove_folder_of_folders,
+    "the count": lambda root: (root / ".usage").unlink(),
+    "temporary files": lambda root: shutil.rmtree(root / "tmp"),
+    "the lock": lambda root: (root / ".lock").unlink(),
+}
+
+
+def carry_out(remove: Remove, root: Path) -> None:
+    """Remove, and again where the tier has made a file in a folder meanwhile, as people repeat their ``rm -rf``."""
+    while True:
+        try:
+            remove(root)
+        except OSError:
+            if root.exists():
+                continue
+        return
+
+
+removed = pytest.mark.parametrize("remove", (ALL | PARTS).values(), ids=ALL | PARTS)
+
+
+def blocks_in(root: Path) -> set[int]:
+    """Return the numbers of the blocks on the disk."""
+    return {int.from_bytes(bytes.fromhex(path.stem)[:-4], "big") for path in root.glob("*/*/*/*.kv")}
+
+
+def bytes_in(root: Path) -> int:
+    """Return the bytes of blocks and of temporary files on the disk."""
+    return sum(path.stat().st_size for path in [*root.glob("*/*/*/*.kv"), *root.glob("tmp/*")])
+
+
+def book_of(root: Path) -> UsageRecord:
+    """Return the shared count."""
+    try:
+        return unpack_book((root / ".usage").read_bytes())
+    except FileNotFoundError:
+        return UsageRecord()
+
+
+def require_true_count(driver: TierDriver, root: Path) -> None:
+    """Wait until the shared count says what is on the disk, with nothing in flight."""
+
+    def is_true() -> bool:
+        book = book_of(root)
+        return (book.is_counted, book.used_bytes, book.in_flight_bytes) == (True, bytes_in(root), 0)
+
+    driver.poll_until(is_true)
+
+
+def require_works(driver: TierDriver, root: Path, numbers: list[int]) -> None:
+    """Store and load blocks as if nothing had happened."""
+    driver.poll_until(lambda: driver.store(numbers).success)
+    assert driver.load_right(numbers) == set(numbers)
+    assert all(driver.lookup(number) for number in numbers)
+    assert blocks_in(root) >= set(numbers)
+    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+    require_true_count(driver, root)
+
+
+def lines_about_removal(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what was said at WARNING or above."""
+    return [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
+
+
+@removed
+def test_what_is_removed_is_a_miss_and_the_tier_goes_on(
+    start_tier: StartTier, root: Path, remove: Remove, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = start_tier()
+    assert driver.store(BLOCKS).success
+
+    carry_out(remove, root)
+
+    left = blocks_in(root)
+    assert driver.load_right(BLOCKS) == left
+    assert {number for number in BLOCKS if driver.lookup(number)} == left
+    require_works(driver, root, OTHERS)
+    require_works(driver, root, BLOCKS)
+    assert len(lines_about_removal(caplog)) <= 1
+
+
+@removed
+def test_a_store_that_comes_first_after_a_removal_is_kept(
+    start_tier: StartTier, root: Path, remove: Remove
+) -> None:
+    driver = start_tier()
+    assert driver.store(BLOCKS).success
+
+    carry_out(remove, root)
+
+    require_works(driver, root, BLOCKS[1:] + OTHERS)
+
+
+@pytest.mark.parametrize("remove", ALL.values(), ids=ALL)
+def test_lookups_miss_what_was_removed_before_anybody_loads_it(
+    start_tier: StartTier, root: Path, remove: Remove, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = start_tier()
+    assert driver.store(BLOCKS).success
+
+    carry_out(remove, root)
+
+    driver.poll_until(lambda: not any(driver.lookup(number) for number in BLOCKS))
+    assert ["removed by somebody else" in line for line in lines_about_removal(caplog)] == [True]
+
+
+@removed
+def test_the_capacity_holds_and_no_room_is_taken_by_what_is_gone(
+    start_tier: StartTier, root: Path, remove: Remove
+) -> None:
+    capacity_blocks = 12
+    driver = start_tier(capacity_bytes=capacity_blocks * BLOCK_BYTES)
+    assert driver.store(BLOCKS).success
+    carry_out(remove, root)
+    num_left = len(blocks_in(root))
+    driver.load(BLOCKS)
+    driver.poll_until(lambda: driver.store(OTHERS[:1]).success)
+    require_true_count(driver, root)
+
+    fitting = [FOLDER * 2 + number for number in range(capacity_blocks - num_left - 1)]
+    assert [driver.store([number]).success for number in fitting] == [True] * len(fitting)
+    assert driver.tier.stats()["evicted_blocks"] == 0
+    for number in range(3 * capacity_blocks):
+        driver.store([FOLDER * 3 + number])
+        assert bytes_in(root) <= capacity_blocks * BLOCK_BYTES
+    assert len(blocks_in(root)) == capacity_blocks
+    require_true_count(driver, root)
+
+
+@removed
+def test_files_that_wait_to_be_written_over_may_be_removed_too(
+    start_tier: StartTier, root: Path, remove: Remove
+) -> None:
+    driver = start_tier(capacity_bytes=64 * BLOCK_BYTES)
+    for number in range(80):
+        driver.store([number])
+    driver.poll_until(lambda: any((root / "tmp").iterdir()))
+
+    carry_out(remove, root)
+
+    driver.load([79])
+    require_works(driver, root, BLOCKS)
+    require_works(driver, root, OTHERS)
+
+
+class Remover:
+    """Calls of the system, of which one removes files first or afterwards.
+
+    Args:
+        root: the directory.
+        remove: what is done.
+    """
+
+    def __init__(self, root: Path, remove: Remove) -> None:
+        self._root = root
+        self._remove = remove
+        self.num_calls_left: int | None = None
+
+    def pwritev(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        """Remove before the write of a block, whose file is open."""
+        self._count()
+        return os.pwritev(fd, buffers, offset)
+
+    def link(self, fd: int, path: str) -> None:
+        """Remove behind the publication of a block, whose room is still reserved."""
+        SystemCalls().link(fd, path)
+        self._count()
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        """Remove before the read of a block, whose file is open."""
+        self._count()
+        return os.preadv(fd, buffers, offset)
+
+    def _count(self) -> None:
+        if self.num_calls_left is not None:
+            self.num_calls_left -= 1
+            if self.num_calls_left == 0:
+                carry_out(self._remove, self._root)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "link", "preadv"])
+@removed
+def test_a_removal_under_jobs_costs_no_report_and_leaves_no_room_taken(
+    start_tier: StartTier, root: Path, remove: Remove, call: str
+) -> None:
+    remover = Remover(root, remove)
+    # One thread: the removal is not to come between another's calls, which would make rmtree fail, not the tier.
+    driver = start_tier(calls=SystemCalls(**{call: getattr(remover, call)}), num_threads=1)
+    assert driver.store(BLOCKS).success
+    remover.num_calls_left = 3
+
+    half = NUM_ROWS // 2
+    driver.place(range(100, 100 + half), range(half))
+    jobs = [driver.submit([100 + slot], [slot], is_promotion=False) for slot in range(half)]
+    jobs += [driver.submit([BLOCKS[0], BLOCKS[1]], [half, half + 1], is_promotion=True) for _ in range(half)]
+    driver.poll_until(lambda: all(job in driver.results for job in jobs))
+    driver.poll()
+
+    assert remover.num_calls_left <= 0
+    assert sorted(driver.results) == [*range(1 + len(jobs))]
+    driver.load(list(range(100, 100 + half)))
+    driver.load(BLOCKS)
+    require_true_count(driver, root)
+    require_works(driver, root, BLOCKS)
+
+
+@pytest.mark.parametrize("remove", ALL.values(), ids=ALL)
+def test_a_removal_at_any_moment_of_many_jobs_leaves_a_tier_that_works(
+    start_tier: StartTier, root: Path, remove: Remove
+) -> None:
+    driver = start_tier()
+    for _ in range(5):
+        driver.place(BLOCKS, range(len(BLOCKS)))
+        jobs = [
+            driver.submit([number], [slot], is_promotion=False)
+            for _ in range(4)
+            for slot, number in enumerate(BLOCKS)
+        ]
+        jobs += [driver.submit(BLOCKS, list(range(8, 8 + len(BLOCKS))), is_promotion=True)]
+        carry_out(remove, root)
+        driver.poll_until(lambda jobs=jobs: all(job in driver.results for job in jobs))  # type: ignore[misc]
+        shutil.rmtree(root.with_name("elsewhere"), ignore_errors=True)
+    require_works(driver, root, BLOCKS + OTHERS[:2])
+
+
+@removed
+def test_of_two_tiers_both_go_on_and_find_each_others_blocks(
+    start_tier: StartTier, root: Path, remove: Remove
+) -> None:
+    first, second = start_tier(negative_ttl_s=0.0), start_tier(negative_ttl_s=0.0)
+    assert first.store(BLOCKS).success
+    assert second.load_right(BLOCKS) == set(BLOCKS)
+
+    carry_out(remove, root)
+
+    left = blocks_in(root)
+    require_works(first, root, OTHERS)
+    assert second.load_right(BLOCKS) == left
+    assert second.load_right(OTHERS) == set(OTHERS)
+    require_works(second, root, BLOCKS)
+    assert first.load_right(BLOCKS) == set(BLOCKS)
+    require_true_count(first, root)
+
+
+def test_a_namespace_that_nobody_serves_here_gives_its_room_back(start_tier: StartTier, root: Path) -> None:
+    other = start_tier("model-b")
+    assert other.store(BLOCKS).success
+    assert other.tier.shutdown(HANG_GUARD_S)
+    driver = start_tier()
+    (foreign,) = set(root.glob("[!.]*")) - {root / "tmp"}
+    assert driver.store(BLOCKS).success
+    driver.poll_until(lambda: book_of(root).used_bytes == 2 * len(BLOCKS) * BLOCK_BYTES)
+
+    shutil.rmtree(foreign)
+
+    require_true_count(driver, root)
+    assert driver.load_right(BLOCKS) == set(BLOCKS)
+
+
+@pytest.mark.parametrize("remove", ALL.values(), ids=ALL)
+def test_another_process_goes_on_too(start_tier: StartTier, root: Path, remove: Remove) -> None:
+    driver = start_tier(negative_ttl_s=0.0)
+    peer = Peer(root, 100 * BLOCK_BYTES)
+    try:
+        assert peer.store(1, 2) == [1, 2]
+        assert driver.load_right([1, 2]) == {1, 2}
+
+        carry_out(remove, root)
+
+        require_works(driver, root, BLOCKS)
+        driver.poll_until(lambda: peer.store(1, 2) == [1, 2])
+        assert driver.load_right([1, 2]) == {1, 2}
+        require_true_count(driver, root)
+    finally:
+        peer.close()
+
+
+def test_a_directory_that_cannot_be_made_again_costs_stores_and_one_line(
+    start_tier: StartTier, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = start_tier()
+    assert driver.store(BLOCKS).success
+    shutil.rmtree(root)
+    root.write_text("in the way")
+
+    assert [driver.store([number]).success for number in (1, 2, 3)] == [False] * 3
+    assert len([line for line in lines_about_removal(caplog) if "cannot be made again" in line]) == 1
+    root.unlink()
+    require_works(driver, root, OTHERS)
+
+
+def test_nothing_is_made_while_nothing_is_stored(start_tier: StartTier, root: Path) -> None:
+    driver = start_tier()
+    assert driver.store(BLOCKS).success
+    shutil.rmtree(root)
+    driver.poll_until(lambda: not driver.tier.lookup(key_of(BLOCKS[0]), driver.request))
+
+    assert driver.tier.shutdown(HANG_GUARD_S)
+
+    assert not root.exists()
