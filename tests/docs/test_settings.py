@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import Settings
+from kvtier.errors import MissingExtraError
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.factory import NOT_SETTINGS, TIERS
 
@@ -17,6 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
 PRIMARY_HEADING = "The primary tier and the manager"
 EVERY_TIER_HEADING = "Every secondary tier"
+SHARED_SECTIONS: dict[str, type] = {PRIMARY_HEADING: Settings, EVERY_TIER_HEADING: TierSettings}
+SECTIONS = [*SHARED_SECTIONS, *TIERS.names()]
 
 
 def read_tables(text: str) -> dict[str, dict[str, str]]:
@@ -51,8 +54,16 @@ def defaults_of(kind: type) -> dict[str, object]:
     return {name: plain(one.default) for name, one in own.items()}
 
 
-SECTIONS: dict[str, type] = {PRIMARY_HEADING: Settings, EVERY_TIER_HEADING: TierSettings}
-SECTIONS |= {name: TIERS.resolve(name) for name in TIERS.names()}
+def kind_of(heading: str) -> type:
+    """Return what has the settings of a section; skips the test where a tier's client library is missing."""
+    if heading in SHARED_SECTIONS:
+        return SHARED_SECTIONS[heading]
+    try:
+        return TIERS.resolve(heading)
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
 TABLES = read_tables(PAGE.read_text(encoding="utf-8"))
 
 
@@ -62,12 +73,12 @@ def test_every_section_is_about_settings_that_exist() -> None:
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_table_names_exactly_the_settings_that_exist(heading: str) -> None:
-    assert set(TABLES[heading]) == set(defaults_of(SECTIONS[heading]))
+    assert set(TABLES[heading]) == set(defaults_of(kind_of(heading)))
 
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_a_default_on_the_page_is_the_default_of_the_code(heading: str) -> None:
-    defaults = defaults_of(SECTIONS[heading])
+    defaults = defaults_of(kind_of(heading))
 
     for name, cell in TABLES[heading].items():
         written = re.match(r"`([^`]+)`", cell)
