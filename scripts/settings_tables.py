@@ -9,11 +9,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvtier.errors import MissingExtraError
 from kvtier.settings import settings_of
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.factory import TIERS
@@ -45,9 +47,14 @@ def with_tables(page: str, kinds: Mapping[str, type[Any]]) -> str:  # Any: datac
 
 
 def settings_classes() -> dict[str, type[Any]]:  # Any: each is a dataclass of its own
-    """Return the dataclass whose table stands under each heading."""
-    own = {f"`{name}`": TIERS.resolve(name).own_settings for name in TIERS.names()}
-    return {EVERY_TIER_HEADING: TierSettings} | {name: kind for name, kind in own.items() if kind is not None}
+    """Return the dataclass whose table stands under each heading, without tiers whose client library is missing."""
+    found: dict[str, type[Any]] = {EVERY_TIER_HEADING: TierSettings}
+    for name in TIERS.names():
+        with suppress(MissingExtraError):
+            kind = TIERS.resolve(name).own_settings
+            if kind is not None:
+                found[f"`{name}`"] = kind
+    return found
 
 
 def table_of(kind: type[Any]) -> str:  # Any: as above

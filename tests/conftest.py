@@ -6,7 +6,17 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
+from tests.leftovers import pytest_runtest_makereport, pytest_runtest_protocol
+from tests.marks import pytest_collection_modifyitems
 from tests.servers import describe_servers
+
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_report_header",
+    "pytest_runtest_makereport",
+    "pytest_runtest_protocol",
+]
+"""What pytest calls."""
 
 pytest.register_assert_rewrite("kvtier.testing")
 

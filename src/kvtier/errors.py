@@ -139,8 +139,12 @@ class DuplicateNameError(KVTierError, ValueError):
         super().__init__(f"{kind} {name!r} is already registered: choose another name")
 
 
+SYSTEM_PACKAGES = {"mooncake": "libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4"}
+"""By extra, Debian's packages with the shared libraries that its wheel links against and does not bring."""
+
+
 class MissingExtraError(KVTierError, ImportError):
-    """A client library is not installed.
+    """A client library is not installed, or a shared library that it links against.
 
     Attributes:
         extra: the extra of the package that brings it.
@@ -148,7 +152,10 @@ class MissingExtraError(KVTierError, ImportError):
 
     def __init__(self, module: str, extra: str) -> None:
         self.extra = extra
-        super().__init__(f"module {module!r} is missing: pip install 'kvtier[{extra}]'", name=module)
+        remedy = f"pip install 'kvtier[{extra}]'"
+        if extra in SYSTEM_PACKAGES:
+            remedy += f" and apt-get install {SYSTEM_PACKAGES[extra]}"
+        super().__init__(f"module {module!r} is missing: {remedy}", name=module)
 
 
 class BlockNotReadyError(KVTierError, KeyError):

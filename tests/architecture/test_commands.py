@@ -14,13 +14,14 @@ CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "test-vllm", "check", "bench", "docs", "venv", "wheel", "clean", "help"]
+    "target",
+    ["demo", "test", "test-all", "test-vllm", "check", "bench", "docs", "venv", "wheel", "clean", "help"],
 )
 def test_the_makefile_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "check", "bench", "docs"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-all", "check", "bench", "docs"])
 def test_the_target_makes_its_environment(target: str) -> None:
     assert re.search(rf"^{target}: \$\(STAMP\)", MAKEFILE, flags=re.MULTILINE)
 
@@ -32,8 +33,18 @@ def test_readme_s_commands_are_targets() -> None:
     assert all(re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE) for command in commands)
 
 
-def test_the_machine_runs_readme_s_test_command_then_the_checks_then_real_engines() -> None:
-    assert re.findall(r"^make .*$", CI, flags=re.MULTILINE) == ["make test", "make check", "make test-vllm"]
+def test_the_machine_runs_every_test_then_the_checks_then_real_engines() -> None:
+    commands = re.findall(r"^make .*$", CI, flags=re.MULTILINE)
+
+    assert commands == ["make test-all", "make check", "make test-vllm"]
+
+
+def test_the_machine_runs_readme_s_commands_on_a_bare_debian_before_it_installs_what_newcomers_lack() -> None:
+    bare = CI.index("scripts/bare_root.sh 'make demo' 'make test'")
+
+    installed = re.findall(r"install_packages (\w+)", CI[:bare])
+    assert installed == ["mmdebstrap"]
+    assert bare < CI.index("packages=()") < CI.index("make test-all")
 
 
 def test_the_machine_s_script_can_be_executed() -> None:

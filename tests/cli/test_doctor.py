@@ -156,7 +156,9 @@ def test_what_was_not_compiled_or_cannot_be_loaded_is_a_note_with_a_remedy(tmp_p
 
 def test_what_was_compiled_and_can_be_loaded_is_good() -> None:
     if COMPILED_CALLS is None:
-        pytest.skip("nothing was compiled when kvtier was installed")
+        pytest.skip(
+            "nothing was compiled when kvtier was installed: apt-get install gcc python3-dev, make clean venv"
+        )
     module = Path(kvtier.__file__).parent / "cpu" / "_page_copy"
 
     assert doctor.check_compiled("copies", module, "faster") == Check("copies", CheckResult.GOOD, "faster")

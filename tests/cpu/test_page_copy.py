@@ -26,7 +26,7 @@ def calls() -> PageCalls:
     """Return the compiled calls."""
     if COMPILED_CALLS is None:
         pytest.skip(
-            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+            "nothing was compiled when kvtier was installed: apt-get install gcc python3-dev, make clean venv"
         )
     return COMPILED_CALLS
 

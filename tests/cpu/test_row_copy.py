@@ -46,7 +46,7 @@ def calls(request: pytest.FixtureRequest) -> PageCalls | None:
     """Return what moves pages."""
     if request.param == "compiled" and COMPILED_CALLS is None:
         pytest.skip(
-            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+            "nothing was compiled when kvtier was installed: apt-get install gcc python3-dev, make clean venv"
         )
     return COMPILED_CALLS if request.param == "compiled" else None
 

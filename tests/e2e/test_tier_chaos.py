@@ -1,6 +1,6 @@
 """Each secondary tier behind the manager, its server killed, restarted and hung at random while blocks travel.
 
-    KVTIER_CHAOS_BLOCKS=10000 make test ARGS=tests/e2e/test_tier_chaos.py
+    KVTIER_CHAOS_BLOCKS=10000 make test-all ARGS=tests/e2e/test_tier_chaos.py
 
 is the large run, with as many more kills; it takes minutes a tier and prints what it did with ``-s``.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tests.e2e.tier_chaos import ChaosRun
 from tests.e2e.tier_servers import SERVERS, ServerOrder
+
+pytestmark = pytest.mark.servers
 
 SMALL_NUM_BLOCKS = 400
 NUM_BLOCKS = int(os.environ.get("KVTIER_CHAOS_BLOCKS", SMALL_NUM_BLOCKS))

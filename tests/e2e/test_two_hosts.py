@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 from tests.e2e.two_hosts import Host, two_hosts
+from tests.servers import require_mooncake, start_bound
 
 from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
 from kvtier.cli.demo.serving import build_model, config_without
 from kvtier.engines.transformers import KVTierEngine
+
+pytestmark = pytest.mark.servers
 
 PROMPT = list(range(200))
 NUM_ANSWER_TOKENS = 8
@@ -58,14 +61,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
         def start(host: Host, *command: str, **environment: str) -> subprocess.Popen[str]:
             process = stack.enter_context(
-                subprocess.Popen(
+                start_bound(
                     [*host.prefix, *command],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    cwd=tmp_path,
-                    env=os.environ | environment,
-                    text=True,
+                    lambda bound: subprocess.Popen(
+                        bound,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        cwd=tmp_path,
+                        env=os.environ | environment,
+                        text=True,
+                    ),
                 )
             )
             stack.callback(process.kill)
@@ -96,8 +102,9 @@ def test_a_second_host_loads_what_the_first_stored_in_valkey(
 def test_a_second_host_loads_what_the_first_stored_in_mooncake(
     hosts: tuple[Host, Host], start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    mooncake = pytest.importorskip("mooncake", reason="pip install 'kvtier[mooncake]'")
-    importlib.import_module("mooncake.store")
+    require_mooncake()
+    mooncake = importlib.import_module("mooncake")
+    assert mooncake.__file__ is not None
     first, _ = hosts
     port = 50051 if first.prefix else 25051
     master = f"{first.address}:{port}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.servers import require_mooncake
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES
 
@@ -174,6 +175,7 @@ def start_valkey(order: ServerOrder) -> TierServer:
 
 def start_mooncake(order: ServerOrder) -> TierServer:
     """Return a master and a provider, one of which dies; all is empty when it is back; or skip."""
+    require_mooncake()
     from tests.tiering.mooncake.conftest import TIMEOUT_S
     from tests.tiering.mooncake.live import LiveStore
 

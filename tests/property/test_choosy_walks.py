@@ -3,6 +3,8 @@
 import pytest
 from tests.property.connector_walk import Walk
 
+pytestmark = pytest.mark.walks
+
 NUM_WALKS = 120
 WALK_OPERATIONS = 60
 

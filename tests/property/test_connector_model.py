@@ -220,6 +220,7 @@ ConnectorModel.TestCase.settings = settings(
 TestConnectorModel = pytest.mark.timeout(num_examples(900))(ConnectorModel.TestCase)
 
 
+@pytest.mark.walks
 def test_seeded_walks_keep_the_laws_and_reach_each_kind_of_event() -> None:
     seen: Counter[str] = Counter()
     for seed in range(NUM_WALKS):

@@ -2,7 +2,10 @@
 
 from collections import Counter
 
+import pytest
 from tests.property.connector_walk import Walk
+
+pytestmark = pytest.mark.walks
 
 NUM_WALKS = 400
 WALK_OPERATIONS = 60

@@ -1,6 +1,9 @@
 """Engines that load only what is faster, walked at random while speeds change: no law is broken, and nobody waits."""
 
+import pytest
 from tests.property.connector_walk import Walk
+
+pytestmark = pytest.mark.walks
 
 NUM_WALKS = 300
 WALK_OPERATIONS = 60

@@ -48,6 +48,7 @@ def first_requests(name: str) -> Trace:
     return make_trace(trace.requests[: NUM_REQUESTS[name]], trace.block_tokens)
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("name", HITS)
 def test_each_policy_finds_what_it_found(name: str) -> None:
     trace = first_requests(name)
@@ -59,6 +60,7 @@ def test_each_policy_finds_what_it_found(name: str) -> None:
     assert found == HITS[name]
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("name", HITS)
 def test_the_bound_is_above_them_all(name: str) -> None:
     bound = count_belady_hits(list_accesses(first_requests(name)), CAPACITIES[name])
@@ -121,6 +123,7 @@ CONVERSATION_HITS = {
 }
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("policy", CONVERSATION_HITS)
 def test_each_policy_finds_what_it_found_at_a_hundredth_and_at_a_tenth(policy: str) -> None:
     trace = first_requests("conversation")

@@ -30,7 +30,7 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Endings:
     """Compile the library and try every case in a process that has it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        pytest.skip("calls are shortened by a library that is compiled first: a C compiler is missing")
+        pytest.skip("calls are shortened by a library that is compiled first: apt-get install gcc")
     folder = tmp_path_factory.mktemp("faulty")
     library, source = folder / "planned_calls.so", HERE / "planned_calls.c"
     subprocess.run([compiler, *COMPILE_FLAGS, "-o", str(library), str(source), "-ldl"], check=True)
@@ -50,7 +50,7 @@ def require(way: Way) -> None:
     """Skip what was not compiled."""
     if way.is_compiled and REAL_CALLS.whole_files is None:
         pytest.skip(
-            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+            "nothing was compiled when kvtier was installed: apt-get install gcc python3-dev, make clean venv"
         )
 
 

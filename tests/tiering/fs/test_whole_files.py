@@ -19,7 +19,7 @@ def calls() -> WholeFileCalls:
     """Return the compiled calls."""
     if REAL_CALLS.whole_files is None:
         pytest.skip(
-            "nothing was compiled when kvtier was installed: a C compiler and Python's headers are missing"
+            "nothing was compiled when kvtier was installed: apt-get install gcc python3-dev, make clean venv"
         )
     return REAL_CALLS.whole_files
 

@@ -5,14 +5,10 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.servers import MOONCAKE_MISSING
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read while the library is loaded, by whoever is first
-pytest.importorskip(
-    "mooncake.store",
-    reason="the mooncake tier needs its library: pip install 'kvtier[mooncake]', apt-get install libibverbs1 "
-    "libnl-3-200 libnl-route-3-200 libnuma1 libcurl4",
-    exc_type=ImportError,
-)
+pytest.importorskip("mooncake.store", reason=MOONCAKE_MISSING, exc_type=ImportError)
 
 from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, Vandal  # needs the library itself
 

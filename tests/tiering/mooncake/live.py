@@ -1,11 +1,4 @@
-"""A Mooncake store of one's own: a master and processes that lend it memory, each killed by its process id.
-
-Run as a program this file is such a provider:
-
-    python tests/tiering/mooncake/live.py MASTER SEGMENT_BYTES
-
-It says "ready" when a value has really been stored, and lives until its standard input ends.
-"""
+"""A Mooncake store of one's own: a master and processes that lend it memory, each killed by its process id."""
 
 import os
 import select
@@ -18,6 +11,7 @@ from pathlib import Path
 import mooncake
 import mooncake.store
 import numpy as np
+from tests.servers import freeze, start_bound
 
 HANG_GUARD_S = 60.0
 SEGMENT_BYTES = 64 * 2**20
@@ -28,6 +22,7 @@ DEAD_AFTER_S = 2
 """Seconds without a word after which a provider counts as dead."""
 
 MASTER_BINARY = Path(mooncake.__file__).parent / "mooncake_master"
+PROVIDER = Path(__file__).with_name("provider.py")
 
 
 class Server:
@@ -39,19 +34,21 @@ class Server:
 
     def __init__(self, command: list[str]) -> None:
         environment = os.environ | {"MC_TCP_BIND_ADDRESS": "127.0.0.1", "MC_LOG_LEVEL": "ERROR"}
-        self.process = subprocess.Popen(
+        self.process = start_bound(
             command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
+            lambda bound: subprocess.Popen(
+                bound,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=environment,
+            ),
         )
 
     def freeze(self) -> None:
         """Let the process hang; returns when it does."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+        freeze(self.process)
 
     def thaw(self) -> None:
         """Let it go on."""
@@ -90,13 +87,23 @@ class LiveStore:
         self._segment_bytes = segment_bytes
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
-        self.master = self.start_master()
         self.providers: list[Server] = []
-        for _ in range(num_providers):
-            self.add_provider()
+        self.master = self._launch_master()
+        try:
+            wait_listening(self.port)
+            for _ in range(num_providers):
+                self.add_provider()
+        except BaseException:
+            self.close()
+            raise
 
     def start_master(self) -> Server:
         """Start a master on the store's port; one that was there must be dead. It knows nothing."""
+        self.master = self._launch_master()
+        wait_listening(self.port)
+        return self.master
+
+    def _launch_master(self) -> Server:
         options = [
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
@@ -105,13 +112,11 @@ class LiveStore:
             f"--default_kv_lease_ttl={self._lease_ms}",
             f"--client_ttl={DEAD_AFTER_S}",
         ]
-        self.master = Server([str(MASTER_BINARY), *options])
-        wait_listening(self.port)
-        return self.master
+        return Server([str(MASTER_BINARY), *options])
 
     def add_provider(self) -> Server:
         """Start a process that lends memory, and wait until a value has been stored."""
-        provider = Server([sys.executable, __file__, self.address, str(self._segment_bytes)])
+        provider = Server([sys.executable, str(PROVIDER), self.address, str(self._segment_bytes)])
         self.providers.append(provider)
         provider.wait_ready()
         return provider
@@ -179,21 +184,3 @@ def wait_listening(port: int) -> None:
                 return
         select.select([], [], [], 0.05)
     raise AssertionError("the master does not listen")
-
-
-def lend() -> None:
-    """Lend memory to the store until standard input ends."""
-    address, segment_bytes = sys.argv[1:]
-    store = mooncake.store.MooncakeDistributedStore()
-    memory = np.ones(64, np.uint8)
-    is_ready = store.setup("127.0.0.1", "P2PHANDSHAKE", int(segment_bytes), 0, "tcp", "", address) == 0
-    is_ready = is_ready and store.register_buffer(memory.ctypes.data, memory.nbytes) == 0
-    name = f"ready/{os.getpid()}"
-    is_ready = is_ready and store.batch_put_from([name], [memory.ctypes.data], [memory.nbytes]) == [0]
-    print("ready" if is_ready else "failed", flush=True)
-    sys.stdin.read()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    lend()

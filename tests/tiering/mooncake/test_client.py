@@ -14,6 +14,8 @@ from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code
 from kvtier.tiering.mooncake.native import open_native
 from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
 
+pytestmark = pytest.mark.servers
+
 MEMORY = memoryview(bytearray(4096))
 NOWHERE = Places([], [])
 

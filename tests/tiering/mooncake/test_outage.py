@@ -18,6 +18,8 @@ from kvtier.testing.tier_suite import (
 )
 from kvtier.tiering.base import ReachableTier
 
+pytestmark = pytest.mark.servers
+
 
 @pytest.fixture
 def two_providers() -> Iterator[LiveStore]:

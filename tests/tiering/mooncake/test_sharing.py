@@ -3,10 +3,13 @@
 import subprocess
 import sys
 
+import pytest
 from tests.tiering.mooncake.conftest import StartTier
 from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore
 
 from kvtier.testing.tier_suite import content_of
+
+pytestmark = pytest.mark.servers
 
 READER = """
 import dataclasses

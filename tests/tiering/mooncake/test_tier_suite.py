@@ -18,6 +18,8 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake import MooncakeTier
 from kvtier.tiering.mooncake.store import MooncakeNamespace
 
+pytestmark = pytest.mark.servers
+
 LEASE_MS = 300
 """Short, so that a damaged value can be removed soon after it was read."""
 

@@ -11,6 +11,8 @@ from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 
+pytestmark = pytest.mark.servers
+
 NameOf = Callable[[int], str]
 
 

@@ -17,6 +17,7 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+from tests.servers import freeze, start_bound
 
 from kvtier.cli.demo.servers.seaweed import remove_sockets
 
@@ -81,8 +82,11 @@ class S3Server:
         keys = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
         command = [find_weed(), f"-logdir={self._directory}", "server", *words]
         with (self._directory / "output").open("ab") as output:
-            self._process = subprocess.Popen(
-                command, env=os.environ | keys, stdout=output, stderr=output, cwd=self._directory
+            self._process = start_bound(
+                command,
+                lambda bound: subprocess.Popen(
+                    bound, env=os.environ | keys, stdout=output, stderr=output, cwd=self._directory
+                ),
             )
         self._wait_ready()
 
@@ -97,7 +101,7 @@ class S3Server:
     def hang(self) -> None:
         """Make it stop answering, connections standing."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process)
 
     def wake(self) -> None:
         """Make it go on."""

@@ -3,6 +3,7 @@
 import importlib
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,14 @@ BINARIES = {"valkey": valkey_binary, "redis": redis_binary}
 @pytest.fixture(scope="module")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Start servers that end with the module."""
-    servers: list[LiveServer] = []
+    with ExitStack() as servers:  # ends each, also where the end of another fails
 
-    def start(kind: str, *options: str) -> LiveServer:
-        server = LiveServer(BINARIES[kind](), tmp_path_factory.mktemp(kind), *options)
-        servers.append(server)
-        return server.start()
+        def start(kind: str, *options: str) -> LiveServer:
+            server = LiveServer(BINARIES[kind](), tmp_path_factory.mktemp(kind), *options)
+            servers.callback(server.close)
+            return server.start()
 
-    yield start
-    for server in servers:
-        server.close()
+        yield start
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])

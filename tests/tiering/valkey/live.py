@@ -1,5 +1,6 @@
 """Real servers for tests: started on free loopback ports, killed, paused and stopped by the process they are."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -7,15 +8,20 @@ import time
 from pathlib import Path
 
 import redis
+from tests.servers import freeze, start_bound
 
 HANG_GUARD_S = 60.0
-FIRST_PORT, LAST_PORT = 10_000, 22_000
-"""Below what the system hands out, so that a port that was free when it was chosen still is."""
+FIRST_PORT = 10_000
+"""With those of all lanes below what the system hands out, so that a port that was free when it was chosen still is."""
 
 OTHER_PORTS = (1, 10_000)
 """How far above it a server's port for TLS and a cluster node's own are."""
 
-_ports = iter(range(FIRST_PORT + time.time_ns() % 10_000, LAST_PORT, 2))
+LANES, LANE_PORTS = 4, 3_000
+"""Processes that share the tests choose from ports of their own: one that is free may be chosen by two at a time."""
+
+_first = FIRST_PORT + LANE_PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % LANES)
+_ports = iter(range(_first + time.time_ns() % 1_000, _first + LANE_PORTS, 2))
 
 
 def free_port() -> int:
@@ -65,8 +71,17 @@ class LiveServer:
 
     def start(self) -> "LiveServer":
         """Start it and wait until it takes a value."""
-        process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True)
-        self._process = process
+        self._process = start_bound(
+            self._command, lambda command: subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        )
+        try:
+            self._wait_ready(self._process)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _wait_ready(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
@@ -78,7 +93,6 @@ class LiveServer:
             with self.client() as client:
                 assert client.set("ready", 1)
                 client.delete("ready")
-        return self
 
     def client(self) -> redis.Redis:
         """Return redis-py's client, for looking at what a tier did."""
@@ -91,7 +105,8 @@ class LiveServer:
 
     def pause(self) -> None:
         """Make it hang: connections stay open and nobody answers."""
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        freeze(self._process)
 
     def resume(self) -> None:
         """Let a paused one go on."""

@@ -20,7 +20,7 @@ from kvtier.tiering.mooncake.settings import MooncakeSettings
 try:
     # Read while the library is loaded; without it each call writes several lines to standard error.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    # Fails too without a shared library: libibverbs1, libnl-3-200, libnl-route-3-200, libnuma1, libcurl4.
+    # Fails too without a shared library that the wheel does not bring; the error names their packages.
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 except ImportError as error:
     raise MissingExtraError("mooncake", "mooncake") from error
