@@ -239,7 +239,10 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def get_finished(self) -> Iterable[JobResult]:
-        """Return the jobs that ended since the last call, each exactly once."""
+        """Return the jobs that ended since the last call, each exactly once.
+
+        Called at most once a step, and not while the tier has neither a job nor a pending lookup.
+        """
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used."""
