@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md name exactly the settings that exist, with the defaults that they have."""
+"""The tables of docs/guide/settings.md name exactly the settings that exist, with the defaults that they have."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from kvtier.config import Settings
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.factory import NOT_SETTINGS, TIERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "settings.md"
 
 PRIMARY_HEADING = "The primary tier and the manager"
 EVERY_TIER_HEADING = "Every secondary tier"

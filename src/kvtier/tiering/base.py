@@ -36,7 +36,7 @@ class CascadeMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """The settings that every secondary tier has; ``docs/settings.md`` has the table.
+    """The settings that every secondary tier has; ``docs/guide/settings.md`` has the table.
 
     Attributes:
         required: a tier that cannot start refuses the engine instead of being left out.
