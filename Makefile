@@ -30,7 +30,7 @@ COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs clean
+.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -81,11 +81,14 @@ $(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
 bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's local back ends, and real vLLM engines
 	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager memory fs slab vllm)
 
-docs: $(STAMP)  ## links, settings table and code blocks of README and docs
+docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs
 	$(BIN)/python -m pytest -q tests/docs
 
+site: $(STAMP)  ## the documents as a site in site/, with the reference made from docstrings; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:  ## remove the virtual environment and everything that tools left behind
-	rm -rf $(VENV) .venv-vllm-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
 	$(FORGET_COMPILED)
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
