@@ -26,6 +26,9 @@ MAX_PARAGRAPH_WORDS = 80
 MAX_SENTENCE_NUMBERS = 2
 """Of a sentence outside tables. Three numbers are a row of a table."""
 
+MAX_EXPERIMENT_LINES = 8
+"""Of an entry under ``docs/experiments``, blank lines and heading left out: idea, command, result, decision."""
+
 NO_PROSE = re.compile(r"^\s*(\||#|:::|<|!\[)")
 """Starts of lines that are no prose: tables, headings, directives of the reference, HTML, pictures."""
 
@@ -81,7 +84,10 @@ def problems(root: Path) -> list[str]:
     broken = [message for page in found for message in broken_links(page)]
     syntax = [message for page in found for block in python_blocks(page) if (message := syntax_error(block))]
     prose = [message for page in found if is_prose(page) for message in prose_problems(page)]
-    return broken + unlinked_pages(found, root / "README.md") + syntax + prose
+    entries = [
+        message for page in found if page.parent.name == "experiments" for message in long_entries(page)
+    ]
+    return broken + unlinked_pages(found, root / "README.md") + syntax + prose + entries
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -126,6 +132,14 @@ def prose_problems(page: Path) -> Iterator[str]:
             if num_numbers > MAX_SENTENCE_NUMBERS:
                 found = f"{num_numbers} numbers in one sentence, at most {MAX_SENTENCE_NUMBERS}"
                 yield f"{page}:{line}: {found}: {sentence}"
+
+
+def long_entries(page: Path) -> Iterator[str]:
+    """Yield a sentence for each experiment of a page that is told at too great length."""
+    for entry in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, *lines = [line for line in entry.splitlines() if line.strip()]
+        if len(lines) > MAX_EXPERIMENT_LINES:
+            yield f"{page}: {title!r} has {len(lines)} lines, at most {MAX_EXPERIMENT_LINES}"
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:

@@ -112,3 +112,13 @@ def test_decisions_and_the_changelog_may_argue_with_numbers(tmp_path: Path) -> N
     )
 
     assert check_docs.problems(tmp_path) == []
+
+
+def test_an_experiment_of_nine_lines_is_found(tmp_path: Path) -> None:
+    short, long = "- line\n" * 8, "- line\n" * 9
+    write(tmp_path, README="[e](docs/experiments/a.md)\n")
+    write(tmp_path, docs__experiments__a=f"# Experiments\n\n## Short\n\n{short}\n## Long\n{long}")
+
+    (message,) = check_docs.problems(tmp_path)
+
+    assert message.endswith("'Long' has 9 lines, at most 8")
