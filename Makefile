@@ -86,7 +86,7 @@ docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and 
 	$(BIN)/python -m pytest -q tests/docs
 
 site: $(STAMP)  ## the documents as a site in site/, with the reference made from docstrings; warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove the virtual environment and everything that tools left behind
 	rm -rf $(VENV) .venv-vllm-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
