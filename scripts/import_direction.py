@@ -35,6 +35,9 @@ may use everything that does work, and nothing but tests and benchmarks imports 
 BOTTOM = LAYERS[0]
 USED_BY_NOBODY = frozenset({"testing", "cli"})
 
+COMMAND = f"{PACKAGE}.__main__"
+"""What ``python -m kvtier`` runs: the command, and nothing of the package's public face."""
+
 PUBLIC_FACE = BOTTOM | {"factory"}
 """What ``kvtier/__init__.py`` may re-export: all of it loads without torch."""
 
@@ -136,6 +139,8 @@ def direction_objection(module: str, target: str) -> str | None:
     source_part, target_part = _part(module), _part(target)
     if source_part == target_part:
         return None
+    if module == COMMAND:
+        return None if target_part == "cli" else "python -m kvtier is the command, of cli"
     if not source_part:
         return None if target_part in PUBLIC_FACE else "kvtier itself re-exports the light modules only"
     if not target_part:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvtier.cpu.policies import CACHE_POLICIES
-from kvtier.errors import TraceError
+from kvtier.errors import KVTierError, TraceError
 from kvtier.sim.bound import count_belady_hits
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
@@ -50,7 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--percent", type=parse_percent, nargs="+", default=[1.0, 5.0, 20.0], help="capacities"
     )
     policies = CACHE_POLICIES.names()
-    parser.add_argument("--policy", nargs="+", choices=policies, default=policies, help="names of policies")
+    policy_help = f"{', '.join(policies)}, or package.module:Class"
+    parser.add_argument("--policy", nargs="+", type=parse_policy, default=policies, help=policy_help)
     parser.add_argument(
         "--chunk-blocks", type=parse_chunk, help="blocks that a prompt is computed and stored in at a time"
     )
@@ -70,6 +71,19 @@ def parse_percent(text: str) -> float:
     if not 0 < percent < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: a capacity is a number above zero, such as 5")
     return percent
+
+
+def parse_policy(text: str) -> str:
+    """Return the name of a policy.
+
+    Raises:
+        argparse.ArgumentTypeError: it names none.
+    """
+    try:
+        CACHE_POLICIES.resolve(text)
+    except KVTierError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def parse_chunk(text: str) -> int:

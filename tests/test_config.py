@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier.config import (
@@ -116,6 +117,7 @@ def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
         ("lookup_deadline_s", float("inf")),
         ("lookup_deadline_s", float("nan")),
         ("lookup_deadline_s", False),
+        ("lookup_deadline_s", 10**400),
         ("load_if", "sometimes"),
         ("secondary_tiers", {"type": "fs"}),
         ("secondary_tiers", "fs"),
@@ -136,6 +138,19 @@ def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
         ("8GiB", 8 * 2**30),
         ("8 gib", 8 * 2**30),
         ("2 GB", 2 * 10**9),
+        ("8Gi", 8 * 2**30),
+        ("8gib", 8 * 2**30),
+        ("32G", 32 * 10**9),
+        ("512Mi", 512 * 2**20),
+        ("4ki", 4096),
+        ("1T", 10**12),
+        ("3k", 3000),
+        ("2Ti", 2 * 2**40),
+        ("1.001K", 1001),
+        ("8388607TiB", 8388607 * 2**40),
+        (2**63 - 1, 2**63 - 1),
+        (8.0, 8),
+        (np.int64(8), 8),
         ("1.5KiB", 1536),
         (" 64MiB ", 64 * 2**20),
         ("1TB", 10**12),
@@ -144,6 +159,38 @@ def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
 )
 def test_sizes_are_understood_with_their_units(text: object, expected: int) -> None:
     assert parse_bytes("size", text) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "9" * 400,
+        "0." + "0" * 400 + "1",
+        int("9" * 400),
+        pytest.param(10**5000, id="5001 digits"),
+        2**63,
+        "8388608TiB",
+        "1e9",
+        float("inf"),
+        float("nan"),
+        float("-inf"),
+        -1,
+        "-8GiB",
+        "8 GiBB",
+        "8m i",
+        "\u0663GiB",
+        "",
+        [8],
+    ],
+)
+def test_what_is_no_size_is_one_short_line_with_the_forms_that_there_are(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_bytes("size", value)
+
+    message = str(caught.value)
+    assert len(message) < 260
+    assert "\n" not in message
+    assert 'text with a unit: "8GiB" or "8Gi" (1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G"' in message
 
 
 def test_the_reader_leaves_out_what_is_not_given() -> None:

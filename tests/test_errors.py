@@ -11,6 +11,7 @@ from kvtier.errors import (
     ConfigError,
     KVTierError,
     MissingExtraError,
+    NamedClassError,
     TierError,
     UnknownNameError,
     WorkerAreaError,
@@ -59,6 +60,8 @@ def test_a_block_that_is_not_ready_is_named_in_hex() -> None:
     [
         ConfigError("block_size", 17, "must be a multiple of 16"),
         UnknownNameError("tier", "f", ["fs"]),
+        UnknownNameError("tier", "redis", ["valkey"], meant=["valkey"], also="a class"),
+        NamedClassError("tier", "a:B", "is none"),
         MissingExtraError("obstore", "obj"),
         BlockNotReadyError(b"\x01", "absent"),
         WorkerAreaError("view exceeds worker area end"),
@@ -90,3 +93,9 @@ def test_a_refused_setting_is_named_without_the_password_in_it() -> None:
     message = str(ConfigError("secondary_tiers", tiers, "must be a mapping"))
     assert "hunter2" not in message
     assert "redis://***@host:6379/0" in message
+
+
+def test_a_very_long_name_is_cut() -> None:
+    message = str(UnknownNameError("tier", "x" * 10_000, ["fs"]))
+    assert len(message) < 150
+    assert "xxx...: known are fs" in message

@@ -4,16 +4,33 @@ It does not know any tier's own settings; those are arguments of the tier's cons
 checked at construction: an unknown setting names its nearest neighbour, a bad value names the remedy.
 """
 
+import operator
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from fractions import Fraction
+from typing import Any, SupportsIndex, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
 
-BYTE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-BYTE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTE_UNITS = {"": 1, "B": 1}
+BYTE_UNITS |= {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6}
+BYTE_UNITS |= {"G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
+BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
+BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
+
+MAX_BYTES = 2**63 - 1
+"""What a file's length and a pointer's distance can be on the systems that kvtier runs on."""
+
+SIZE_FORMS = (
+    'must be a whole number of bytes from 1 to 2^63 - 1, or text with a unit: "8GiB" or "8Gi" '
+    '(1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G" (1000-based: K, M, G, T)'
+)
+
+MAX_SIZE_CHARS = 80
+"""How much of a refused size a message repeats."""
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
 """How long a request may wait for promotions, in seconds. Zero waits for one step. Larger
@@ -220,12 +237,16 @@ class SettingsReader:
     def seconds(self, name: str, default: float) -> float:
         """Return a duration in seconds, zero included."""
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 <= value <= sys.float_info.max
+        ):
             raise ConfigError(name, value, "must be a number of seconds, zero or more")
         return float(value)
 
     def size_bytes(self, name: str, default: int | None) -> int | None:
-        """Return a size in bytes; text such as ``"8GiB"`` is understood."""
+        """Return a size in bytes, see ``parse_bytes``."""
         value = self._values.get(name)
         return default if value is None else parse_bytes(name, value)
 
@@ -244,16 +265,24 @@ def parse_bytes(name: str, value: object) -> int:
 
     Args:
         name: the setting, for the message.
-        value: an integer, or text with a unit such as ``"64MiB"`` or ``"2 GB"``.
+        value: a whole number, or text with a unit in any case such as ``"64MiB"``, ``"64Mi"``, ``"2 GB"`` or ``"2G"``.
 
     Raises:
-        ConfigError: neither, or less than one byte.
+        ConfigError: it is neither, less than one byte or more than MAX_BYTES.
     """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    num_bytes = None if isinstance(value, bool) else _count_bytes(value)
+    if num_bytes is None or not 1 <= num_bytes <= MAX_BYTES:
+        raise ConfigError(name, value, SIZE_FORMS, max_value_chars=MAX_SIZE_CHARS)
+    return num_bytes
+
+
+def _count_bytes(value: object) -> int | None:
+    if not isinstance(value, str | float):
+        return operator.index(value) if isinstance(value, SupportsIndex) else None
+    # So many digits are more than any size has, and few enough for whole numbers of Python.
+    found = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]{0,3})\s*", str(value), re.ASCII)
     unit = BYTE_UNITS.get(found[2].upper()) if found else None
-    if isinstance(value, bool) or found is None or unit is None or int(float(found[1]) * unit) < 1:
-        raise ConfigError(name, value, 'must be a positive number of bytes, or text such as "8GiB"')
-    return int(found[1]) * unit if found[1].isdigit() else int(float(found[1]) * unit)
+    return None if found is None or unit is None else int(Fraction(found[1]) * unit)
 
 
 @dataclass(frozen=True, slots=True)

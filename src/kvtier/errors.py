@@ -18,6 +18,15 @@ def hide_credentials(text: str) -> str:
     return _CREDENTIALS.sub("***", text)
 
 
+def shorten(value: object, max_chars: int = 80) -> str:
+    """Return ``value`` as it is written in Python, cut after ``max_chars``. Pure."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write whole numbers of thousands of digits
+        text = f"<{type(value).__name__} of thousands of digits>"
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
 class KVTierError(Exception):
     """Base of every error that kvtier raises on purpose. Each reaches another process whole."""
 
@@ -44,33 +53,76 @@ class ConfigError(KVTierError, ValueError):
         setting: name of the setting, as the user wrote it.
         value: the refused value.
         remedy: what was expected and what to do.
+        max_value_chars: after how many characters the message cuts the value; None shows all of it.
     """
 
-    def __init__(self, setting: str, value: object, remedy: str) -> None:
+    def __init__(
+        self, setting: str, value: object, remedy: str, *, max_value_chars: int | None = None
+    ) -> None:
         self.setting = setting
         self.value = value
         self.remedy = remedy
-        super().__init__(hide_credentials(f"{setting}={value!r}: {remedy}"))
+        self.max_value_chars = max_value_chars
+        shown = repr(value) if max_value_chars is None else shorten(value, max_value_chars)
+        super().__init__(hide_credentials(f"{setting}={shown}: {remedy}"))
 
 
 class UnknownNameError(KVTierError, ValueError):
     """A name (of a setting, tier, policy, spec, codec) that nobody has registered.
 
-    Attributes:
+    Args:
         kind: what the name was meant to be, for example "setting".
         name: the unknown name.
+        known: every known name.
+        meant: what is known to be meant by it; otherwise the known name that looks most like it.
+        also: what else than a known name would do, as the end of a sentence.
+
+    Attributes:
+        kind: the same.
+        name: the same.
         known: every known name, sorted.
-        nearest: the known name that looks most like it, or None.
+        meant: the same.
+        also: the same.
+        nearest: the known name that is meant, or looks most like it; None when none does.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], *, meant: Iterable[str] = (), also: str = ""
+    ) -> None:
         self.kind = kind
         self.name = name
         self.known = tuple(sorted(known))
-        close = difflib.get_close_matches(name, self.known, n=1, cutoff=0.5)
-        self.nearest = close[0] if close else None
-        hint = f"did you mean {self.nearest!r}? " if self.nearest else ""
-        super().__init__(f"unknown {kind} {name!r}: {hint}known are {', '.join(self.known) or 'none'}")
+        self.meant = tuple(meant)
+        self.also = also
+        found = self.meant or _nearest(name, self.known)
+        self.nearest = found[0] if found else None
+        hint = f"did you mean {' or '.join(map(repr, found))}? " if found else ""
+        end = f"; {also}" if also else ""
+        super().__init__(
+            f"unknown {kind} {shorten(name)}: {hint}known are {', '.join(self.known) or 'none'}{end}"
+        )
+
+
+def _nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the known name that looks most like ``name`` in whatever case, if one does. Pure."""
+    by_lower = {one.lower(): one for one in known}
+    return tuple(by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5))
+
+
+class NamedClassError(KVTierError, ValueError):
+    """A class of somebody else's, named as ``package.module:Class`` or offered by a package, cannot be used.
+
+    Attributes:
+        kind: what it was to be, for example "eviction policy".
+        name: what the configuration says.
+        reason: what is wrong and what to do.
+    """
+
+    def __init__(self, kind: str, name: str, reason: str) -> None:
+        self.kind = kind
+        self.name = name
+        self.reason = reason
+        super().__init__(f"{kind} {shorten(name)}: {reason}")
 
 
 class DuplicateNameError(KVTierError, ValueError):
@@ -245,9 +297,7 @@ class TraceError(KVTierError, ValueError):
         self.value = value
         self.remedy = remedy
         place = self.path if line is None else f"{self.path}:{line}"
-        shown = repr(value)
-        shown = f"{shown[:80]}..." if len(shown) > 80 else shown
-        super().__init__(f"{place}: {shown}: {remedy}")
+        super().__init__(f"{place}: {shorten(value)}: {remedy}")
 
 
 class RestartError(KVTierError, RuntimeError):

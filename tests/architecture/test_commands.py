@@ -14,7 +14,7 @@ CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "test-vllm", "check", "bench", "docs", "venv", "clean", "help"]
+    "target", ["demo", "test", "test-vllm", "check", "bench", "docs", "venv", "wheel", "clean", "help"]
 )
 def test_the_makefile_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
@@ -38,6 +38,13 @@ def test_the_machine_runs_readme_s_test_command_then_the_checks_then_real_engine
 
 def test_the_machine_s_script_can_be_executed() -> None:
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+def test_a_push_and_a_pull_request_run_the_machine_s_script() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+
+    assert re.findall(r"^      - run: (.*)$", workflow, flags=re.MULTILINE) == [".ci/run"]
+    assert re.search(r"^on:\n  push:\n  pull_request:\n", workflow, flags=re.MULTILINE)
 
 
 def test_make_bench_runs_the_suites_and_peers_have_an_environment_of_their_own() -> None:

@@ -25,6 +25,7 @@ def test_the_package_breaks_no_rule() -> None:
         ("kvtier.tiering.spec", "kvtier.connector.common.TransferJob"),
         ("kvtier.connector.scheduler", "kvtier.engines.transformers.engine.KVTierEngine"),
         ("kvtier.engines.transformers.engine", "kvtier.cli.main"),
+        ("kvtier.__main__", "kvtier.tiering.manager"),
         ("kvtier.engines.transformers.engine", "kvtier.sim.trace"),
         ("kvtier.engines.transformers.engine", "kvtier.testing.clock.ManualClock"),
         ("kvtier.cpu.manager", "kvtier.OffloadKey"),
@@ -55,6 +56,7 @@ def test_an_import_against_the_rules_is_refused(module: str, target: str) -> Non
     [
         ("kvtier.cli.main", "kvtier.engines.transformers.engine.KVTierEngine"),
         ("kvtier.cli.main", "kvtier.__version__"),
+        ("kvtier.__main__", "kvtier.cli.main.main"),
         ("kvtier.connector.offloading_connector", "kvtier.factory.OffloadingSpecFactory"),
         ("kvtier.tiering.spec", "kvtier.cpu.spec.CPUOffloadingSpec"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.fs.store.FileStore"),

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtier.cli.option_names import said_of
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
 
 OPTIONS = {"size_bytes": "--size", "colour": "--colour"}
 
@@ -16,6 +16,19 @@ OPTIONS = {"size_bytes": "--size", "colour": "--colour"}
         (
             UnknownNameError("colour", "rd", ["red"]),
             "unknown colour for --colour 'rd': did you mean 'red'? known are red",
+        ),
+        (
+            UnknownNameError("colour", "scarlet", ["red"], meant=["red"], also="or a number"),
+            "unknown colour for --colour 'scarlet': did you mean 'red'? known are red; or a number",
+        ),
+        (
+            NamedClassError("colour", "a:B", "is none: write one"),
+            "colour for --colour 'a:B': is none: write one",
+        ),
+        (NamedClassError("shape", "a:B", "is none"), "shape 'a:B': is none"),
+        (
+            ConfigError("size_bytes", "9" * 200, "is too much", max_value_chars=5),
+            "--size='9999...: is too much",
         ),
         (UnknownNameError("shape", "x", ["y"]), "unknown shape 'x': known are y"),
         (ValueError("another"), "another"),

@@ -214,6 +214,24 @@ def test_an_engine_that_cannot_start_does_not_keep_its_instance_id() -> None:
     spec.shutdown()
 
 
+def test_a_policy_of_one_s_own_is_named_by_its_class() -> None:
+    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has a name of its own changes nothing
+    spec = named_spec("kvtier-test-own", eviction_policy=policy)
+    manager = spec.get_manager()
+    request = ReqContext("a")
+    keys = [make_offload_key(number.to_bytes(4, "big"), 0) for number in range(spec.num_blocks + 1)]
+    for key in keys[:-1]:
+        assert manager.prepare_store([key], request) is not None
+        manager.complete_store([key], request)
+    manager.touch(keys[:1], request)
+
+    output = manager.prepare_store(keys[-1:], request)
+
+    assert output is not None
+    assert output.evicted_keys == keys[:1]
+    spec.shutdown()
+
+
 def test_what_killed_engines_left_of_their_ids_is_removed_when_one_starts() -> None:
     dead = make_lock_path("kvtier-test-dead")
     dead.touch()

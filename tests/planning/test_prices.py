@@ -128,5 +128,5 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path.write_text("[gpu")
     with pytest.raises(ConfigError, match="is no TOML"):
         read_prices(path)
-    path.write_text(resources.files("kvtier.sim").joinpath("prices.toml").read_text())
+    path.write_text(resources.files("kvtier.planning").joinpath("prices.toml").read_text())
     assert read_prices(path) == read_prices() == parse_prices(tomllib.loads(path.read_text()))

@@ -37,7 +37,7 @@ def test_a_table_has_a_row_for_each_policy_and_the_bound(
         (["--percent", "5", "0"], "argument --percent: '0': a capacity is a number above zero"),
         (["--percent", "inf"], "argument --percent: 'inf'"),
         (["--percent", "many"], "argument --percent: 'many'"),
-        (["--policy", "lur"], "argument --policy: invalid choice: 'lur'"),
+        (["--policy", "lur"], "argument --policy: unknown eviction policy 'lur': did you mean 'lru'"),
         (["--chunk-blocks", "0"], "argument --chunk-blocks: '0': a chunk has a whole number of blocks"),
         (["--chunk-blocks", "x"], "argument --chunk-blocks: 'x'"),
     ],

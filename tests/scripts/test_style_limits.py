@@ -23,7 +23,21 @@ def find(tmp_path: Path, text: str, name: str = "src/kvtier/tier.py") -> list[st
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    return [finding.message for finding in style_limits.check(style_limits.read_source(path))]
+    source = style_limits.read_source(path)
+    package = {source.module: source} if source.module else {}
+    of_classes = [*style_limits.check_class_size(package), *style_limits.check_overrides(package)]
+    return [finding.message for finding in (*style_limits.check(source), *of_classes)]
+
+
+def find_in_package(tmp_path: Path, texts: dict[str, str]) -> list[str]:
+    """Return the messages for files of src/kvtier, by their names and texts, that they break together."""
+    sources = []
+    for name, text in texts.items():
+        path = tmp_path / "src" / "kvtier" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        sources.append(style_limits.read_source(path))
+    return [finding.message for finding in style_limits.check_package(sources)]
 
 
 def function(body: str, head: str = "def work(items: list[int]) -> None:") -> str:
@@ -89,14 +103,66 @@ def test_a_long_docstring_does_not_lengthen_its_function(tmp_path: Path) -> None
     assert find(tmp_path, text) == []
 
 
-def test_a_class_may_have_twenty_methods_besides_overloads_and_shipped_tests(tmp_path: Path) -> None:
+def methods(first: int, end: int) -> str:
+    """Return documented methods of a class, numbered."""
     method = '    def m{}(self) -> None:\n        """Do."""\n'
-    overload = "    @typing.overload\n    def m0(self) -> None: ...\n"
-    twenty = '"""A module."""\n\n\nclass Big:\n    """A class."""\n' + "".join(map(method.format, range(20)))
+    return "".join(map(method.format, range(first, end)))
 
-    assert find(tmp_path, twenty + overload) == []
-    assert find(tmp_path, twenty + method.replace("m{}", "test_it")) == []
-    assert find(tmp_path, twenty + method.format(20)) == ["Big has 21 methods, at most 20"]
+
+def test_a_class_may_have_forty_methods_besides_overloads_and_shipped_tests(tmp_path: Path) -> None:
+    overload = "    @typing.overload\n    def m0(self) -> None: ...\n"
+    forty = '"""A module."""\n\n\nclass Big:\n    """A class."""\n' + methods(0, 40)
+
+    assert find(tmp_path, forty + overload) == []
+    assert find(tmp_path, forty + methods(0, 1).replace("m0", "test_it")) == []
+    assert find(tmp_path, forty + methods(40, 41)) == ["Big and its bases have 41 methods, at most 40"]
+
+
+BASE = '"""A module."""\n\n\nclass Base:\n    """A contract."""\n\n' + methods(0, 20) + "X = 1\n" * 60
+CHILD = (
+    '''"""A module."""
+
+from kvtier.base import Base
+
+
+class Child(Base):
+    """An implementation."""
+
+'''
+    + "X = 1\n" * 60
+)
+
+
+def test_the_methods_of_bases_in_other_files_count_once(tmp_path: Path) -> None:
+    child = CHILD.replace("X = 1\n", "") + methods(20, 41) + "X = 1\n" * 60
+    again = CHILD.replace("X = 1\n", "") + methods(0, 20).replace('        """Do."""\n', "        return\n")
+
+    assert find_in_package(tmp_path, {"base.py": BASE, "child.py": child}) == [
+        "Child and its bases have 41 methods, at most 40"
+    ]
+    assert find_in_package(tmp_path, {"base.py": BASE, "child.py": again + "X = 1\n" * 60}) == []
+
+
+def test_an_override_has_no_docstring_and_every_other_public_method_has_one(tmp_path: Path) -> None:
+    child = CHILD.replace("X = 1\n", "") + methods(0, 1) + "X = 1\n" * 60
+    bare = CHILD.replace("X = 1\n", "") + "    def own(self) -> None:\n        return\n" + "X = 1\n" * 60
+
+    assert find_in_package(tmp_path, {"base.py": BASE, "child.py": child}) == [
+        "Child.m0 overrides: it inherits its docstring"
+    ]
+    assert find_in_package(tmp_path, {"base.py": BASE, "child.py": bare}) == ["Child.own without a docstring"]
+
+
+def test_a_short_file_needs_three_importers_or_a_folder_of_implementations(tmp_path: Path) -> None:
+    short = '"""A module."""\n\nX = 1\n'
+    user = '"""A module."""\n\nfrom kvtier.short import X\n\n' + "Y = X\n" * 60
+    users = {f"user{number}.py": user for number in range(3)}
+
+    assert find_in_package(tmp_path, {"short.py": short, "user0.py": user}) == [
+        "file of 3 lines with 1 importers: move it into one of them"
+    ]
+    assert find_in_package(tmp_path, {"short.py": short} | users) == []
+    assert find_in_package(tmp_path, {"cpu/policies/fifo.py": short}) == []
 
 
 @pytest.mark.parametrize("name", ["utils", "helpers", "misc"])

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tests.own_classes import write_package
 
-from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.testing.tier_suite import make_config, make_rows
+from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
+from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import create_secondary_tier
@@ -23,13 +24,60 @@ def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() 
 
 
 def test_a_missing_type_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="example, fs"):
+    with pytest.raises(ConfigError, match=r'example, fs.*"package.module:Class"'):
         create_secondary_tier({"max_blocks": 3}, make_rows(), make_config())
 
 
 def test_an_unknown_type_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'example'"):
         create_secondary_tier({"type": "exmple"}, make_rows(), make_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("redis", "'valkey'"),
+        ("s3", "'obj'"),
+        ("GCS", "'obj'"),
+        ("azure", "'obj'"),
+        ("disk", "'fs'"),
+        ("file", "'fs'"),
+        ("ssd", "'slab' or 'fs'"),
+        ("nvme", "'slab' or 'fs'"),
+    ],
+)
+def test_the_name_of_a_place_is_answered_with_the_tier_for_it(name: str, meant: str) -> None:
+    with pytest.raises(
+        UnknownNameError, match=rf"did you mean {meant}\? known are .* \"package.module:Class\""
+    ):
+        create_secondary_tier({"type": name}, make_rows(), make_config())
+
+
+def test_a_tier_of_one_s_own_has_the_settings_of_its_constructor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_package(tmp_path, "own_tier_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = {"type": "own_tier_package.parts:FolderTier", "root_dir": str(tmp_path), "fill": True}
+    rows = make_rows()
+
+    tier = create_secondary_tier(entry, rows, make_config())
+
+    assert (tier.get_tier_type(), tier.settings.fill) == ("folder", True)
+    driver = TierDriver(tier, rows)
+    assert driver.store([1, 2]).success
+    assert driver.load([2, 1]).success
+    with pytest.raises(UnknownNameError, match="did you mean 'root_dir'"):
+        create_secondary_tier({**entry, "root_dr": "/"}, rows, make_config())
+    with pytest.raises(ConfigError, match="missing a required argument: 'root_dir'"):
+        create_secondary_tier({"type": entry["type"]}, rows, make_config())
+
+
+def test_a_class_that_is_no_tier_is_refused() -> None:
+    with pytest.raises(
+        NamedClassError, match=r"must be a subclass of kvtier.tiering.base.SecondaryTierManager"
+    ):
+        create_secondary_tier({"type": "collections:OrderedDict"}, make_rows(), make_config())
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:

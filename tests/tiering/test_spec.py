@@ -24,7 +24,15 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.instance_lock import make_lock_path
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
-from kvtier.errors import ConfigError, MissingExtraError, RegionOwnerError, TierError, UnknownNameError
+from kvtier.errors import (
+    ConfigError,
+    KVTierError,
+    MissingExtraError,
+    NamedClassError,
+    RegionOwnerError,
+    TierError,
+    UnknownNameError,
+)
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -115,11 +123,29 @@ def test_both_halves_map_the_same_memory_and_move_bytes_through_it() -> None:
     assert leftovers("two-halves") == []
 
 
-def test_a_tier_that_cannot_work_leaves_no_memory_behind() -> None:
-    config = make_config(None, "bad-tier", secondary_tiers=[{"type": "example"}, {"type": "exampl"}])
-    with pytest.raises(UnknownNameError, match="example"):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("exampl", UnknownNameError), ("kvtier.tiering.example:ExampleTier", NamedClassError)]
+)
+def test_a_tier_that_cannot_work_leaves_no_memory_behind(name: str, kind: type[KVTierError]) -> None:
+    config = make_config(None, "bad-tier", secondary_tiers=[{"type": "example"}, {"type": name}])
+    with pytest.raises(kind, match="example"):
         TieringOffloadingSpec(config).get_manager()
     assert leftovers("bad-tier") == []
+
+
+def test_a_tier_of_one_s_own_is_named_by_its_class() -> None:
+    entries = [{"type": f"{__name__}:OwnTier", "max_blocks": 3}]
+    spec = TieringOffloadingSpec(make_config(None, "own-tier", secondary_tiers=entries))
+    assert spec.get_manager().stats()["tier.0.own.blocks"] == 0
+    spec.shutdown()
+
+
+class OwnTier(ExampleSecondaryTier):
+    """A tier that is registered nowhere."""
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "own"
 
 
 class UnableTier(ExampleSecondaryTier):

@@ -7,7 +7,7 @@ a command knows no fields, so each place that fills one from an option says whic
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
 
 
 @contextmanager
@@ -20,14 +20,22 @@ def said_of(options: Mapping[str, str]) -> Iterator[None]:
     Raises:
         ConfigError: as inside, about the option.
         UnknownNameError: as inside, with the option.
+        NamedClassError: likewise.
     """
     try:
         yield
     except ConfigError as error:
         if error.setting not in options:
             raise
-        raise ConfigError(options[error.setting], error.value, error.remedy) from error
+        option, max_chars = options[error.setting], error.max_value_chars
+        raise ConfigError(option, error.value, error.remedy, max_value_chars=max_chars) from error
     except UnknownNameError as error:
         if error.kind not in options:
             raise
-        raise UnknownNameError(f"{error.kind} for {options[error.kind]}", error.name, error.known) from error
+        kind = f"{error.kind} for {options[error.kind]}"
+        raise UnknownNameError(kind, error.name, error.known, meant=error.meant, also=error.also) from error
+    except NamedClassError as error:
+        if error.kind not in options:
+            raise
+        kind = f"{error.kind} for {options[error.kind]}"
+        raise NamedClassError(kind, error.name, error.reason) from error

@@ -204,7 +204,7 @@ def read_prices(path: Path | None = None) -> PriceList:
     shown = "prices.toml" if path is None else str(path)
     try:
         if path is None:
-            text = resources.files("kvtier.sim").joinpath("prices.toml").read_text(encoding="utf-8")
+            text = resources.files("kvtier.planning").joinpath("prices.toml").read_text(encoding="utf-8")
         else:
             text = path.read_text(encoding="utf-8")
         return parse_prices(tomllib.loads(text))

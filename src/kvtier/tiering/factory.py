@@ -3,15 +3,18 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
-from kvtier.registry import Registry
+from kvtier.registry import CLASS_FORM, Registry
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
+TIER = "secondary tier"
+"""The kind of its errors."""
+
 TIERS: Registry[type[SecondaryTierManager]] = Registry(
-    "secondary tier",
+    TIER,
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
         "fs": "kvtier.tiering.fs:FSTier",
@@ -20,13 +23,38 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
         "valkey": "kvtier.tiering.valkey:ValkeyTier",
         "mooncake": "kvtier.tiering.mooncake:MooncakeTier",
     },
+    contract=SecondaryTierManager,
+    entry_points="kvtier.tiers",
+    meant={
+        **dict.fromkeys(("redis", "keydb", "dragonfly"), ("valkey",)),
+        **dict.fromkeys(("s3", "minio", "gcs", "gs", "azure", "az", "object", "bucket"), ("obj",)),
+        **dict.fromkeys(("disk", "file", "files", "filesystem", "nfs"), ("fs",)),
+        **dict.fromkeys(("ssd", "nvme"), ("slab", "fs")),
+    },
 )
+"""A tier of your own is named ``"package.module:MyTier"``, or by a package's entry point in ``kvtier.tiers``."""
 
 NOT_SETTINGS = frozenset({"config", "primary_kv_view", "clock", "wall_clock", "calls"})
 """Constructor arguments that code passes and a user's JSON cannot: collaborators, clocks and system calls."""
 
 SPECIAL_SETTINGS = frozenset({"policy"})
 """Settings that a tier has to honour by itself: refused elsewhere rather than silently without effect."""
+
+
+class CheckedTier(NamedTuple):
+    """A configuration entry that has been looked through.
+
+    Attributes:
+        name: its ``type``.
+        tier_class: what that stands for.
+        settings: those that every tier has.
+        own: the arguments of the constructor.
+    """
+
+    name: str
+    tier_class: type[SecondaryTierManager]
+    settings: TierSettings
+    own: dict[str, Any]  # Any: each constructor checks its own
 
 
 def create_secondary_tier(
@@ -43,25 +71,12 @@ def create_secondary_tier(
 
     Raises:
         UnknownNameError: no such tier, or no such setting of this tier; names the known ones.
+        NamedClassError: the class that ``type`` names cannot be imported, or is no tier.
         ConfigError: ``type`` is missing, or a value cannot work.
         TierError: the tier cannot start, for whatever reason.
         MissingExtraError: the tier's client library is not installed.
     """
-    name = tier_config.get("type")
-    if not isinstance(name, str):
-        raise ConfigError("type", name, f"every secondary tier needs one of {', '.join(TIERS.names())}")
-    tier_class = TIERS.resolve(name)
-    settings = parse_tier_settings(tier_config)
-    _refuse_unavailable(settings, name, tier_class.supported_settings)
-    own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
-    known = set(inspect.signature(tier_class).parameters) - NOT_SETTINGS
-    unknown = sorted(set(own) - known)
-    if unknown:
-        raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known | COMMON_SETTINGS)
-    try:
-        inspect.signature(tier_class).bind(config, primary_kv_view, **own)
-    except TypeError as error:
-        raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
+    name, tier_class, settings, own = check_tier_config(tier_config)
     try:
         tier = tier_class(config, primary_kv_view, **own)
     except KVTierError:
@@ -70,6 +85,38 @@ def create_secondary_tier(
         raise TierError(name, f"cannot start: {error}") from error
     tier.settings = settings
     return tier
+
+
+def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as above
+    """Return the tier's class and settings as far as they can be checked without an engine.
+
+    Raises:
+        KVTierError: as ``create_secondary_tier``, but for what only the tier itself can find wrong.
+    """
+    name = tier_config.get("type")
+    if not isinstance(name, str):
+        known = ", ".join(TIERS.names())
+        raise ConfigError(
+            "type", name, f"every secondary tier needs one of {known}, or a class, {CLASS_FORM}"
+        )
+    tier_class = TIERS.resolve(name)
+    settings = parse_tier_settings(tier_config)
+    _refuse_unavailable(settings, name, tier_class.supported_settings)
+    own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
+    known_settings = own_settings(tier_class)
+    unknown = sorted(set(own) - known_settings)
+    if unknown:
+        raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known_settings | COMMON_SETTINGS)
+    try:
+        inspect.signature(tier_class).bind(None, None, **own)
+    except TypeError as error:
+        raise ConfigError("secondary_tiers", dict(tier_config), f"tier {name!r}: {error}") from error
+    return CheckedTier(name, tier_class, settings, own)
+
+
+def own_settings(tier_class: type[SecondaryTierManager]) -> frozenset[str]:
+    """Return the settings that only this tier has: its constructor's arguments."""
+    return frozenset(inspect.signature(tier_class).parameters) - NOT_SETTINGS
 
 
 def _refuse_unavailable(settings: TierSettings, name: str, supported_settings: frozenset[str]) -> None:

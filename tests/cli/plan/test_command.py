@@ -245,7 +245,7 @@ def test_a_copy_of_the_prices_that_come_with_kvtier_is_taken(
     trace: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(resources.files("kvtier.sim").joinpath("prices.toml").read_text())
+    path.write_text(resources.files("kvtier.planning").joinpath("prices.toml").read_text())
 
     assert run(trace, config, "--prices", str(path)) == 0
     given = capsys.readouterr().out

@@ -37,7 +37,7 @@ def test_the_sizes_of_a_range_have_equal_ratios() -> None:
         ("host=2GiB..1GiB:3", f"a range rises and has from 2 to {MAX_SIZES} sizes"),
         ("host=1GiB..2GiB:1", "a range rises"),
         ("host=1GiB..2GiB:999", "a range rises"),
-        ("host=1GiB..much:3", "positive number of bytes"),
+        ("host=1GiB..much:3", "whole number of bytes from 1"),
         ("host=99", "a block of the trace has 100 bytes"),
         ("host=1000,1050", "1000 and 1050 both hold 10 blocks"),
         ("host=" + ",".join(f"{size}KiB" for size in range(1, MAX_SIZES + 2)), "give at most"),

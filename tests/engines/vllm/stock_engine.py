@@ -100,6 +100,16 @@ class KVTierAsking(KVTierSecondaryTier):
         return tier
 
 
+class UnregisteredTier(ExampleSecondaryTier):
+    """A tier of somebody else's, under no name."""
+
+
+class KVTierUnregistered(KVTierSecondaryTier):
+    """The same for vLLM."""
+
+    kvtier_type = f"{__name__}:UnregisteredTier"
+
+
 class StockEngine:
     """One engine's scheduler side.
 

@@ -159,6 +159,13 @@ def test_unknown_arguments_are_ignored_and_named(tmp_path: Path, caplog: pytest.
     assert "ignores num_thread=2: did you mean 'num_threads'?" in caplog.text
 
 
+def test_a_tier_of_one_s_own_needs_no_registered_name() -> None:
+    with StockEngine([own("KVTierUnregistered", max_blocks=64)]) as engine:
+        engine.store([1, 2])
+        engine.push_out()
+        assert engine.load([1, 2]) == 2
+
+
 def test_a_setting_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lookup_deadline_s"):
         StockEngine([fs(tmp_path, lookup_deadline_s=-1)])

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtier.cli.demo.restart import SOURCE_FOLDER
 from kvtier.errors import TierError
+from kvtier.tiering.factory import TIERS, own_settings
 
 FILE_CAPACITY = "16GiB"
 """What a tier may keep on the disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
@@ -43,7 +44,21 @@ def open_backend(tier: str, directory: Path) -> Iterator[Settings]:
     elif tier == "slab":
         yield {"path": str(directory / "blocks.slab"), "capacity_bytes": SLAB_CAPACITY}
     else:
-        yield {"root_dir": str(directory), "capacity_bytes": FILE_CAPACITY}
+        yield place_of(tier, directory)
+
+
+def place_of(tier: str, directory: Path) -> Settings:
+    """Return where a tier of one's own keeps its blocks, as far as its arguments are named like those of fs and slab.
+
+    What else it wants to know comes from ``--tier-setting``.
+    """
+    offered = {
+        "root_dir": str(directory),
+        "path": str(directory / "blocks"),
+        "capacity_bytes": FILE_CAPACITY,
+    }
+    wanted = own_settings(TIERS.resolve(tier))
+    return {name: value for name, value in offered.items() if name in wanted}
 
 
 @contextmanager

@@ -17,12 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvtier.cli.demo.backends import open_backend
 from kvtier.cli.demo.conversation import ConversationShape, Turn, plan_conversations, read_documents
 from kvtier.cli.demo.directory import open_directory
-from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp, read_size, require_new_file
+from kvtier.cli.demo.options import (
+    TIER_SETTING_FORM,
+    TIER_TYPES,
+    DevicePoolOptions,
+    ModelOptions,
+    SetUp,
+    parse_tier_settings,
+    read_size,
+    require_new_file,
+)
 from kvtier.cli.demo.report import Report, to_json
 from kvtier.cli.demo.signals import ended_like_interrupted
 from kvtier.cli.demo.table import print_report, require_plot, write_plot
 from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
 from kvtier.errors import ConfigError
+from kvtier.tiering.factory import check_tier_config
 
 BLOCK_TOKENS = 16
 """Tokens in a device block: the engine's default, which the demo does not change."""
@@ -84,8 +94,11 @@ def demo(
     ] = None,
     cpu_bytes: Annotated[str, typer.Option(help="Host memory behind the device pool.")] = "48MiB",
     tier: Annotated[
-        str, typer.Option(help="The tier behind the host memory: fs, slab, obj, valkey, mooncake.")
+        str, typer.Option(help=f"The tier behind host memory: {', '.join(TIER_TYPES)}, package.module:Class.")
     ] = "fs",
+    tier_setting: Annotated[
+        list[str] | None, typer.Option(help=f"A setting of the tier, any number: {TIER_SETTING_FORM}.")
+    ] = None,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The tier's directory; by default one removed at the end.")
     ] = None,
@@ -106,13 +119,15 @@ def demo(
     else:
         planned = _plan_trace(trace, TraceShape(requests, scale, answer_tokens))
     pools = DevicePoolOptions(choose_device_blocks(planned, device_blocks), host_bytes, tier)
+    given = parse_tier_settings(tier_setting or ())
     _require_outputs(json_file, plot)
     with (
         ended_like_interrupted(),
         open_directory(directory) as tier_directory,
-        open_backend(tier, tier_directory.path) as tier_settings,
+        open_backend(tier, tier_directory.path) as place,
     ):
-        set_up = SetUp(model_options, pools, tier_settings)
+        set_up = SetUp(model_options, pools, {**place, **given})
+        check_tier_config({**set_up.tier_settings, "type": tier})
         with show_progress(Console(stderr=True)) as begin_stage:
             from kvtier.cli.demo.runner import run_demo  # its imports take seconds; wrong arguments need none
 

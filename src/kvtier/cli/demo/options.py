@@ -3,16 +3,21 @@
 It reads no document and builds nothing. The values cross to the process that shows the restart as JSON.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kvtier.cli.option_names import said_of
+from kvtier.cli.simulate.options import parse_value
 from kvtier.config import parse_bytes
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError
+from kvtier.tiering.factory import TIER, TIERS
 
 TIER_TYPES = ("fs", "slab", "obj", "valkey", "mooncake")
-"""Secondary tiers that the demo can run on."""
+"""Secondary tiers for which the demo has a place of its own; for others see ``kvtier.cli.demo.backends``."""
+
+TIER_SETTING_FORM = "NAME=VALUE such as max_blocks=5000"
 
 HIDDEN_SIZE_STEP = 256
 """The random model has four heads of 64 to one head of keys and values."""
@@ -50,7 +55,7 @@ class DevicePoolOptions:
     Attributes:
         num_device_blocks: blocks of the device pool, the same with kvtier and without.
         cpu_bytes: host memory behind it.
-        tier: type of the secondary tier behind that.
+        tier: the secondary tier behind that, as ``type`` in a configuration names it.
     """
 
     num_device_blocks: int
@@ -60,7 +65,8 @@ class DevicePoolOptions:
     def __post_init__(self) -> None:
         require_at_least("--device-blocks", self.num_device_blocks, 1)
         if self.tier not in TIER_TYPES:
-            raise UnknownNameError("tier for --tier", self.tier, TIER_TYPES)
+            with said_of({TIER: "--tier"}):
+                TIERS.resolve(self.tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,24 @@ class SetUp:
         """
         model, pools = ModelOptions(**values["model"]), DevicePoolOptions(**values["pools"])
         return cls(model, pools, values["tier_settings"])
+
+
+def parse_tier_settings(texts: Iterable[str]) -> dict[str, Any]:  # Any: the tier gives them types
+    """Return the settings that each of ``texts`` gives, see TIER_SETTING_FORM.
+
+    Raises:
+        ConfigError: the form is wrong, or a setting is given twice.
+    """
+    found: dict[str, Any] = {}  # Any: as above
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not name or not equals:
+            raise ConfigError("--tier-setting", text, f"must be {TIER_SETTING_FORM}")
+        if name in found or name == "type":
+            remedy = "is what --tier says" if name == "type" else "is given twice: give it once"
+            raise ConfigError("--tier-setting", text, remedy)
+        found[name] = parse_value(value)
+    return found
 
 
 def require_at_least(option: str, value: int, minimum: int) -> None:

@@ -15,6 +15,7 @@ from kvtier.cli.demo.restart import choose_last_turns, serve_after_restart
 from kvtier.cli.demo.serving import build_model, config_with, config_without, serve_turns, warm_up
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.errors import EngineStateError
+from kvtier.tiering.factory import TIERS
 
 BeginStage = Callable[[str, int], Callable[[], None]]
 """Opens a stage of so many steps under a name; what it returns is called after each."""
@@ -64,7 +65,7 @@ def run_demo(
     before = choose_last_turns(without, MAX_RESTART_TURNS)
     after = serve_after_restart(set_up, directory, before, begin_stage("new process", len(before)))
     return Report(
-        tier=set_up.pools.tier,
+        tier=TIERS.resolve(set_up.pools.tier).get_tier_type(),
         model=f"{type(model).__name__}, {model.num_parameters() / 1e6:.0f} M parameters",
         turns=compare(with_tiers, without),
         restarted=compare(after, before),

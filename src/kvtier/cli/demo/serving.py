@@ -57,8 +57,9 @@ def config_with(set_up: SetUp) -> EngineConfig:
     """Return the settings of the same engine with host memory and a tier behind it. Pure."""
     tier = {
         "type": set_up.pools.tier,
-        **set_up.tier_settings,
+        "required": True,  # a demo of a tier that was left out shows nothing
         "max_in_flight_store_bytes": max(1, int(set_up.pools.cpu_bytes * STORES_IN_FLIGHT_RATIO)),
+        **set_up.tier_settings,
     }
     return EngineConfig(
         num_device_blocks=set_up.pools.num_device_blocks,

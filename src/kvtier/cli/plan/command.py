@@ -49,7 +49,9 @@ def plan(
     media: Annotated[str | None, typer.Option(help="Media to buy from, by comma; else all.")] = None,
     max_tiers: Annotated[int, typer.Option(help="Tiers behind host memory at most.")] = 1,
     host_max: Annotated[str | None, typer.Option(help="Host memory that fits the machine.")] = None,
-    policy: Annotated[str, typer.Option(help="Eviction policy of host memory.")] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Eviction policy of host memory, or package.module:Class.")
+    ] = "lru",
     device: Annotated[str, typer.Option(help="Memory of the device cache.")] = "64GiB",
     prefill: Annotated[float, typer.Option(help="Prompt tokens computed in a second.")] = 20_000.0,
     decode: Annotated[float, typer.Option(help="Tokens a second of each answer.")] = 40.0,

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.cli.option_names import said_of
-from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine
+from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, require_policy
 from kvtier.config import parse_bytes
-from kvtier.cpu.policies.registry import CACHE_POLICIES
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
 from kvtier.planning.plan import PlanRequest
 from kvtier.planning.planner import Row, make_row
@@ -96,9 +95,9 @@ def make_question(
     Raises:
         ConfigError: a value that cannot work.
         UnknownNameError: there is no such policy or medium.
+        NamedClassError: the class that the policy names cannot be used.
     """
-    if wanted.policy not in CACHE_POLICIES:
-        raise UnknownNameError("eviction policy for --policy", wanted.policy, CACHE_POLICIES.names())
+    require_policy("--policy", wanted.policy)
     if not 0 <= wanted.max_tiers <= MAX_TIERS:
         raise ConfigError("--max-tiers", wanted.max_tiers, f"must be from 0 to {MAX_TIERS}")
     for option, value in (("--gpus", serving.num_gpus), ("--show", wanted.max_shown)):

@@ -12,7 +12,7 @@ import typer
 
 from kvtier.cli.option_names import said_of
 from kvtier.config import LoadIf, parse_bytes
-from kvtier.cpu.policies.registry import CACHE_POLICIES
+from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.formats.registry import TRACE_FORMATS
 from kvtier.sim.link import LinkSpeed
@@ -57,19 +57,30 @@ def make_host(
 
     Raises:
         UnknownNameError: there is no such policy.
+        NamedClassError: the class that it names cannot be used.
         ConfigError: no policy is named or one twice, or two tiers have one name.
     """
     if not policies:
         raise ConfigError("--policy", "", f"name one of {', '.join(CACHE_POLICIES.names())}")
     for policy in policies:
-        if policy not in CACHE_POLICIES:
-            raise UnknownNameError("eviction policy for --policy", policy, CACHE_POLICIES.names())
+        require_policy("--policy", policy)
         if policies.count(policy) > 1:
             raise ConfigError("--policy", policy, "is named twice: name each policy once")
     with said_of({"name": "--tier", "store_threshold": "--store-threshold"}):
         return HostModel(
             num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold, load_if=load_if
         )
+
+
+def require_policy(option: str, name: str) -> None:
+    """Refuse what names no policy; a class of the user's own is imported for it.
+
+    Raises:
+        UnknownNameError: there is no such policy.
+        NamedClassError: the class that it names cannot be used.
+    """
+    with said_of({POLICY: option}):
+        CACHE_POLICIES.resolve(name)
 
 
 def parse_load_if(text: str) -> LoadIf:
@@ -251,6 +262,7 @@ def apply_tier_settings(
     Raises:
         ConfigError: the form or a value is wrong, or a setting is given twice.
         UnknownNameError: there is no such tier, setting or policy.
+        NamedClassError: the class that a policy names cannot be used.
     """
     values: dict[str, dict[str, Any]] = {tier.name: {} for tier in tiers}  # Any: the parser gives them types
     for text in texts:
@@ -264,7 +276,7 @@ def apply_tier_settings(
             raise UnknownNameError("simulated setting for --tier-setting", setting, SIMULATED_SETTINGS)
         if setting in values[name]:
             raise ConfigError("--tier-setting", text, f"{name}.{setting} is given twice: give it once")
-        values[name][setting] = _parse_value(value.strip())
+        values[name][setting] = parse_value(value.strip())
     return [_apply(tier, values[tier.name], block_bytes) for tier in tiers]
 
 
@@ -273,8 +285,7 @@ def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierMod
     with said_of({parsed: option + name for parsed, name in PARSED_NAMES.items()}):
         settings = parse_tier_settings(values)
     policy = settings.policy or tier.cache_policy
-    if policy not in CACHE_POLICIES:
-        raise UnknownNameError(f"eviction policy for {option}policy", policy, CACHE_POLICIES.names())
+    require_policy(f"{option}policy", policy)
     if settings.max_in_flight_store_bytes is not None:
         # A simulated block has one byte.
         num_blocks = max(1, settings.max_in_flight_store_bytes // block_bytes)
@@ -282,7 +293,8 @@ def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierMod
     return replace(tier, cache_policy=policy, settings=settings)
 
 
-def _parse_value(text: str) -> object:
+def parse_value(text: str) -> object:
+    """Return what ``text`` stands for as JSON, and the text itself where it is none. Pure."""
     try:
         return json.loads(text)
     except ValueError:
@@ -302,7 +314,9 @@ Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind that, any 
 TierSettings = Annotated[
     list[str] | None, typer.Option(help=f"A setting of one tier, any number: {TIER_SETTING_FORM}.")
 ]
-Policies = Annotated[str, typer.Option(help="Eviction policies of host memory, by comma.")]
+Policies = Annotated[
+    str, typer.Option(help="Eviction policies of host memory, by comma; also package.module:Class.")
+]
 StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is stored.")]
 LoadIfText = Annotated[
     str, typer.Option("--load-if", help="Load hits of tiers always, or if faster than computing them.")

@@ -22,6 +22,7 @@ from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.mq import MQCachePolicy
 from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
 from kvtier.cpu.policies.sieve import SieveCachePolicy
+from kvtier.errors import ConfigError
 
 StockBlock = Any
 """vLLM's block: a slot and a ``ref_cnt``. Any: its name and module change with the release."""
@@ -34,18 +35,24 @@ class KVTierPolicy(StockPolicy):
         cache_capacity: blocks that the primary tier can hold.
         unknown: what a release to come may pass; ignored.
 
+    Raises:
+        ConfigError: the policy cannot renew.
+
     Attributes:
         policy: kvtier's.
     """
 
     policy_class: ClassVar[type[CachePolicy]]
-    """kvtier's policy; one that can renew."""
+    """kvtier's policy, or one of your own; one that can renew."""
 
     def __init__(self, cache_capacity: int, **unknown: object) -> None:
         del unknown
         super().__init__(cache_capacity)
         self.policy = self.policy_class(cache_capacity)
-        assert isinstance(self.policy, Renewal), "the policies below can renew"
+        if not isinstance(self.policy, Renewal):
+            base = f"{Renewal.__module__}.{Renewal.__name__}"
+            remedy = f"must inherit {base} too: vLLM says only at the end of a request what it has stored"
+            raise ConfigError("policy_class", self.policy_class.__qualname__, remedy)
         self._renewal: Renewal = self.policy
 
     def get(self, key: OffloadKey) -> StockBlock | None:

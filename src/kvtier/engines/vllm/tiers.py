@@ -42,7 +42,7 @@ from kvtier.engines.vllm.stock_config import is_reproducible, make_stock_config,
 from kvtier.engines.vllm.stock_jobs import StockJobs, kvtier_context
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager
-from kvtier.tiering.factory import NOT_SETTINGS, TIERS, create_secondary_tier
+from kvtier.tiering.factory import TIERS, create_secondary_tier, own_settings
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S, EPOCH_BYTES
 
@@ -77,7 +77,7 @@ class KVTierSecondaryTier(StockTier):
     """
 
     kvtier_type: ClassVar[str]
-    """Name under which kvtier has the tier."""
+    """Name under which kvtier has the tier, or a tier of your own as ``"package.module:Class"``."""
 
     def __init__(
         self,
@@ -121,8 +121,7 @@ class KVTierSecondaryTier(StockTier):
         Raises:
             KVTierError: a setting cannot work, or the tier cannot start.
         """
-        own = set(inspect.signature(TIERS.resolve(cls.kvtier_type)).parameters) - NOT_SETTINGS
-        known = own | COMMON_SETTINGS
+        known = own_settings(TIERS.resolve(cls.kvtier_type)) | COMMON_SETTINGS
         for name in sorted(set(settings) - known):
             nearest = get_close_matches(name, known, n=1)
             hint = f": did you mean {nearest[0]!r}?" if nearest else ""
