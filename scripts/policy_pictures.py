@@ -1,4 +1,4 @@
-"""Draw what each eviction policy finds on a recorded trace, over the capacity: the pictures of docs/policies.md.
+"""Draw what each eviction policy finds on a recorded trace, over the capacity: for docs/concepts/policies.md.
 
 It counts by ``kvtier.sim.host_replay`` and draws; a picture of the same counts is the same file. With ``--csv`` the
 ratios are written too, and read from there when the file exists: a replay of all policies takes minutes.

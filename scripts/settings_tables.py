@@ -1,4 +1,4 @@
-"""Write the tables of docs/settings.md that are about tiers, from the dataclasses that declare the settings.
+"""Write the tables of docs/guide/settings.md that are about tiers, from the dataclasses that declare the settings.
 
     python -m scripts.settings_tables           exit status 1 when a table was not as it should be; it is then rewritten
 
@@ -20,7 +20,7 @@ from kvtier.settings import settings_of
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.factory import TIERS
 
-PAGE = Path("docs/settings.md")
+PAGE = Path("docs/guide/settings.md")
 EVERY_TIER_HEADING = "Every secondary tier"
 HEAD = ("| setting | default | reason of the default |", "|---|---|---|")
 

@@ -143,7 +143,14 @@ def test_the_source_distribution_is_the_tree_without_what_tools_made(distributio
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "src" / "kvtier").rglob("*.[ch]")}
     tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
     assert sources | tests | {f"src/kvtier/{name}" for name in DATA} <= names
-    assert {"Makefile", "constraints.txt", "LICENSE", ".ci/run", "docs/settings.md"} <= names
+    assert {
+        "Makefile",
+        "constraints.txt",
+        "LICENSE",
+        ".ci/run",
+        "docs/guide/settings.md",
+        "mkdocs.yml",
+    } <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or ".venv" in name]
 
 

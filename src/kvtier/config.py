@@ -115,7 +115,7 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of ``extra_config`` that are not a tier's, parsed; ``docs/settings.md`` has the table.
+    """The settings of ``extra_config`` that are not a tier's, parsed; ``docs/guide/settings.md`` has the table.
 
     Attributes:
         cpu_bytes_to_use: host memory of the primary tier over all workers; None when not given.

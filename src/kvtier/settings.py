@@ -8,7 +8,7 @@ Each field of such a dataclass carries its parser and the reason of its default:
         num_threads: int = field(default=4, metadata=setting(whole(1, 128), "fewer leave the device idle"))
 
 ``parse_settings`` makes one out of the user's JSON. A check of several fields together belongs into ``__post_init__``.
-``scripts/settings_tables.py`` writes the tables of ``docs/settings.md``.
+``scripts/settings_tables.py`` writes the tables of ``docs/guide/settings.md``.
 """
 
 from collections.abc import Callable, Mapping

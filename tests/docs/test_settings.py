@@ -1,4 +1,4 @@
-"""The tables of docs/settings.md name exactly the settings that exist, with the defaults that they have.
+"""The tables of docs/guide/settings.md name exactly the settings that exist, with the defaults that they have.
 
 Those about tiers are written by ``scripts.settings_tables``.
 """
@@ -15,7 +15,7 @@ from kvtier.config import Settings
 from kvtier.tiering.factory import TIERS
 from scripts.settings_tables import EVERY_TIER_HEADING, settings_classes, with_tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "settings.md"
 
 PRIMARY_HEADING = "The primary tier and the manager"
 

@@ -1,4 +1,4 @@
-"""The tier that docs/tiers.md shows in full keeps the contract of every secondary tier."""
+"""The tier that docs/extend/tier.md shows in full keeps the contract of every secondary tier."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.base import SecondaryTierManager
 from scripts.check_docs import python_blocks
 
-PAGE = Path(__file__).parents[2] / "docs" / "tiers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "tier.md"
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ OURS = [(str(page), flag) for page, flag in FLAGS if flag["kv_connector"] == "KV
 
 
 def test_readme_and_the_page_about_vllm_show_the_flag() -> None:
-    assert {"README.md", "docs/vllm.md"} <= {page for page, _ in OURS}
+    assert {"README.md", "docs/guide/vllm.md"} <= {page for page, _ in OURS}
 
 
 @pytest.mark.parametrize(("page", "flag"), OURS)

@@ -1,4 +1,4 @@
-"""The check of the pages finds dead links, lost pages and broken code, and nothing in good pages."""
+"""The check of the pages finds dead links, lost pages, broken code and heavy prose, and nothing in good pages."""
 
 from pathlib import Path
 
@@ -66,3 +66,59 @@ def test_a_block_knows_its_line_and_whether_it_is_run(tmp_path: Path) -> None:
         (3, "a\n", True),
         (7, "b\n", False),
     ]
+
+
+def test_a_long_paragraph_is_found_and_an_item_of_a_list_is_one(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        README="# Top\n\n" + "word " * 81 + "\n\n" + "- " + "word " * 80 + "\n- " + "word " * 80 + "\n",
+    )
+
+    assert check_docs.problems(tmp_path) == [f"{tmp_path}/README.md:3: paragraph of 81 words, at most 80"]
+
+
+def test_a_sentence_with_three_numbers_is_found(tmp_path: Path) -> None:
+    write(tmp_path, README="# Top\n\nIt takes 1 or 2 ms.\nThen 3, 4 and 5.\n")
+
+    (message,) = check_docs.problems(tmp_path)
+
+    assert message.startswith(f"{tmp_path}/README.md:3: 3 numbers in one sentence")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| 1 | 2 | 3 |\n|---|---|---|\n| 4 | 5 | 6 |",
+        "```text\n1 2 3 4\n```",
+        "`1 2 3 4` and S3, AES-256 and v1.2.3",
+        "[0001](a.md), [0002](a.md), [0003](a.md)",
+        "vLLM 0.32.0 on Python 3.11 with torch 2.13",
+        "<!-- 1 2 3 4 -->",
+        "1. first\n2. second\n3. third",
+    ],
+)
+def test_code_tables_names_and_versions_are_no_numbers_of_prose(tmp_path: Path, text: str) -> None:
+    write(tmp_path, README=f"# Top\n\n{text}\n", a="[t](README.md)")
+
+    assert list(check_docs.prose_problems(tmp_path / "README.md")) == []
+
+
+def test_decisions_and_the_changelog_may_argue_with_numbers(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        README="[c](CHANGELOG.md) [d](docs/adr/0001.md)\n",
+        CHANGELOG="1 2 3\n",
+        docs__adr__0001="1 2 3\n",
+    )
+
+    assert check_docs.problems(tmp_path) == []
+
+
+def test_an_experiment_of_nine_lines_is_found(tmp_path: Path) -> None:
+    short, long = "- line\n" * 8, "- line\n" * 9
+    write(tmp_path, README="[e](docs/experiments/a.md)\n")
+    write(tmp_path, docs__experiments__a=f"# Experiments\n\n## Short\n\n{short}\n## Long\n{long}")
+
+    (message,) = check_docs.problems(tmp_path)
+
+    assert message.endswith("'Long' has 9 lines, at most 8")

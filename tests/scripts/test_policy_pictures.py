@@ -1,4 +1,4 @@
-"""The pictures of docs/policies.md are drawn from the same numbers whether these were kept in between or not."""
+"""The pictures of docs/concepts/policies.md are the same whether the numbers were kept in between or not."""
 
 from pathlib import Path
 

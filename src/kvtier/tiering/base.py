@@ -56,7 +56,7 @@ def _parse_admission(name: str, value: object) -> TierAdmission | None:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """The settings that every secondary tier has; ``docs/settings.md`` has the table.
+    """The settings that every secondary tier has; ``docs/guide/settings.md`` has the table.
 
     Attributes:
         required: a tier that cannot start refuses the engine instead of being left out.
@@ -120,7 +120,7 @@ class TierSettings:
         default=None,
         metadata=setting(
             _parse_policy,
-            "in what order `slab` and `example` evict, any of the [policies](policies.md), or "
+            "in what order `slab` and `example` evict, any of the [policies](../concepts/policies.md), or "
             '`"package.module:Class"`; the others order their '
             "blocks by themselves and refuse it",
             default_text="the tier's own",
@@ -131,7 +131,7 @@ class TierSettings:
         metadata=setting(
             _parse_admission,
             'every block is written; `{"min_reuse_probability": 0.3, "horizon_s": 1024}` writes those that come back '
-            "within so many seconds with at least this probability ([how](hazard.md#behind-the-host))",
+            "within so many seconds with at least this probability ([how](../concepts/hazard.md#behind-the-host))",
             unit="mapping",
         ),
     )

@@ -1,6 +1,6 @@
 """Golden hit counts through the replay of the host: on recorded traces, where they are, and on one that is made up.
 
-docs/policies.md has the ratios of the recorded ones at seven capacities.
+docs/concepts/policies.md has the ratios of the recorded ones at seven capacities.
 """
 
 import functools

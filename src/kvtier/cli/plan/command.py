@@ -45,7 +45,7 @@ def plan(
     ] = None,
     hit_ratio: Annotated[float | None, typer.Option(help="Goal: share of blocks found, as 0.3.")] = None,
     ttft_p90: Annotated[str | None, typer.Option(help="Goal: first token for 9 in 10, as 2s.")] = None,
-    prices: Annotated[Path | None, typer.Option(help="Your prices; see docs/planning.md.")] = None,
+    prices: Annotated[Path | None, typer.Option(help="Your prices; see docs/guide/plan.md.")] = None,
     media: Annotated[str | None, typer.Option(help="Media to buy from, by comma; else all.")] = None,
     max_tiers: Annotated[int, typer.Option(help="Tiers behind host memory at most.")] = 1,
     host_max: Annotated[str | None, typer.Option(help="Host memory that fits the machine.")] = None,
