@@ -18,7 +18,7 @@ def table_after(heading: str) -> list[list[str]]:
 
 def test_the_layers_are_those_of_the_script() -> None:
     layers = [
-        frozenset(re.findall(r"`(\w+)`", row[1])) for row in table_after("## Where an import may point")
+        frozenset(re.findall(r"`([\w.]+)`", row[1])) for row in table_after("## Where an import may point")
     ]
 
     assert layers[::-1] == list(import_direction.LAYERS)
