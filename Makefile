@@ -71,7 +71,7 @@ $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
-	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/e2e/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
 check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 	$(BIN)/python -m ruff check $(SOURCES) setup.py
