@@ -37,7 +37,8 @@ def test_a_failure_s_leftovers_fail_no_later_test_and_a_test_s_own_still_fail_it
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
