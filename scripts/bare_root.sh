@@ -8,12 +8,12 @@
 # last one; status 3 says that there was no root to run it in.
 #
 #   KVTIER_BARE_ROOT    keep the root file system in this folder and use it again; the clone in it is new each time
-#   KVTIER_BARE_MIRROR  where Debian's packages are; the machine's own unless it is set
+#   KVTIER_BARE_MIRROR  a mirror of Debian's packages, or a file of apt's sources; this machine's own unless it is set
 set -euo pipefail
 
 PACKAGES=python3,python3-venv,make,git,ca-certificates
 CERTIFICATES=/etc/ssl/certs/ca-certificates.crt
-MIRROR=${KVTIER_BARE_MIRROR:-/etc/apt/sources.list.d/debian.sources}
+MIRROR=${KVTIER_BARE_MIRROR:-$(ls /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | head -n 1)}
 CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 die() {
