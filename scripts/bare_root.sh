@@ -13,7 +13,8 @@ set -euo pipefail
 
 PACKAGES=python3,python3-venv,make,git,ca-certificates
 CERTIFICATES=/etc/ssl/certs/ca-certificates.crt
-MIRROR=${KVTIER_BARE_MIRROR:-$(ls /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | head -n 1)}
+MIRROR=${KVTIER_BARE_MIRROR:-/etc/apt/sources.list.d/debian.sources}
+[[ -n ${KVTIER_BARE_MIRROR:-} || -e $MIRROR ]] || MIRROR=/etc/apt/sources.list
 CHECKOUT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 die() {
