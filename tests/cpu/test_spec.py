@@ -157,7 +157,7 @@ def test_handlers_are_built_once_and_a_worker_routes_to_them(spec: CPUOffloading
 
 
 def test_tensors_larger_than_configured_are_refused_with_both_sizes(spec: CPUOffloadingSpec) -> None:
-    with pytest.raises(KVCacheLayoutError, match=r"need 2002 bytes.*give 2000"):
+    with pytest.raises(KVCacheLayoutError, match=r"need 2002 bytes.*have 2000"):
         list(spec.get_handlers(caches_of(1001, 600)))
 
 
@@ -187,7 +187,7 @@ def test_an_instance_id_that_a_user_gave_two_engines_is_refused_by_the_second_un
     first, second = named_spec("kvtier-test-named"), named_spec("kvtier-test-named")
     first.get_manager()
 
-    with pytest.raises(ConfigError, match=r"instance_id='kvtier-test-named'.*of its own"):
+    with pytest.raises(ConfigError, match=r"instance_id='kvtier-test-named'.*its own instance_id"):
         second.get_manager()
 
     first.shutdown()
@@ -215,7 +215,7 @@ def test_an_engine_that_cannot_start_does_not_keep_its_instance_id() -> None:
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_class() -> None:
-    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has a name of its own changes nothing
+    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has its own name changes nothing
     spec = named_spec("kvtier-test-own", eviction_policy=policy)
     manager = spec.get_manager()
     request = ReqContext("a")
@@ -259,7 +259,7 @@ def test_private_rows_start_with_a_warning_where_no_lock_can_be_made(
 
     spec.get_manager()
 
-    assert "instance_id is used only once" in caplog.text
+    assert "instance_id is not checked" in caplog.text
     spec.shutdown()
 
 
