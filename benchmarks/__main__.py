@@ -12,11 +12,11 @@ def main() -> int:
     """Parse the command line and run the suites that it names."""
     parser = argparse.ArgumentParser(prog="benchmarks", description="Measure kvtier on this machine.")
     parser.add_argument(
-        "names", nargs="*", help="which, all by default: " + ", ".join(s.name for s in SUITES)
+        "names", nargs="*", help="suites to run; default: all of " + ", ".join(s.name for s in SUITES)
     )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--dir", type=Path, help="write files below this folder")
-    parser.add_argument("--out", type=Path, help="keep NAME.json and NAME.svg in this folder")
+    parser.add_argument("--out", type=Path, help="write NAME.json and NAME.svg to this folder")
     arguments = parser.parse_args()
     try:
         suites = [find_suite(name) for name in arguments.names] or SUITES

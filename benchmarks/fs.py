@@ -1,16 +1,15 @@
 """Throughput of the fs tier against raw files of the same size.
 
-The floor writes and reads one file per block with as many threads as the tier has: ``open``, one ``pwritev`` or
-``preadv`` of a page and a row, ``close``; no checksum, no name that appears only when the block is whole, no count
-of bytes. A second floor seals and checks each row as the tier does; how much longer it takes is what the envelope and
-its checksum cost, and has lines of its own. vLLM's fs tier and LMCache's disk back end have their own numbers of
-threads, so they stay away where these are changed.
+The floor writes and reads one file per block with as many threads as the tier: ``open``, one ``pwritev`` or ``preadv``
+of a page and a row, ``close``. It has no checksum, no atomic rename and no count of bytes. A second floor seals and
+checks each row as the tier does; the difference is the cost of envelope and checksum, which has its own lines. vLLM's
+fs tier and LMCache's disk back end have their own numbers of threads, so they are not measured where these vary.
 
-Each contestant writes files of its own; in a round the tier and the floors read the same ones, which the tier wrote a
-round ago: where on a disk a file lies decides how fast it is read. Peers read what they have just written. Nothing is
-removed while that is measured: files are cut to no length instead. Cold reads are of a few sets of files, written
-back before the first of them, and the page cache forgets a set before each. Puts into a full directory, where blocks
-have to leave, come last.
+Each contestant writes its own files. The tier and the floors read the same ones, which the tier wrote in the previous
+round, because the place of a file on the disk affects the speed of reading. Peers read what they have just written. No
+file is removed while others are measured: files are truncated instead. Cold reads use a few sets of files, written back
+before the first read, and each set is dropped from the page cache before it is read. Puts into a full directory, which
+has to evict, come last.
 """
 
 import tempfile
@@ -51,37 +50,37 @@ from kvtier.tiering.fs.folders import block_path, namespace_path
 from kvtier.tiering.kit.disk import plan_num_threads
 
 CAPACITY = "64GiB"
-"""Room for every round: the tier is not told that its files are emptied."""
+"""Room for every round: the tier does not know that its files are truncated."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
-"""At least; so many more that each contestant begins equally often."""
+"""At least; rounded up so that each contestant begins equally often."""
 
 NUM_COLD_SETS = 3
-"""Files that are read in turn, so that no place on the disk decides; more are more writing first."""
+"""Sets of files that are read in turn, to average over places on the disk; each more is written first."""
 
 ENVELOPE_BLOCKS = 16
 NUM_ENVELOPE_SETS = 8
-"""The same, of small sets."""
+"""The same for small sets."""
 
 NUM_ENVELOPE_ROUNDS, NUM_QUICK_ENVELOPE_ROUNDS = 60, 20
-"""Many short ones: what is looked for is smaller than what a disk's speed changes by from one second to the next."""
+"""Many short rounds: the cost is smaller than the variation of a disk's speed from one second to the next."""
 
 SEALED = "sealed floor"
 MANY_JOBS_BAR, ONE_JOB_PUT_BAR = 0.95, 1.4
-"""Of vLLM's fs tier: with direct I/O and eight jobs, and in buffered puts of one."""
+"""Ratios to vLLM's fs tier: with direct I/O and eight jobs, and in buffered puts of one job."""
 
 ENVELOPE_BAR_PERCENT = 10.0
-"""Of the time of a put or a get, with direct I/O."""
+"""Share of the time of a put or a get, with direct I/O."""
 
 Rounds = Mapping[str, Mapping[str, tuple[float, ...]]]
-"""What contestants measured, by operation."""
+"""Measured values of contestants, by operation."""
 
 MakeSet = Callable[[int], FileSet]
-"""Which files a round has, from its number."""
+"""Returns the files of a round, given its number."""
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield rates by direction, block size, jobs, threads and kind of I/O, then what the envelope costs."""
+    """Yield rates by direction, block size, jobs, threads and kind of I/O, then the cost of the envelope."""
     peers = find_disk_peers(options.note)
     num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
     with options.new_folder() as folder:
@@ -98,7 +97,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def plan_envelopes() -> Sequence[tuple[bool, int]]:
-    """Return whether I/O is direct and the number of threads of what is measured of the envelope. Pure."""
+    """Return (is direct, number of threads) of each measurement of the envelope. Pure."""
     usual = [
         (is_direct, plan_num_threads(None, BAR_BLOCK_BYTES, has_direct_io=is_direct))
         for is_direct in (True, False)
@@ -107,7 +106,7 @@ def plan_envelopes() -> Sequence[tuple[bool, int]]:
 
 
 def bar_of(case: DiskCase, operation: str) -> Bar | None:
-    """Return what the tier should reach in ``operation``. Pure."""
+    """Return the tier's bar in ``operation``. Pure."""
     if case.block_bytes != BAR_BLOCK_BYTES or not case.is_usual:
         return None
     if case.is_direct and case.num_jobs == MANY_JOBS:
@@ -119,14 +118,14 @@ def bar_of(case: DiskCase, operation: str) -> Bar | None:
 def measure_case(
     case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers
 ) -> Iterator[Measurement]:
-    """Run tier, floors and peers in turns; empty files stay in ``folder``."""
+    """Run tier, floors and peers in turns; truncated files stay in ``folder``."""
     rounds = run_cold(case, folder, num_rounds) if case.is_cold else run_warm(case, folder, num_rounds, peers)
     for operation, values in rounds.items():
         yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case, operation))
 
 
 def run_warm(case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers) -> Rounds:
-    """Let tier, floors and peers take turns at writing and reading."""
+    """Run tier, floors and peers in turns, writing and reading."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
     with ExitStack() as ends:
@@ -146,7 +145,7 @@ def run_warm(case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPe
 
 
 def run_cold(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Rounds:
-    """Let tier and floor take turns at reading what the page cache has forgotten."""
+    """Run tier and floor in turns, reading files that are not in the page cache."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
     with ExitStack() as ends:
@@ -178,12 +177,12 @@ def run_cold(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Rounds:
 
 
 class Turns:
-    """The tier's turns: in each it writes a set of files, which is read in the next round by everyone.
+    """The tier's turns: in each it writes a set of files, which all contestants read in the next round.
 
     Args:
-        tier: ours.
-        case: what is measured.
-        rows: the tier's.
+        tier: the tier under test.
+        case: the measured case.
+        rows: the tier's rows.
         make_set: the files of a round.
     """
 
@@ -212,7 +211,7 @@ class Turns:
 
 
 def floor_of(floor: RawFiles, make_own: MakeSet, make_read: MakeSet) -> Contestant:
-    """Return a contestant that writes files of its own and reads the tier's."""
+    """Return a contestant that writes its own files and reads the tier's."""
     numbers = count()
 
     def run() -> Mapping[str, float]:
@@ -226,7 +225,7 @@ def floor_of(floor: RawFiles, make_own: MakeSet, make_read: MakeSet) -> Contesta
 
 
 def files_of_tier(case: DiskCase, root: Path) -> MakeSet:
-    """Return where a tier at ``root`` keeps the blocks of a round."""
+    """Return the files in which a tier at ``root`` keeps the blocks of a round."""
     namespace = make_namespace(make_config(case.block_bytes), case.block_bytes)
     path = namespace_path(root, namespace.name)
 
@@ -238,7 +237,7 @@ def files_of_tier(case: DiskCase, root: Path) -> MakeSet:
 
 
 def files_of_floor(folder: Path, num_blocks: int) -> MakeSet:
-    """Return files in one folder, which is made; new names in each round."""
+    """Return files in one new folder, with new names in each round."""
     folder.mkdir()
 
     def make_set(number: int) -> FileSet:
@@ -263,7 +262,7 @@ def start_tier(case: DiskCase, rows: memoryview, root: Path) -> FSTier:
 
 
 def measure_envelope(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Iterator[Measurement]:
-    """Let the floors take turns; yield which share of the sealed one's time is seal, checksum and check."""
+    """Run the floors in turns; yield the share of the sealed one's time that envelope and checksum take."""
     rows = make_rows(ENVELOPE_BLOCKS, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
     make_set = files_of_floor(place / "read", ENVELOPE_BLOCKS)
@@ -292,7 +291,7 @@ def measure_envelope(case: DiskCase, folder: Path, num_rounds: RoundCount) -> It
 
 
 def envelope_shares_percent(floor: Sequence[float], sealed: Sequence[float]) -> tuple[float, ...]:
-    """Return how much of the sealed floor's time the other does not take, per cent, from their rates. Pure."""
+    """Return by how much the sealed floor is slower, in per cent of its time, from the rates. Pure."""
     return tuple(
         100.0 * (1.0 - sealed_rate / floor_rate)
         for floor_rate, sealed_rate in zip(floor, sealed, strict=True)

@@ -1,8 +1,8 @@
-"""Throughput of puts into a directory that is full: for each block that comes, one has to leave.
+"""Throughput of puts into a full directory: for each new block, one has to be evicted.
 
-What a tier does for most of its life. The floor renames its oldest file to the new name and writes over it, in place;
-another contestant removes its oldest file and makes a new one. Neither makes a checksum, keeps a count, finds out what
-is oldest, or minds a reader; both have as many threads as the tier.
+This is a tier's normal state. The floor renames its oldest file to the new name and overwrites it in place; another
+contestant removes its oldest file and creates a new one. Neither has checksums, counts, an order of use or readers;
+both have as many threads as the tier.
 """
 
 import mmap
@@ -42,13 +42,13 @@ CASES = ((BAR_BLOCK_BYTES, True), (BAR_BLOCK_BYTES, False), (64 * 2**10, True), 
 
 
 class Ring:
-    """A full directory of raw files, the oldest of which go first.
+    """A full directory of raw files, in which the oldest are replaced first.
 
     Args:
-        folder: where, made here.
-        rows: what to write, shape (num_blocks, block_bytes).
-        case: kind of I/O, and how many threads.
-        is_written_over: whether the oldest file is written over, or removed and another made.
+        folder: a new folder.
+        rows: the data, shape (num_blocks, block_bytes).
+        case: kind of I/O, and number of threads.
+        is_written_over: whether the oldest file is overwritten, or removed and another created.
     """
 
     def __init__(self, folder: Path, rows: memoryview, case: DiskCase, *, is_written_over: bool) -> None:
@@ -65,7 +65,7 @@ class Ring:
             self._crew.each(len(self._rows), self._make)
 
     def put(self) -> None:
-        """Write every block, each into the place of another."""
+        """Write every block, each in place of another."""
         self._crew.each(len(self._rows), self._write_over if self._is_written_over else self._remove_and_make)
 
     def close(self) -> None:
@@ -96,11 +96,11 @@ class Ring:
 
 
 class FullTier:
-    """The tier, in a directory with room for as much as a ring has, which is full.
+    """The tier, in a full directory with the capacity of a ring.
 
     Args:
-        case: kind of I/O, and how many jobs.
-        rows: the tier's.
+        case: kind of I/O, and number of jobs.
+        rows: the tier's rows.
         root: its directory.
     """
 
@@ -119,7 +119,7 @@ class FullTier:
             self.put()
 
     def put(self) -> None:
-        """Store new blocks, as many as there are rows."""
+        """Store new blocks, one per row."""
         keys = make_keys(self._case.num_blocks, next(self._generations))
         move_blocks(self._tier, keys, self._case.num_jobs, is_promotion=False)
 
@@ -139,7 +139,7 @@ def measure(options: Options, folder: Path) -> Iterator[Measurement]:
 
 
 def measure_case(case: DiskCase, place: Path, num_rounds: RoundCount) -> Measurement:
-    """Let tier and rings take turns at putting blocks."""
+    """Run tier and rings in turns."""
     place.mkdir()
     rows = make_rows(case.num_blocks, case.block_bytes)
     mib = rows.nbytes / 2**20

@@ -1,9 +1,9 @@
-"""What a policy costs that learns from requests: hazard beside LRU on made-up chats, through the manager.
+"""The cost of a policy that learns from requests: hazard against LRU on synthetic chats, through the manager.
 
-Each request is driven as the connector drives it, ``note_request`` first, in a cache of a tenth of the unique blocks.
-All calls of the manager count, lookups, pins and stores included, on the thread's processor time; so does the learning,
-which is hazard's own, and the garbage collector as far as it visits what a contestant made. What an engine does anyway,
-naming the blocks of a request, is done before. A block is one that a request names.
+Each request is driven as the connector does it, ``note_request`` first, in a cache of a tenth of the unique blocks.
+All calls of the manager count, lookups, pins and stores included, by the thread's processor time; so does hazard's
+learning, and the garbage collector as far as it visits a contestant's objects. Naming the blocks of a request, which
+every engine does anyway, is done before. Times are per block of the requests.
 """
 
 import gc
@@ -22,10 +22,11 @@ from kvtier.sim.host_replay import TouchOrder, blocks_of_share, serve
 from kvtier.sim.trace import BlockKeys, Trace
 
 SHARE = 0.1
-"""Of the unique blocks: where the bars are set."""
+"""Share of the unique blocks for which the bars are set."""
 
 NUM_HOURS = 4
-"""Of made-up traffic: the first minutes, in which fits come often, are then a small part, as in production."""
+"""Hours of synthetic traffic: the first minutes, in which fits are frequent, are then a small part, as in
+production."""
 
 NUM_ROUNDS = 6
 QUICK_ROUNDS = 2
@@ -40,7 +41,7 @@ class Arrival(NamedTuple):
     """A request.
 
     Attributes:
-        at_s: when it comes.
+        at_s: its time.
         keys: its blocks, first positions first.
     """
 
@@ -49,7 +50,7 @@ class Arrival(NamedTuple):
 
 
 def measure(*, is_quick: bool) -> Iterator[Measurement]:
-    """Yield hazard's time per block, how many times LRU's it is, and its ghosts."""
+    """Yield hazard's time per block, its ratio to LRU's, and its ghosts."""
     trace = make_chats(num_hours=1 if is_quick else NUM_HOURS)
     num_blocks = blocks_of_share(trace, SHARE)
     arrivals = arrivals_of(trace)
@@ -69,13 +70,13 @@ def measure(*, is_quick: bool) -> Iterator[Measurement]:
 
 
 def arrivals_of(trace: Trace) -> list[Arrival]:
-    """Return the requests of a trace, their blocks named. Pure."""
+    """Return the requests of a trace with the keys of their blocks. Pure."""
     block_keys = BlockKeys()
     return [Arrival(request.arrival_s, block_keys.of(request.hash_ids)) for request in trace.requests]
 
 
 def cost_once(arrivals: Sequence[Arrival], num_blocks: int, policy: str) -> Mapping[str, float]:
-    """Return the processor time of serving all, in microseconds for each block that a request names."""
+    """Return the processor time of serving all, in microseconds per block of the requests."""
     gc.collect()
     gc.freeze()
     begun_s = time.thread_time()
@@ -86,7 +87,7 @@ def cost_once(arrivals: Sequence[Arrival], num_blocks: int, policy: str) -> Mapp
 
 
 def serve_all(arrivals: Sequence[Arrival], num_blocks: int, policy: str) -> CPUOffloadingManager:
-    """Serve every request at its time and return the manager, which began empty."""
+    """Serve every request at its time through an empty manager, and return the manager."""
     now_s = 0.0
     manager = CPUOffloadingManager(num_blocks, policy, clock=lambda: now_s)
     for number, arrival in enumerate(arrivals):
@@ -96,7 +97,7 @@ def serve_all(arrivals: Sequence[Arrival], num_blocks: int, policy: str) -> CPUO
 
 
 def count_ghosts(arrivals: Sequence[Arrival], num_blocks: int) -> int:
-    """Return how many blocks hazard remembers, at the end, that it does not hold."""
-    policy = serve_all(arrivals, num_blocks, "hazard")._policy  # noqa: SLF001 - ghosts show nowhere else
+    """Return how many blocks hazard remembers at the end without holding them."""
+    policy = serve_all(arrivals, num_blocks, "hazard")._policy  # noqa: SLF001 - ghosts have no public counter
     assert isinstance(policy, HazardCachePolicy)
     return policy._shadow.directory.num_ghosts  # noqa: SLF001 - as above

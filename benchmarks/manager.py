@@ -1,10 +1,10 @@
-"""What the primary tier's books cost: blocks per second of store, hit and evicting store, and bytes per block.
+"""The cost of the primary tier's manager: blocks per second of store, hit and evicting store, and bytes per block.
 
-No byte of KV cache moves here. Each case drives the same calls, in batches of 64 keys, through this project's
-manager and through a floor: a bare ordered dictionary with the same loops and no promises. If vLLM can be
-imported, its CPUOffloadingManager is driven in the same run by the same calls. Each batch is of a request of its own,
-whose context is made beforehand: vLLM's manager keeps books in it. The thread's processor time is taken, so that
-other processes count for little.
+No KV cache is moved. Each case drives the same calls, in batches of 64 keys, through kvtier's manager and through a
+floor: a bare ordered dictionary with the same loops and no guarantees. If vLLM is installed, its CPUOffloadingManager
+is driven in the same run with the same calls. Each batch belongs to its own request, whose context is made beforehand,
+because vLLM's manager has tables per request. The thread's processor time is measured, so that other processes matter
+little.
 """
 
 import gc
@@ -25,20 +25,20 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.arc import ARCCachePolicy
 
 BATCH = 64
-"""Keys in a call, about what an engine step names for one request."""
+"""Keys per call, about what an engine step names for one request."""
 
 ROUNDS_OF_CAPACITY = {16_384: 12, 131_072: 6, 1_048_576: 2}
-"""Blocks -> rounds at least; so many more that each contestant begins equally often. A million blocks take seconds a
-round, and processor time hardly varies there."""
+"""Blocks -> least number of rounds, rounded up so that each contestant begins equally often. A million blocks take
+seconds per round, and processor time hardly varies there."""
 
 QUICK_ROUNDS_OF_CAPACITY = {16_384: 2}
 BAR_CAPACITY = 131_072
 MEMORY_CAPACITIES = (100_000, 131_072)
-"""The second is a power of two, the first is close to the worst for the hash tables after long use."""
+"""The second is a power of two, the first is close to the worst case for the hash tables after long use."""
 
 STORE, HIT, EVICTING_STORE = "store", "hit", "evicting store"
 VLLM_BARS = {STORE: 5.0, HIT: 8.0, EVICTING_STORE: 8.0}
-"""Times vLLM's, with LRU at BAR_CAPACITY."""
+"""Ratios to vLLM's, with LRU at BAR_CAPACITY."""
 
 BLOCK_BAR_BYTES = 250.0
 GHOST_BAR_BYTES = 150.0
@@ -53,7 +53,7 @@ Manager = Any  # Any: ours, the floor and vLLM's have these methods in common an
 
 
 class Floor:
-    """The least that such books can cost in Python: one ordered dictionary, one loop a call."""
+    """The least cost of such tables in Python: one ordered dictionary, one loop per call."""
 
     def __init__(self, num_blocks: int, policy: str) -> None:
         del policy
@@ -61,7 +61,7 @@ class Floor:
         self._blocks: OrderedDict[OffloadKey, list[int]] = OrderedDict()
 
     def prepare_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[int]:
-        """Insert what is missing, pushing out the oldest."""
+        """Insert the missing keys, evicting the oldest."""
         del req_context
         blocks, slots = self._blocks, []
         for key in keys:
@@ -73,13 +73,13 @@ class Floor:
         return slots
 
     def complete_store(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Mark as ready."""
+        """Mark the keys as ready."""
         del req_context
         for key in keys:
             self._blocks[key][1] = 0
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether it is held."""
+        """Return whether the key is held and ready."""
         del req_context
         return key in self._blocks
 
@@ -121,7 +121,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """How a contestant's manager is made.
+    """Makes a contestant's manager.
 
     Attributes:
         make_manager: from a number of blocks and the name of a policy.
@@ -133,7 +133,7 @@ class Maker:
 
 
 def find_vllm() -> Maker | None:
-    """Return how vLLM's manager is made, or None when vLLM is not installed."""
+    """Return the maker of vLLM's manager; None when vLLM is not installed."""
     try:
         manager = importlib.import_module(f"{VLLM_MODULE}.cpu.manager").CPUOffloadingManager
         base = importlib.import_module(f"{VLLM_MODULE}.base")
@@ -145,7 +145,7 @@ def find_vllm() -> Maker | None:
 def measure_speed(
     num_blocks: int, policy: str, num_rounds: RoundCount, vllm: Maker | None
 ) -> Iterator[Measurement]:
-    """Time the three operations for each contestant in turn, on new books each time."""
+    """Time the three operations for each contestant in turn, with a new manager each time."""
     batches = make_batches(2 * num_blocks)
     makers = {OURS: Maker(CPUOffloadingManager, make_request), FLOOR: Maker(Floor, make_request)}
     if vllm is not None:
@@ -153,7 +153,7 @@ def measure_speed(
     contestants: dict[str, Contestant] = {
         name: partial(rates_once, maker, num_blocks, policy, batches) for name, maker in makers.items()
     }
-    # Nothing is warm in new books: no round is for warming.
+    # A new manager has nothing to warm, so there are no warm-up rounds.
     for operation, values in run_rounds(contestants, num_rounds, num_warmups=0).items():
         has_bar = policy == "lru" and num_blocks == BAR_CAPACITY
         labels: dict[str, str | int] = {"operation": operation, "policy": policy, "blocks": num_blocks}
@@ -162,7 +162,7 @@ def measure_speed(
 
 
 def make_batches(num_keys: int) -> Batches:
-    """Return distinct keys of 36 bytes, as a SHA-256 and a group would make them, in batches."""
+    """Return distinct keys of 36 bytes, like those of a SHA-256 and a group, in batches."""
     keys = [make_offload_key(number.to_bytes(32, "little"), 0) for number in range(num_keys)]
     return [keys[start : start + BATCH] for start in range(0, num_keys, BATCH)]
 
@@ -186,14 +186,14 @@ def rates_once(maker: Maker, num_blocks: int, policy: str, batches: Batches) -> 
 
 
 def store_all(manager: Manager, calls: Calls) -> None:
-    """Store batch after batch, each to the end."""
+    """Store batch after batch, each completely."""
     for keys, request in calls:
         manager.prepare_store(keys, request)
         manager.complete_store(keys, request)
 
 
 def hit_all(manager: Manager, calls: Calls) -> None:
-    """Find, renew, pin and unpin batch after batch, as a request whose whole prefix is held does."""
+    """Find, touch, pin and unpin batch after batch, like a request whose whole prefix is held."""
     lookup = manager.lookup
     for keys, request in calls:
         for key in keys:
@@ -204,12 +204,12 @@ def hit_all(manager: Manager, calls: Calls) -> None:
 
 
 def make_request() -> ReqContext:
-    """Return the context of another request."""
+    """Return the context of a new request."""
     return ReqContext("benchmark")
 
 
 def measure_memory(num_blocks: int) -> Iterator[Measurement]:
-    """Trace what the books of LRU and the ghosts of ARC allocate beyond the keys: filled, then all replaced."""
+    """Measure what LRU's tables and ARC's ghosts allocate beyond the keys: when full, then when all were replaced."""
     batches = make_batches(6 * num_blocks)
     calls = [(keys, make_request()) for keys in batches]
     num_batches = len(batches) // 6
@@ -234,11 +234,11 @@ def measure_memory(num_blocks: int) -> Iterator[Measurement]:
 
 
 def measure_ghosts(num_blocks: int, calls: Calls) -> float:
-    """Return the bytes that one ghost of a full ARC gives back when it is forgotten."""
+    """Return the bytes that one ghost of a full ARC frees when it is forgotten."""
     manager = CPUOffloadingManager(num_blocks, "arc")
     for number, (keys, request) in enumerate(calls):
         store_all(manager, [(keys, request)])
-        # ARC remembers next to nothing where nothing is used again: half of it is.
+        # ARC remembers almost nothing without reuse, so half of the blocks are used again.
         if number % 2:
             manager.touch(keys, request)
     policy = manager.table.policy
@@ -250,6 +250,6 @@ def measure_ghosts(num_blocks: int, calls: Calls) -> float:
 
 
 def traced_bytes() -> int:
-    """Return what is allocated now."""
+    """Return the bytes that are allocated now."""
     gc.collect()
     return tracemalloc.get_traced_memory()[0]

@@ -1,12 +1,12 @@
-"""Blocks put into the primary tier and got from it, books and bytes, against a plain copy of the same bytes.
+"""Puts into the primary tier and gets from it, manager and bytes, against a plain copy of the same bytes.
 
-A put is what a store costs: slots from the manager, a job of the handlers that copies a tensor's blocks into them, and
-the manager told that it is over; a get is the way back, into other blocks. One job moves all of them. Blocks are drawn
-at random, as in an engine that has run for long, and slots come as the manager hands them out. The tier is as large as
-one round, so from the second on each put evicts. The floor is one contiguous torch ``copy_``.
+A put is the cost of a store: slots from the manager, a job of the handlers that copies a tensor's blocks into them,
+and the manager's completion; a get is the way back, into other blocks. One job moves all of them. Blocks are drawn at
+random, as in an engine that has run for long, and slots are in the manager's order. The tier is as large as one round,
+so from the second round on each put evicts. The floor is one contiguous torch ``copy_``.
 
-If LMCache can be imported, its CPU back end takes turns with them: a memory object for each block, a plain
-copy of each by as many threads as ours takes, and its books; it never has to evict.
+If LMCache is installed, its CPU back end alternates with them: a memory object for each block, a plain copy of each by
+as many threads as kvtier uses, and its tables; it never has to evict.
 """
 
 import os
@@ -51,8 +51,8 @@ class Primary:
 
     Args:
         device: blocks of a KV cache, shape (num_device_blocks, block_bytes), int8, CPU.
-        sources: numbers of the blocks that are put.
-        targets: numbers of as many that are got into.
+        sources: numbers of the blocks to put.
+        targets: numbers of as many blocks to get into.
     """
 
     def __init__(self, device: torch.Tensor, sources: list[int], targets: list[int]) -> None:
@@ -77,7 +77,7 @@ class Primary:
         return rates_of(self._num_bytes, lambda: self._put(keys), lambda: self._get(keys))
 
     def close(self) -> None:
-        """End the threads and give the memory back."""
+        """Shut down the threads and free the memory."""
         self._handlers.shutdown()
         self._region.cleanup()
 
@@ -104,7 +104,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def measure_size(block_bytes: int, num_rounds: RoundCount, *, has_lmcache: bool) -> Iterator[Measurement]:
-    """Let primary tier, plain copies and LMCache take turns."""
+    """Run primary tier, plain copies and LMCache in turns."""
     num_blocks = TOTAL_BYTES // block_bytes
     device = torch.randint(-128, 128, (2 * num_blocks, block_bytes), dtype=torch.int8)
     order = np.random.default_rng(0).permutation(2 * num_blocks).tolist()
@@ -132,13 +132,13 @@ def measure_size(block_bytes: int, num_rounds: RoundCount, *, has_lmcache: bool)
 
 
 def open_floor(num_bytes: int) -> Contestant:
-    """Return a contestant that copies so many bytes there and back."""
+    """Return a contestant that copies ``num_bytes`` there and back."""
     host, device = torch.ones(num_bytes, dtype=torch.int8), torch.ones(num_bytes, dtype=torch.int8)
     return lambda: rates_of(num_bytes, lambda: host.copy_(device), lambda: device.copy_(host))
 
 
 def move(handler: OffloadingHandler, spec: TransferSpec) -> None:
-    """Carry out one job and wait for it; it must go well."""
+    """Run one job and wait for it; it must succeed."""
     job = TransferJobId(1)
     assert handler.transfer_async(job, spec)
     handler.wait({job})

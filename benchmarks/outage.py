@@ -1,17 +1,18 @@
-"""What a server that is killed or hangs costs the scheduler's thread, step by step.
+"""The cost of a killed or hanging server for the scheduler's thread, step by step.
 
-A thousand requests of four blocks wait for a tier, which has them all: half for loads, half for answers to their
-lookups. While they wait the server is left alone ("well"), stopped, or killed. A step is what a scheduler does then: it
-polls each request, searches those that have news, loads and ends those that have an answer, and ends the step. Requests
-that had an answer are replaced, by at most sixteen a step, so that a step is a queue's and not a burst's; the arrival
-of the first thousand is told apart. Between steps the thread sleeps, as it does while a model computes, and tiers work.
+A thousand requests of four blocks wait for a tier that holds them all: half for loads, half for the results of
+lookups. While they wait the server is left alone ("well"), stopped, or killed. A step is what a scheduler does: it
+polls each request, searches for those whose state has changed, loads and ends those with a result, and ends the step.
+Requests with a result are replaced, by at most sixteen per step, so that a step is that of a queue and not of a burst;
+the arrival of the first thousand is reported separately. Between steps the thread sleeps, as it does while a model
+computes.
 
-A run is one value: the steps of an outage are not equals, and a median over windows of them would hide what a
-deadline or a server that is tried again costs once. The bar is for a server that is out: 1 ms a step, at the 99th
-percentile. Of one that is well blocks arrive in each step, and the step is what loading sixteen requests costs. "own"
-is the thread's processor time, the rest waits for the interpreter or a lock, which the tier's threads have. There is
-no floor. A process of the server's own is what the signal goes to; the memory behind Mooncake's master belongs to
-another process, which stays.
+A run is one value: the steps of an outage differ, and a median over windows of them would hide the single cost of a
+deadline or of another attempt to reach the server. The bar is for a server that is out: 1 ms a step, at the 99th
+percentile. From a server that is well blocks arrive in each step, and the step has the cost of loading sixteen
+requests. "own" is the thread's processor time; the rest is waiting for the interpreter or a lock that the tier's
+threads hold. There is no floor. The signal goes to the server's own process; the memory behind Mooncake's master
+belongs to another process, which continues.
 """
 
 import logging
@@ -44,21 +45,21 @@ NUM_REQUESTS = 1000
 REQUEST_BLOCKS = 4
 NUM_SLOTS = 5 * NUM_REQUESTS
 NUM_PROMPTS = 2 * NUM_REQUESTS
-"""More than the primary holds, so that a prompt which comes again is in the tier only."""
+"""More prompts than the primary holds, so that a repeated prompt is in the tier only."""
 
 NUM_STORED = NUM_PROMPTS * REQUEST_BLOCKS
 MAX_ARRIVALS = 16
-"""New requests a step once the queue has been filled; more would measure arrivals, fewer leave the queue empty."""
+"""New requests per step once the queue is full; more would measure arrivals, fewer leave the queue empty."""
 
 ROW_BYTES = 4096
 STORE_BLOCKS = 500
 DEADLINE_S, QUICK_DEADLINE_S = 5.0, 1.0
 AFTERMATH_S, QUICK_AFTERMATH_S = 7.0, 1.0
-"""How much longer than the deadline the steps go on after an outage: the default sees the breaker, which is open for
-five seconds, try the server again. A server that is well has no aftermath."""
+"""Seconds that the steps continue after an outage beyond the deadline: the default includes the breaker, which is open
+for five seconds and then tries the server again. A server that is well has no aftermath."""
 
 SLOW_TO_FILL = "obj"
-"""Left out of a quick run: its server starts and takes blocks slower than the others together."""
+"""Skipped in a quick run: its server starts and accepts blocks more slowly than the others together."""
 
 PAUSE_S = 0.005
 BAR_MS = 1.0
@@ -66,7 +67,7 @@ P99 = "p99 step"
 
 
 class Fate(Enum):
-    """What becomes of the server, in the order in which it can be tried on one."""
+    """What happens to the server, in the order in which it can be tried on one."""
 
     WELL = "well"
     STOPPED = "SIGSTOP"
@@ -75,7 +76,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step took, and how many requests waited after it."""
+    """Duration of one step, and the number of waiting requests after it."""
 
     time_ms: float
     own_ms: float
@@ -84,18 +85,18 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the steps of one run took.
+    """Durations of the steps of one run.
 
     Attributes:
         arrival_ms: the step in which half of the requests came, and the loads of the others were submitted.
-        steps: those after it.
+        steps: the steps after it.
     """
 
     arrival_ms: float
     steps: Sequence[Step]
 
     def times_ms(self) -> dict[str, float]:
-        """Return what a step takes, by measure."""
+        """Return the durations of steps, by measure."""
         times_ms = [step.time_ms for step in self.steps]
         own_ms = [step.own_ms for step in self.steps]
         return {
@@ -107,7 +108,7 @@ class Run:
         }
 
     def describe(self) -> str:
-        """Return how far the times are to be believed."""
+        """Return how reliable the times are."""
         num_over = sum(step.time_ms > BAR_MS for step in self.steps)
         mean_waiting = float(np.mean([step.num_waiting for step in self.steps]))
         return f"{len(self.steps):,} steps, {num_over:,} above {BAR_MS:g} ms, {mean_waiting:.0f} requests waiting"
@@ -117,7 +118,7 @@ class BenchRows:
     """Rows in ordinary memory."""
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return them, page-aligned."""
+        """Return the rows, page-aligned."""
         return make_rows(NUM_SLOTS, ROW_BYTES)
 
     def cleanup(self) -> None:
@@ -128,7 +129,7 @@ class Engine:
     """A manager over one tier, with a queue of requests.
 
     Args:
-        settings: the tier's, with its type.
+        settings: the tier's settings, including its type.
         deadline_s: seconds that a request may wait.
     """
 
@@ -142,14 +143,14 @@ class Engine:
         self._numbers = count()
 
     def fill_tier(self) -> None:
-        """Store what requests will ask for."""
+        """Store the blocks that requests will need."""
         for begin in range(0, NUM_STORED, STORE_BLOCKS):
             self._store(range(begin, begin + STORE_BLOCKS))
             assert self.manager.drain(HANG_GUARD_S), "the tier has not stored its blocks"
             self.manager.end_step()
 
     def arrive(self, num_requests: int) -> None:
-        """Let requests come, each with a prompt of its own or of one long gone."""
+        """Add requests, each with its own prompt or with one that was evicted from the primary."""
         for _ in range(num_requests):
             number = next(self._numbers) % NUM_PROMPTS
             first = number * REQUEST_BLOCKS
@@ -158,7 +159,7 @@ class Engine:
     def step(self) -> int:
         """Run one step; return how many requests wait after it."""
         manager = self.manager
-        # Told apart first: a copy of the whole queue in each step would be the garbage collector's time.
+        # Selected first: a copy of the whole queue in each step would be time of the garbage collector.
         for request in [request for request in self.queue if not manager.is_waiting(request)]:
             keys = self.queue[request]
             num_hits = self._search(request, keys)
@@ -167,8 +168,8 @@ class Engine:
         manager.end_step()
         return len(self.queue)
 
-    def await_news(self) -> None:
-        """Run empty steps until a request is worth a search."""
+    def await_change(self) -> None:
+        """Run empty steps until the state of a request has changed."""
         end_s = time.perf_counter() + HANG_GUARD_S
         while all(map(self.manager.is_waiting, self.queue)):
             assert time.perf_counter() < end_s, "the tier answers no lookup"
@@ -176,7 +177,7 @@ class Engine:
             time.sleep(PAUSE_S)
 
     def _search(self, request: ReqContext, keys: Sequence[OffloadKey]) -> int | None:
-        """Return the leading hits, None while one of them is on its way."""
+        """Return the leading hits, None while one of them is in flight."""
         num_hits, is_pending = 0, False
         for key in keys:
             answer = self.manager.lookup(key, request)
@@ -206,7 +207,7 @@ class Server:
     """The server's processes.
 
     Args:
-        pids: of them.
+        pids: their process ids.
     """
 
     def __init__(self, pids: Collection[int]) -> None:
@@ -215,7 +216,7 @@ class Server:
 
     @contextmanager
     def struck(self, fate: Fate) -> Iterator[None]:
-        """Let ``fate`` happen to them; one that was stopped goes on after the block."""
+        """Apply ``fate`` to the processes; a stopped one continues after the block."""
         if fate is not Fate.WELL:
             self._signal(signal.SIGKILL if fate is Fate.KILLED else signal.SIGSTOP)
         try:
@@ -230,14 +231,14 @@ class Server:
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield what steps take, by tier and what becomes of its server."""
+    """Yield the durations of steps, by tier and by what happens to its server."""
     logger = logging.getLogger("kvtier")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # an outage is told in a warning, and here it is no news
+    logger.setLevel(logging.ERROR)  # an outage is logged as a warning, and here it is intended
     try:
         for tier in SERVERS:
             if options.is_quick and tier == SLOW_TO_FILL:
-                options.note(f"{tier} is left out of a quick run")
+                options.note(f"{tier} is skipped in a quick run")
                 continue
             yield from measure_tier(tier, options)
     finally:
@@ -245,7 +246,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
-    """Yield the times of each fate of the tier's server, or note why there is none."""
+    """Yield the times for each fate of the tier's server, or note why there is no server."""
     bystanders = children_of({os.getpid()})
     with ExitStack() as ends:
         folder = ends.enter_context(options.new_folder())
@@ -257,7 +258,7 @@ def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
         except KVTierError as error:
             options.note(f"{tier} was not measured: {error}")
             return
-        # The only child that has come is a program that starts the server.
+        # The only new child is the program that starts the server.
         server = Server(children_of(children_of({os.getpid()}) - bystanders))
         for fate in Fate:
             with native_noise_hidden():
@@ -271,19 +272,19 @@ def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
 
 
 def fill(settings: dict[str, Any]) -> None:  # Any: a tier's JSON
-    """Fill the tier, with an engine whose memory ends with it: the next one knows nothing of what is below."""
+    """Fill the tier with an engine that ends afterwards, so that the next one's memory is empty."""
     engine = Engine(settings, DEADLINE_S)
     engine.fill_tier()
     engine.manager.shutdown()
 
 
 def run_once(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: bool) -> Run:  # Any: JSON
-    """Time the steps of an engine whose server meets ``fate`` while the whole queue waits."""
+    """Time the steps of an engine whose server suffers ``fate`` while the whole queue waits."""
     deadline_s = QUICK_DEADLINE_S if is_quick else DEADLINE_S
     engine = Engine(settings, deadline_s)
     engine.arrive(NUM_REQUESTS // 2)
     engine.step()
-    engine.await_news()  # the next step submits their loads
+    engine.await_change()  # the next step submits their loads
     engine.arrive(NUM_REQUESTS - NUM_REQUESTS // 2)
     begun_s = time.perf_counter()
     engine.step()
@@ -295,7 +296,7 @@ def run_once(settings: dict[str, Any], server: Server, fate: Fate, *, is_quick: 
 
 
 def aftermath_s(fate: Fate, *, is_quick: bool) -> float:
-    """Return how much longer than the deadline the steps go on. Pure."""
+    """Return how long the steps continue beyond the deadline. Pure."""
     if fate is Fate.WELL:
         return 0.0
     return QUICK_AFTERMATH_S if is_quick else AFTERMATH_S
@@ -316,14 +317,14 @@ def run_steps(engine: Engine, duration_s: float) -> list[Step]:
 
 
 def children_of(parents: Collection[int]) -> set[int]:
-    """Return the processes that those have started."""
+    """Return the child processes of ``parents``."""
     return {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) in parents}
 
 
 def parent_of(stat: Path) -> int | None:
-    """Return the parent of the process behind ``/proc/<pid>/stat``, None when it has ended."""
+    """Return the parent of the process with ``/proc/<pid>/stat``; None when it has ended."""
     try:
-        # A program's name may hold spaces and brackets: what follows the last bracket is state and parent.
+        # A program's name may contain spaces and brackets: the state and the parent follow the last bracket.
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None

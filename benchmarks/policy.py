@@ -1,8 +1,8 @@
-"""What an eviction policy costs by itself: blocks per second of insertion, hit and eviction.
+"""The cost of an eviction policy alone: blocks per second of insertion, hit and eviction.
 
-The floor is a bare ordered dictionary that drops its oldest entry without asking whether anybody uses it. Blocks are
-the manager's own objects, made beforehand; calls come in batches of 64. The thread's processor time is taken. Hazard,
-which learns from whole requests, is measured by them (``benchmarks.hazard``).
+The floor is a bare ordered dictionary that drops its oldest entry without checking whether it is in use. Blocks are the
+manager's own objects, made beforehand; calls come in batches of 64. The thread's processor time is measured. Hazard,
+which learns from whole requests, is measured with those (``benchmarks.hazard``).
 """
 
 import time
@@ -20,18 +20,18 @@ from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 
 BATCH = 64
 ROUNDS_OF_CAPACITY = {16_384: 8, 131_072: 4, 1_048_576: 2}
-"""Blocks -> rounds, in which each of the two contestants begins equally often; a million blocks take seconds."""
+"""Blocks -> rounds, in which both contestants begin equally often; a million blocks take seconds."""
 
 QUICK_ROUNDS_OF_CAPACITY = {16_384: 2}
 POLICIES = ("lru", "arc", "fifo", "s3fifo", "sieve", "mq")
 MAX_BLOCKS_OF_EACH = 131_072
-"""Above it only the first two policies are measured: the others would take a minute more to say the same."""
+"""Larger capacities are measured for the first two policies only: the others would take a minute longer."""
 
 Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]
 
 
 class BarePolicy(CachePolicy):
-    """The least that an order of leaving costs."""
+    """The least cost of an eviction order."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -94,7 +94,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def make_batches(num_blocks: int) -> Batches:
-    """Return twice the capacity's keys with idle blocks; the second half takes the slots of the first."""
+    """Return keys for twice the capacity with idle blocks; the second half has the slots of the first."""
     blocks = [BlockStatus(number) for number in range(num_blocks)]
     for block in blocks:
         block.ref_cnt = 0
@@ -127,7 +127,7 @@ def insert_all(policy: CachePolicy, batches: Batches) -> None:
 
 
 def hit_all(policy: CachePolicy, batches: Batches) -> None:
-    """Find every block and renew it."""
+    """Find and touch every block."""
     get = policy.getter()
     for keys, _ in batches:
         for key in keys:
@@ -136,7 +136,7 @@ def hit_all(policy: CachePolicy, batches: Batches) -> None:
 
 
 def replace_all(policy: CachePolicy, batches: Batches) -> None:
-    """Make room for each batch, then take it in."""
+    """Evict for each batch, then insert it."""
     for keys, blocks in batches:
         policy.evict(len(keys), ())
         policy.insert_many(keys, blocks)

@@ -1,13 +1,13 @@
-"""First touch of the region: what its pages cost, when and by whom they are touched.
+"""First touch of the region: the cost of its pages, by when and by which threads they are touched.
 
-A region of the primary tier is a file in shared memory. Making it reserves and zeroes its memory ("reserve"); what is
-left for the first touch is a page fault for each page of the mapping. "prefault" is all of them in advance, by as many
-threads as there are cores, at most eight. "first store" fills the whole region the first time: ours after a prefault,
-"lazily" without one. "touch and store" is both together, of which the lazy one has only the store: the ratio is what is
-left of the gain when the prefault itself is counted. With one core the process is confined to it.
+A region of the primary tier is a file in shared memory. Creating it reserves and zeroes its memory ("reserve"); the
+first touch then costs a page fault for each page of the mapping. "prefault" touches all of them in advance, with as
+many threads as there are cores, at most eight. "first store" fills the whole region the first time: ours after a
+prefault, "lazily" without one. "touch and store" is both together, of which the lazy one has only the store: the ratio
+is the gain that is left when the prefault itself is counted. With one core the process is confined to it.
 
-The floor fills memory of that size which was touched before, by as many threads. The name of a region is unlinked
-before anything is measured and its memory is given back after each round.
+The floor fills touched memory of that size, with as many threads. The name of a region is unlinked before the
+measurement, and its memory is freed after each round.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def measure_cores(num_cores: int, num_bytes: int, num_rounds: RoundCount) -> Iterator[Measurement]:
-    """Let regions and touched memory take turns on so many cores.
+    """Run regions and touched memory in turns on so many cores.
 
     Raises:
         RegionMemoryError: shared memory has no room.
@@ -78,7 +78,7 @@ def measure_cores(num_cores: int, num_bytes: int, num_rounds: RoundCount) -> Ite
 
 
 def time_region(num_bytes: int, *, is_prefaulted: bool) -> Times:
-    """Make a region, fill it, and return what each took.
+    """Create a region, fill it, and return the times.
 
     Raises:
         RegionMemoryError: shared memory has no room.
@@ -98,14 +98,14 @@ def time_region(num_bytes: int, *, is_prefaulted: bool) -> Times:
 
 
 def make_region(num_bytes: int) -> SharedOffloadRegion:
-    """Return a region of which no page is mapped yet."""
+    """Return a region without mapped pages."""
     name = f"benchmark-{os.getpid()}"
     return SharedOffloadRegion(name, num_bytes, num_bytes // ROW_BYTES, 0, 1, ROW_BYTES, prefault=False)
 
 
 def fill(memory: mmap.mmap, num_bytes: int) -> None:
-    """Write every byte, with as many threads and in the same pieces as the prefault has."""
-    # The address is asked for in here, since a view that lives on would keep a region's mapping from being closed.
+    """Write every byte, with the threads and pieces of the prefault."""
+    # The address is taken in here, because a view that lives longer would keep a region's mapping from being closed.
     address = np.frombuffer(memory, dtype=np.int8).ctypes.data
     with ThreadPoolExecutor(min(MAX_PREFAULT_THREADS, count_usable_cores())) as pool:
         for start in range(0, num_bytes, CHUNK_BYTES):
@@ -114,7 +114,7 @@ def fill(memory: mmap.mmap, num_bytes: int) -> None:
 
 @contextmanager
 def _confined_to(num_cores: int) -> Iterator[None]:
-    """Let this thread, and those that it starts, run on so many of its cores as long as the block."""
+    """Restrict this thread, and those that it starts, to so many of its cores during the block."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:num_cores])
     try:

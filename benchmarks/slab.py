@@ -1,12 +1,12 @@
 """Throughput of the slab tier against raw vectored calls on a file of the same layout.
 
-The floor writes and reads with as many threads as the tier has: one ``pwritev`` or ``preadv`` of a page and a row per
-block; no checksum, no index, nobody who pins or evicts. It does so in the tier's own file, since the place on a disk
-decides how fast a file is written and read: each turn writes all blocks before it reads them, so neither finds what the
-other left. If they can be imported, vLLM's fs tier and LMCache's disk back end take turns with them, with their own
-numbers of threads, rows alone and one file per block.
-The slab is used again from round to round: what is measured is one that has been full for long. Cold reads are of a
-slab that was written back before the first of them, and the page cache forgets it before each.
+The floor writes and reads with as many threads as the tier: one ``pwritev`` or ``preadv`` of a page and a row per
+block. It has no checksum, no index, no pins and no eviction. It uses the tier's own file, because the place on a disk
+affects the
+speed: each turn writes all blocks before it reads them, so neither finds the other's bytes. If installed, vLLM's fs
+tier and LMCache's disk back end alternate with them, with their own numbers of threads, only rows, and one file per
+block. The slab is reused from round to round, so the measured one is full. Cold reads are of a slab that was written
+back before the first of them and is dropped from the page cache before each.
 """
 
 import mmap
@@ -47,19 +47,19 @@ from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.slab.superblock import SlabGeometry
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
-"""At least; so many more that each contestant begins equally often."""
+"""At least; rounded up so that each contestant begins equally often."""
 
 BAR_RATIO = 0.9
-"""Of raw calls, with direct I/O."""
+"""Ratio to raw calls, with direct I/O."""
 
 
 class Floor:
     """Raw calls on a slab.
 
     Args:
-        rows: what to write and where to read to, shape (num_blocks, block_bytes).
-        path: the slab of a tier that is open.
-        case: kind of I/O, and how many threads.
+        rows: data to write, and memory to read into, shape (num_blocks, block_bytes).
+        path: the slab of an open tier.
+        case: kind of I/O, and number of threads.
     """
 
     def __init__(self, rows: memoryview, path: Path, case: DiskCase) -> None:
@@ -102,7 +102,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def bar_of(case: DiskCase) -> Bar | None:
-    """Return what the tier should reach. Pure."""
+    """Return the tier's bar. Pure."""
     has_one = case.is_direct and case.block_bytes == BAR_BLOCK_BYTES and case.has_usual_threads
     return Bar(FLOOR, BAR_RATIO) if has_one else None
 
@@ -110,7 +110,7 @@ def bar_of(case: DiskCase) -> Bar | None:
 def measure_case(
     case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers
 ) -> Iterator[Measurement]:
-    """Run tier, floor and peers in turns; empty files of peers stay in ``folder``."""
+    """Run tier, floor and peers in turns; truncated files of peers stay in ``folder``."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     place = Path(tempfile.mkdtemp(dir=folder))
     path = place / "slab"
@@ -141,12 +141,12 @@ def measure_case(
 
 
 class Turns:
-    """The tier's turns: it gets the blocks that it has put last, which nobody may have written over.
+    """The tier's turns: it gets the blocks that it put last, which no other contestant may have overwritten.
 
     Args:
-        tier: ours.
-        rows: the tier's.
-        case: what is measured.
+        tier: the tier under test.
+        rows: the tier's rows.
+        case: the measured case.
     """
 
     def __init__(self, tier: SlabTier, rows: memoryview, case: DiskCase) -> None:
@@ -157,7 +157,7 @@ class Turns:
         self._keys: Sequence[OffloadKey] = ()
 
     def put(self) -> None:
-        """Store new blocks; the ones before have to leave."""
+        """Store new blocks; the previous ones are evicted."""
         self._keys = make_keys(self._num_blocks, next(self._generations))
         move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=False)
 

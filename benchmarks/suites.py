@@ -5,20 +5,20 @@ from benchmarks.harness.suite import Suite
 SUITES = (
     Suite(
         "manager",
-        "the primary tier's books, per block, against a bare ordered dictionary",
+        "the primary tier's manager, per block, against a bare ordered dictionary",
         "benchmarks.manager",
         x_label="blocks",
     ),
     Suite(
         "policy",
-        "eviction policies by themselves, against a bare ordered dictionary",
+        "eviction policies alone, against a bare ordered dictionary",
         "benchmarks.policy",
         "blocks",
     ),
     Suite("transfer", "device <-> primary, against a plain copy of the same bytes", "benchmarks.transfer"),
     Suite(
         "memory",
-        "puts and gets of the primary tier, books and bytes, against a plain copy",
+        "puts and gets of the primary tier, manager and bytes, against a plain copy",
         "benchmarks.memory",
     ),
     Suite(
@@ -44,7 +44,7 @@ SUITES = (
     Suite("vllm", "real vLLM engines: first tokens, no hits", "benchmarks.vllm.suite"),
     Suite(
         "growth-blocks",
-        "time per block of the books as they grow, and by how many times",
+        "time per block of the manager's tables as they grow, and the growth",
         "benchmarks.growth.blocks",
         "blocks",
     ),
@@ -67,7 +67,7 @@ def find_suite(name: str) -> Suite:
     """Return the suite of that name.
 
     Raises:
-        KeyError: there is none; the message names those that there are.
+        KeyError: it does not exist; the message lists the suites.
     """
     for suite in SUITES:
         if suite.name == name:

@@ -1,9 +1,9 @@
 """Device <-> primary through the handlers, against a plain copy of the same bytes.
 
-It measures the whole job, from transfer_async to wait, of 128 MiB at a time. "runs": device blocks and slots follow one
-another; "scattered": both are drawn at random, the worst case. The floor is one contiguous torch ``copy_`` with as many
-threads as torch takes, in the same direction; on CUDA from and to pinned memory. What lies between the two is planning
-and the cost of each piece. On CUDA "ours" is the way to copy that handlers choose; each way there is takes part too.
+The whole job is measured, from transfer_async to wait, 128 MiB at a time. "runs": device blocks and slots are
+consecutive; "scattered": both are drawn at random, the worst case. The floor is one contiguous torch ``copy_`` in the
+same direction with torch's threads; on CUDA from and to pinned memory. The difference is planning and the cost of each
+piece. On CUDA "ours" is the way to copy that handlers choose; each available way takes part too.
 """
 
 import os
@@ -43,29 +43,29 @@ QUICK_SHAPES = [(256, 16), (2048, 32)]
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 4
 MORE_ROUNDS_FACTOR = 2
-"""How many times as many rounds there are at most: a round takes a fifth of a second."""
+"""Factor for the number of rounds; a round takes a fifth of a second."""
 
 FLOOR_TRIES = 3
-"""Plain copies in a round, of which the fastest counts: a floor is what the machine can do, and in a virtual machine
-one in four or five takes half as long again, probably with both of torch's threads on one core."""
+"""Plain copies per round, of which the fastest counts: a floor is what the machine can do, and in a virtual machine one
+in four or five takes half as long again, probably with both of torch's threads on one core."""
 
 SETTLE_S = 0.02
-"""Seconds of rest before each copy. After a copy of torch's its OpenMP threads go on spinning for some milliseconds and
-take a core from whoever comes next: without the rest a store of ours scattered between 0.65 and 0.98 of the floor."""
+"""Seconds of rest before each copy. After a copy of torch's its OpenMP threads spin for some milliseconds and take a
+core from the next contestant: without the rest a store of ours varied between 0.65 and 0.98 of the floor."""
 
 BAR_ROW_BYTES = 2 << 20
 BARS = {"cpu": 0.8, "cuda": 0.9}
-"""Of the plain copy, by device."""
+"""Ratios to the plain copy, by device."""
 
 Copy = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is copied.
+    """A measured transfer.
 
     Attributes:
-        device: where the KV cache is.
+        device: the device of the KV cache.
         row_bytes: bytes of a row.
         num_layers: refs in a row.
         is_scattered: whether blocks and slots are drawn at random.
@@ -81,8 +81,8 @@ def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, device, row size, layers and order."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if devices == ["cpu"]:
-        options.note("no CUDA device here: copies from and to one were not measured")
-    note = cache(options.note)  # the same line of each shape is said once
+        options.note("there is no CUDA device: copies from and to one were not measured")
+    note = cache(options.note)  # the same line for each shape is printed once
     for device in devices:
         for row_kib, num_layers in QUICK_SHAPES if options.is_quick else SHAPES:
             for is_scattered in (False, True):
@@ -92,7 +92,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def measure_shape(shape: Shape, num_rounds: RoundCount, note: Callable[[str], None]) -> Iterator[Measurement]:
-    """Let handlers and plain copies take turns, each first equally often."""
+    """Run handlers and plain copies in turns, each first equally often."""
     with _contestants(shape, note) as contestants:
         turns = {
             name: _rates_of(copies, FLOOR_TRIES if name == FLOOR else 1)
@@ -112,7 +112,7 @@ def measure_shape(shape: Shape, num_rounds: RoundCount, note: Callable[[str], No
 
 
 def _rates_of(copies: Mapping[str, Copy], num_tries: int) -> Callable[[], Mapping[str, float]]:
-    """Return a turn at copying, which tells the rate of the fastest try."""
+    """Return a turn of copying that returns the rate of the fastest try."""
 
     def run() -> Mapping[str, float]:
         rates = {}
@@ -147,7 +147,7 @@ def _contestants(shape: Shape, note: Callable[[str], None]) -> Iterator[dict[str
 def _copies_of(
     shape: Shape, caches: CanonicalKVCaches, num_slots: int, way: CudaCopier, ending: ExitStack
 ) -> dict[str, Copy]:
-    """Build handlers that copy one way, on a region of their own; ``ending`` gives both back."""
+    """Build handlers that copy one way, on their own region; ``ending`` closes both."""
     name = f"benchmark-{os.getpid()}-{way.value}"
     region = SharedOffloadRegion(name, TOTAL_BYTES, num_slots, 0, 1, shape.row_bytes)
     ending.callback(region.cleanup)

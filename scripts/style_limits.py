@@ -261,8 +261,11 @@ def check_short_files(package: Package) -> Iterator[Finding]:
     importers = _importers(package)
     for module, source in package.items():
         num_lines, num_importers = len(source.text.splitlines()), len(importers.get(module, ()))
-        is_exempt = source.path.name in {"__init__.py", "__main__.py"} or any(
-            source.path.parent.as_posix().endswith(folder) for folder in CONTRACT_FOLDERS
+        is_program = source.path.name == "__main__.py" or 'if __name__ == "__main__":' in source.text
+        is_exempt = (
+            source.path.name == "__init__.py"
+            or is_program
+            or any(source.path.parent.as_posix().endswith(folder) for folder in CONTRACT_FOLDERS)
         )
         if num_lines < MIN_FILE_LINES and num_importers < MIN_IMPORTERS and not is_exempt:
             message = f"file of {num_lines} lines with {num_importers} importers: move it into one of them"

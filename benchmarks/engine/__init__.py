@@ -1,1 +1,1 @@
-"""The embedded engine: time to first token, what kvtier costs when it never helps, and a step's scheduler side."""
+"""The embedded engine: time to first token, the cost of kvtier without hits, and a step's scheduler side."""

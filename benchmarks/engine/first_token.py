@@ -1,12 +1,12 @@
-"""Time to first token by where the prompt comes from, against a copy of its bytes.
+"""Time to first token by the origin of the prompt, against a copy of its bytes.
 
-One engine, one prompt a round. The same prompt is computed, answered from the device's prefix cache, from host
-memory, and from the fs tier with its page cache warm; the sources of every prompt token are asserted. The floor is a
-hit on the device and a plain copy of the bytes, for fs a plain read of a file of that size too: what nobody can do
-without. "allowed" is the bar: host at most device + 1.5 x copy + 10 ms, fs device + 1.5 x (copy + read) + 20 ms.
+There is one engine and one prompt per round. The same prompt is computed, then served from the device's prefix cache,
+from host memory, and from the fs tier with its page cache warm; the origin of every prompt token is asserted. The floor
+is a hit on the device plus a plain copy of the bytes, and for fs plus a plain read of a file of that size. "allowed" is
+the bar: host at most device + 1.5 x copy + 10 ms, fs device + 1.5 x (copy + read) + 20 ms.
 
-A hit in fs needs an engine that never saw the prompt. It answers the prompt of the round before first, from fs too: the
-model's first pass over so many tokens touches memory of its own that the other hits find touched.
+A hit in fs needs an engine without the prompt. It serves the prompt of the previous round first, also from fs: the
+model's first pass over so many tokens touches memory that the other hits find touched already.
 """
 
 import statistics
@@ -25,18 +25,18 @@ from kvtier.engines.transformers import EngineConfig, KVTierEngine
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 
 ROUNDS_OF_LENGTH = {256: 12, 512: 12, 1024: 9, 2048: 6, 4096: 4, 8192: 3}
-"""Prefix in tokens -> rounds that count. Few of the long ones: computing them is what takes the time."""
+"""Prefix in tokens -> measured rounds. Few of the long ones, because computing them takes the most time."""
 
 QUICK_ROUNDS_OF_LENGTH = {512: 3, 1024: 3}
 TAIL_TOKENS = 5
 """Tokens after the prefix, so that each hit computes the same few."""
 
 NUM_HITS = 3
-"""Of a prompt on the device and in host memory, of which the median is a round's: they take milliseconds, where
-computing takes seconds. A hit in fs needs an engine of its own and comes once."""
+"""Hits per round on the device and in host memory; the round's value is their median. They take milliseconds, computing
+takes seconds. A hit in fs needs its own engine and is measured once."""
 
 LIGHT_KV_HEADS = 2
-"""Of a model with 4 KiB of KV a token, whose hits in host memory have a bar of their own."""
+"""KV heads of a model with 4 KiB of KV per token, whose hits in host memory have their own bar."""
 
 LIGHT_TOKENS, QUICK_LIGHT_TOKENS = 2048, 512
 NUM_LIGHT_ROUNDS, NUM_QUICK_LIGHT_ROUNDS = 11, 3
@@ -49,10 +49,10 @@ DRAIN_S = 120.0
 
 
 class FirstTokens:
-    """An engine and the ways to put a prompt into one place.
+    """An engine, and ways to put a prompt into one place.
 
     Args:
-        model: what is served.
+        model: the model to serve.
         fs_dir: directory of the fs tier.
     """
 
@@ -65,7 +65,7 @@ class FirstTokens:
     def measure_round(self, prefix_tokens: int, number: int) -> dict[str, float]:
         """Return seconds by origin, and those of a plain copy and a plain read of the same bytes.
 
-        The first round of a length has no round before it, so its hit in fs is not to be counted.
+        The first round of a length has no previous round, so its hit in fs must not be counted.
         """
         prompt = make_prompt(prefix_tokens * 1000 + number, prefix_tokens + TAIL_TOKENS)
         num_bytes = prefix_tokens * self.token_bytes
@@ -94,12 +94,12 @@ class FirstTokens:
         return seconds | {"copy": copy_s(num_bytes), "read": read_s(self._fs_dir, num_bytes)}
 
     def _open(self, prefix_tokens: int) -> KVTierEngine:
-        """Return a new engine with an empty host tier, with room for two; the fs tier keeps what it has."""
+        """Return a new engine with an empty host tier, with room for two prompts; the fs tier keeps its blocks."""
         num_blocks = 2 * (prefix_tokens // BLOCK_SIZE_TOKENS + 2)
         row_bytes = -(-self.token_bytes * BLOCK_SIZE_TOKENS // 4096) * 4096
-        # Roomy on purpose: a declined cascade would be measured as a recomputation.
+        # Large on purpose: a declined cascade would be measured as a recomputation.
         room = {"capacity_bytes": "16GiB", "max_in_flight_store_bytes": "16GiB"}
-        # The bar is for a warm page cache, which direct I/O goes past.
+        # The bar is for a warm page cache, which direct I/O bypasses.
         tier = {"type": "fs", "root_dir": str(self._fs_dir), "direct_io": False} | room
         extra = {"cpu_bytes_to_use": num_blocks * row_bytes, "secondary_tiers": [tier]}
         config = EngineConfig(
@@ -112,7 +112,7 @@ class FirstTokens:
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield times to first token by prefix length and origin; a note tells from which length on a hit is faster."""
+    """Yield times to first token by prefix length and origin; notes give the length from which a hit is faster."""
     rounds_of_length = QUICK_ROUNDS_OF_LENGTH if options.is_quick else ROUNDS_OF_LENGTH
     break_even: dict[str, int] = {}
     with options.new_folder() as folder:
@@ -151,7 +151,7 @@ def measure_light(options: Options, folder: Path) -> Measurement:
 
 
 def of_length(prefix_tokens: int, rounds: list[dict[str, float]]) -> Iterator[Measurement]:
-    """Yield what the rounds of one length say of host and fs. Pure."""
+    """Yield the measurements of one length, for host and fs. Pure."""
     for origin, slack_s in (("host", HOST_SLACK_S), ("fs", FS_SLACK_S)):
         moved_s = [one["copy"] + (one["read"] if origin == "fs" else 0.0) for one in rounds]
         device_s = [one[DEVICE] for one in rounds]
@@ -175,7 +175,7 @@ def of_length(prefix_tokens: int, rounds: list[dict[str, float]]) -> Iterator[Me
 
 
 def first_token_s(engine: KVTierEngine, prompt: list[int], origin: str) -> float:
-    """Answer one token and assert that the whole prefix came from ``origin``."""
+    """Generate one token and assert that the whole prefix came from ``origin``."""
     result = engine.run(prompt, 1)
     expected = {origin: len(prompt) - TAIL_TOKENS, COMPUTED: TAIL_TOKENS}
     if origin == COMPUTED:
@@ -186,7 +186,7 @@ def first_token_s(engine: KVTierEngine, prompt: list[int], origin: str) -> float
 
 
 def copy_s(num_bytes: int) -> float:
-    """Return the median time of a plain copy of that many bytes between buffers that were touched before."""
+    """Return the median time of a plain copy of that many bytes between touched buffers."""
     source, target = (torch.ones(num_bytes, dtype=torch.int8) for _ in range(2))
     return statistics.median(timed(lambda: target.copy_(source)) for _ in range(5))
 

@@ -9,7 +9,7 @@ BLOCK_SIZE_TOKENS = 16
 
 
 def make_model(num_layers: int = 8, hidden_size: int = 512, num_kv_heads: int = 8) -> LlamaForCausalLM:
-    """Return a Llama of random weights with sixteen heads; as it stands with 16 KiB of KV a token."""
+    """Return a Llama with random weights and sixteen heads; by default with 16 KiB of KV per token."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

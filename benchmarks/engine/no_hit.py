@@ -1,10 +1,10 @@
-"""What kvtier costs when it never helps: prompts that nobody repeats, with it and without, in turns.
+"""The cost of kvtier without hits: prompts that are never repeated, with kvtier and without, alternating.
 
-Engines of the same model answer prompts in turns: one without kvtier, one with a host tier, one that writes through to
-an fs tier as well, one that does so to a slab, and a second one without, which shows what the method itself sees. An
-answer of each and the one without kvtier in the same round are a pair; the ratio of a pair is what counts, and the
-upper end of the interval of its median has the bar. All that a request makes kvtier store happens while its answer is
-generated; a note tells how much of it was waited for afterwards, untimed, before the next turn.
+Engines of the same model answer prompts in turns: one without kvtier, one with a host tier, one that also writes
+through to an fs tier, one that writes through to a slab, and a second one without kvtier, which shows the error of the
+method. Each answer is paired with the one without kvtier in the same round; the result is the ratio of each pair, and
+the upper end of the interval of its median has the bar. All stores of a request happen while its answer is generated;
+a note gives the time that was waited for the rest afterwards, untimed, before the next turn.
 """
 
 import statistics
@@ -29,14 +29,14 @@ ANSWER_TOKENS = 8
 """Enough steps after the prompt's own for its stores to end before the answer does."""
 
 NUM_PAIRS, NUM_QUICK_PAIRS = 100, 8
-"""At least; so many more that each engine begins equally often."""
+"""At least; rounded up so that each engine begins equally often."""
 
 NUM_WARMUPS = 3
 HOST_ROOM = "64MiB"
-"""Holds eight prompts: it evicts during most of the run."""
+"""Holds eight prompts, so it evicts during most of the run."""
 
 DISK_ROOM = "256MiB"
-"""Holds 32 prompts: what is on the disk leaves it, too, during most of the run."""
+"""Holds 32 prompts, so the disk evicts too during most of the run."""
 
 DRAIN_S = 120.0
 PLAIN, CONTROL, HOST, FS, SLAB = "plain", "none: the control", "host", "host and fs", "host and slab"
@@ -62,11 +62,11 @@ def measure(options: Options) -> Iterator[Measurement]:
         yield from lines_of(name, [with_s / without_s for with_s, without_s in pairs], bar)
     for name in (HOST, FS, SLAB):
         rest_ms = 1e3 * statistics.median(seconds[REST][name])
-        options.note(f"{name}: {rest_ms:.1f} ms were waited for between an answer and the next turn (median)")
+        options.note(f"{name}: {rest_ms:.1f} ms of waiting between an answer and the next turn (median)")
 
 
 def settings_of(folder: Path) -> Mapping[str, Settings | None]:
-    """Return what each engine is given, None for no kvtier. Pure."""
+    """Return the settings of each engine; None: no kvtier. Pure."""
     host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
     fs = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": DISK_ROOM}
     slab = {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": DISK_ROOM}
@@ -80,7 +80,7 @@ def settings_of(folder: Path) -> Mapping[str, Settings | None]:
 
 
 def answer_next(engine: KVTierEngine, numbers: Iterator[int]) -> Mapping[str, float]:
-    """Return the seconds that an answer to a new prompt takes, and those until the rest of its work is done."""
+    """Return the seconds of an answer to a new prompt, and those until the rest of its work is done."""
     prompt = make_prompt(next(numbers), PROMPT_TOKENS)
     return {
         ANSWER: timed(lambda: answer(engine, prompt)),
@@ -97,7 +97,7 @@ def open_engine(model: LlamaForCausalLM, settings: Settings | None) -> KVTierEng
 
 
 def answer(engine: KVTierEngine, prompt: list[int]) -> None:
-    """Answer a prompt of which nothing may be found."""
+    """Answer a prompt and assert that nothing of it was found."""
     result = engine.run(prompt, ANSWER_TOKENS)
     if set(result.sources) != {"computed"}:
         raise SystemExit(f"tokens of a new prompt came from {dict(result.sources)}")

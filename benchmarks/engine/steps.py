@@ -1,8 +1,8 @@
 """The scheduler half's cost per step when nothing changes, for a thousand requests.
 
 "promotion": each waits for a tier, with the real tiering manager; "load": each waits for a load of another request;
-"running": each decodes one token and fills no block. A step is the thousand searches, or the thousand scheduled
-requests, and build_connector_meta. The bar is for those that wait.
+"running": each decodes one token and fills no block. A step is a thousand searches, or a thousand scheduled requests,
+and build_connector_meta. The bar is for those that wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ NEVER_S = 1e9
 
 @dataclass(eq=False, slots=True)
 class BenchRequest:
-    """A request as an engine holds it."""
+    """A request of an engine."""
 
     request_id: str
     num_tokens: int
@@ -49,7 +49,7 @@ class BenchRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return its tokens: none of them is an answer."""
+        """Return its tokens, which are all of the prompt."""
         return self.num_tokens
 
 
@@ -60,7 +60,7 @@ class BenchBlocks:
     ids: list[int]
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return it."""
+        """Return the block ids."""
         return (self.ids,)
 
 
@@ -85,7 +85,7 @@ class BenchCachedRequests:
 
 @dataclass(slots=True)
 class BenchStep:
-    """A scheduler output."""
+    """A scheduler's output."""
 
     scheduled_new_reqs: list[BenchNewRequest] = field(default_factory=list)
     scheduled_cached_reqs: BenchCachedRequests = field(default_factory=BenchCachedRequests)
@@ -105,13 +105,13 @@ class BenchSpec(OffloadingSpec):
         return self._manager
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
-        """Return none: no byte moves here."""
+        """Return none: no bytes are moved."""
         del kv_caches
         return iter(())
 
 
 class HungTier(SecondaryTierManager):
-    """Has each block and never brings one."""
+    """A tier that holds every block and never delivers one."""
 
     @staticmethod
     def get_tier_type() -> str:
@@ -140,14 +140,14 @@ class BenchRows:
     """Rows of one byte.
 
     Args:
-        num_rows: how many.
+        num_rows: number of rows.
     """
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return them."""
+        """Return the rows."""
         return np.zeros((self._num_rows, 1), dtype=np.int8).data
 
     def cleanup(self) -> None:
@@ -208,7 +208,7 @@ def make_load_step(num_requests: int) -> Callable[[], None]:
 
 
 def make_search_step(half: OffloadingConnectorScheduler, requests: list[BenchRequest]) -> Callable[[], None]:
-    """Return a step in which each request asks, and is told to wait."""
+    """Return a step in which each request searches and has to wait."""
     step = BenchStep()
 
     def search() -> None:

@@ -1,4 +1,4 @@
-"""Chains what is measured of the embedded engine."""
+"""The measurements of the embedded engine, one after another."""
 
 from collections.abc import Iterator
 

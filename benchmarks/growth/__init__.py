@@ -1,1 +1,1 @@
-"""How costs grow with blocks, tiers and requests: per block or request they should stay what they are."""
+"""How costs grow with blocks, tiers and requests; per block or request they should stay constant."""

@@ -1,4 +1,4 @@
-"""Time per block of the books as they grow, and how much slower many blocks are than sixteen thousand."""
+"""Time per block of the manager's tables as they grow, and how much slower many blocks are than sixteen thousand."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -13,13 +13,13 @@ from kvtier.cpu.manager import CPUOffloadingManager
 CAPACITIES = (2**12, 2**14, 2**16, 2**18, 2**20)
 QUICK_CAPACITIES = (2**12, 2**14)
 BASE_CAPACITY = 2**14
-"""From which growth is told: fewer blocks are in the caches altogether."""
+"""The base of the growth: fewer blocks fit into the processor's caches."""
 
 LARGEST_OF_POLICY = {"lru": 2**20, "arc": 2**18}
-"""ARC takes twice as long, and its curve is as flat: a million blocks would be most of the run."""
+"""ARC takes twice as long, and its curve is as flat: a million blocks would take most of the run."""
 
 NUM_ROUNDS = 3
-"""At least; so many more that each number of blocks begins equally often. Processor time hardly varies."""
+"""At least; rounded up so that each number of blocks begins equally often. Processor time hardly varies."""
 
 
 def measure(options: Options) -> Iterator[Measurement]:
@@ -43,7 +43,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 
 
 def measure_costs(policy: str, capacities: Sequence[int]) -> dict[str, dict[int, tuple[float, ...]]]:
-    """Return nanoseconds per block, by operation and capacity, of books that take turns."""
+    """Return nanoseconds per block, by operation and capacity, of managers that alternate."""
     maker = Maker(CPUOffloadingManager, make_request)
     books = {
         str(num_blocks): partial(rates_once, maker, num_blocks, policy, make_batches(2 * num_blocks))

@@ -1,4 +1,4 @@
-"""Time per request of a step in which nothing changes, as more requests wait or run, and how it grows."""
+"""Time per request of a step in which nothing changes, by the number of waiting or running requests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -35,7 +35,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 def measure_steps(
     make_step: Callable[[int], Callable[[], None]], counts: Sequence[int]
 ) -> dict[int, tuple[float, ...]]:
-    """Return microseconds per request of steps with so many requests, which take turns."""
+    """Return microseconds per request of steps with these numbers of requests, which alternate."""
     turns = {str(num_requests): partial(time_once, make_step(num_requests)) for num_requests in counts}
     times_s = run_rounds(turns, fixed(NUM_ROUNDS))[STEP]
     return {
@@ -45,6 +45,6 @@ def measure_steps(
 
 
 def time_once(step: Callable[[], None]) -> Mapping[str, float]:
-    """Return the seconds that a step takes after another: an engine does nothing but such steps."""
+    """Return the seconds of a step after an untimed one: an engine runs nothing but such steps."""
     step()
     return {STEP: timed(step)}

@@ -1,7 +1,8 @@
-"""Time per block of a search that finds nothing, and of a store that cascades, as tiers are added.
+"""Time per block of a search without hits, and of a store that cascades, by the number of tiers.
 
-The tiers keep rows in a dictionary and answer at once, so what grows is the share of the manager: a search asks each,
-a store is handed to each. That is a share for each tier, so the growth is told of the time per block and tier.
+The tiers keep rows in a dictionary and answer at once, so what grows is the manager's part: a search queries each
+tier, a store is submitted to each. The cost is proportional to the tiers, so the growth is of the time per block and
+tier.
 """
 
 import gc
@@ -34,7 +35,7 @@ class Rows:
     """Small rows in ordinary memory."""
 
     def create_kv_memoryview(self) -> memoryview:
-        """Return them, shape (NUM_BLOCKS, ROW_BYTES), format 'b'."""
+        """Return the rows, shape (NUM_BLOCKS, ROW_BYTES), format 'b'."""
         return np.zeros((NUM_BLOCKS, ROW_BYTES), dtype=np.int8).data
 
     def cleanup(self) -> None:

@@ -1,1 +1,1 @@
-"""What every benchmark shares: rounds in turns, medians and their spread, one table, JSON, a picture."""
+"""Shared by all benchmarks: alternating rounds, medians and their spread, one table, JSON, a picture."""

@@ -1,9 +1,9 @@
-"""Whether two runs say the same: how far apart their medians of ratios are, line by line.
+"""Whether two runs agree: how far apart their medians of ratios are, line by line.
 
-It measures nothing and reads what a run has kept as JSON. Values of two runs are not compared, since the machine's
-mood is in them; a ratio of the same run is what must come again: to the floor, to a peer, or a value that is a ratio
-by itself. Beside each stand the least number of rounds and the wider spread of the two runs, so that a median of
-little weight is seen as one; neither excuses it.
+It reads the JSON files of two runs. Values are not compared, because the machine's speed differs from run to run;
+ratios within a run must be reproducible: to the floor, to a peer, or a value that is itself a ratio. Each line also
+has the smaller number of rounds and the wider spread of the two runs, so that a weak median is visible; neither
+excuses it.
 """
 
 import json
@@ -17,19 +17,19 @@ from benchmarks.harness.measurement import OURS, RATIO_UNITS, Spread, spread_of
 from benchmarks.harness.table import MIN_WIDTH, format_label
 
 ALLOWED = 0.15
-"""By which the larger of two ratios may exceed the smaller and still agree with it."""
+"""How much the larger of two ratios may exceed the smaller and still agree with it, as a share."""
 
 Document = Mapping[str, Any]  # Any: JSON
 
 
 @dataclass(frozen=True, slots=True)
 class RatioName:
-    """Which ratio of which line of a suite.
+    """A ratio of one line of a suite.
 
     Attributes:
-        suite: its name.
-        labels: the line's, column by column.
-        other: with whom ours is compared, None for a value that is a ratio by itself.
+        suite: the suite's name.
+        labels: the line's labels, column by column.
+        other: the contestant in the denominator; None for a value that is itself a ratio.
         occurrence: 0 for the first such line of the suite.
     """
 
@@ -45,12 +45,12 @@ class RatioName:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One ratio of one run.
+    """A ratio in one run.
 
     Attributes:
         median: over the rounds, above zero.
-        spread: what lies between the quartiles, as a share of the median; 0 with one round.
-        num_rounds: how many there were.
+        spread: distance of the quartiles, as a share of the median; 0 with one round.
+        num_rounds: number of rounds.
     """
 
     median: float
@@ -60,10 +60,10 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One ratio in two runs.
+    """A ratio in two runs.
 
     Attributes:
-        name: which.
+        name: the ratio.
         first: in the first run.
         second: in the second run.
     """
@@ -74,7 +74,7 @@ class Agreement:
 
     @property
     def apart(self) -> float:
-        """By how much of the smaller median the larger exceeds it, 0 or more."""
+        """How much the larger median exceeds the smaller, as a share of the smaller."""
         medians = (self.first.median, self.second.median)
         return max(medians) / min(medians) - 1.0
 
@@ -89,9 +89,9 @@ class Comparison:
     """Two runs side by side.
 
     Attributes:
-        agreements: ratios that both have, in the order of the first run.
-        only_first: those that the second does not have.
-        only_second: those that the first does not have.
+        agreements: ratios in both runs, in the order of the first.
+        only_first: ratios that only the first run has.
+        only_second: ratios that only the second run has.
     """
 
     agreements: tuple[Agreement, ...]
@@ -105,11 +105,11 @@ class Comparison:
 
 
 def compare_folders(first: Path, second: Path) -> Comparison:
-    """Compare the JSON files that two runs have kept.
+    """Compare the JSON files of two runs.
 
     Raises:
         OSError: a folder or a file cannot be read.
-        ValueError: a folder has no JSON file, or one that no benchmark has written.
+        ValueError: a folder has no JSON file, or one that is not a benchmark's.
     """
     return compare_runs(read_ratios(first), read_ratios(second))
 
@@ -124,21 +124,21 @@ def compare_runs(first: Mapping[RatioName, Ratio], second: Mapping[RatioName, Ra
 
 
 def read_ratios(folder: Path) -> dict[RatioName, Ratio]:
-    """Return the ratios of what each suite of a run has kept, suites by the names of their files.
+    """Return the ratios of each suite of a run; suites are named after their files.
 
     Raises:
         OSError: the folder or a file cannot be read.
-        ValueError: there is no JSON file, or one that no benchmark has written.
+        ValueError: there is no JSON file, or one that is not a benchmark's.
     """
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     if not paths:
-        raise ValueError(f"{folder}: no JSON of a benchmark is in it: keep some with --out")
+        raise ValueError(f"{folder}: has no JSON file of a benchmark: save some with --out")
     ratios: dict[RatioName, Ratio] = {}
     for path in paths:
         try:
             ratios |= ratios_of(path.stem, json.loads(path.read_text()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: no benchmark has written it ({error!r})") from error
+            raise ValueError(f"{path}: is not a benchmark's file ({error!r})") from error
     return ratios
 
 
@@ -146,7 +146,7 @@ def ratios_of(suite: str, document: Document) -> dict[RatioName, Ratio]:
     """Return all ratios of a document. Pure.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: no benchmark has written it.
+        ValueError, KeyError, TypeError, AttributeError: it is not a benchmark's.
     """
     ratios: dict[RatioName, Ratio] = {}
     seen: Counter[RatioName] = Counter()
@@ -160,7 +160,7 @@ def ratios_of(suite: str, document: Document) -> dict[RatioName, Ratio]:
 
 
 def lines_of(comparison: Comparison) -> Iterator[str]:
-    """Yield a line for each ratio, and one that says how many agree. Pure."""
+    """Yield a line for each ratio, and one with the number of ratios that agree. Pure."""
     width = max((len(str(agreement.name)) for agreement in comparison.agreements), default=0)
     if comparison.agreements:
         heads = (f"{head:>{MIN_WIDTH}}" for head in ("first", "second", "apart", "spread", "rounds"))
@@ -192,5 +192,5 @@ def _ratios_of_line(measurement: Document) -> Iterator[tuple[str | None, Ratio]]
 
 def _ratio_of(spread: Spread, num_rounds: int) -> Ratio:
     if spread.median <= 0:
-        raise ValueError(f"a ratio of {spread.median}: more than nothing was expected")
+        raise ValueError(f"a ratio is {spread.median}, but must be above zero")
     return Ratio(spread.median, (spread.high - spread.low) / spread.median, num_rounds)

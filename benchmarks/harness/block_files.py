@@ -1,7 +1,7 @@
 """Files of one block each, as the fs tier writes them: a page with an envelope, then the row.
 
-What reads and writes them here is as little as can be done: the floors of the fs suite. The one with checksums seals as
-far ahead as the tier does, so it shows what a checksum costs there, and not how far ahead would be best.
+They are read and written with the fewest calls: the floors of the fs suite. The one with checksums seals as far ahead
+as the tier does, so it shows the cost of a checksum in the tier, and not the best distance.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ class FileSet:
 
     Attributes:
         paths: block by block.
-        keys: what is in their envelopes.
+        keys: the keys in their envelopes.
         digest: the namespace in their envelopes, 32 bytes.
     """
 
@@ -44,21 +44,21 @@ class FileSet:
     digest: bytes
 
     def empty(self) -> None:
-        """Give their bytes back to the disk and keep their names.
+        """Truncate the files and keep their names.
 
-        They are not removed while anything is measured: ext4 without a journal passes over inodes freed in the last
-        minute one by one (2026-11, Linux 6.18), and 4,000 removals made each new file take 500 us instead of 11.
+        They are not removed during a measurement: ext4 without a journal searches past inodes freed in the last minute
+        one by one (2026-11, Linux 6.18), and 4,000 removals made each new file take 500 us instead of 11.
         """
         empty_files(self.paths)
 
 
 class RawFiles:
-    """Writes and reads sets of files with threads of its own.
+    """Writes and reads sets of files with its own threads.
 
     Args:
-        rows: what to write and where to read to, shape (num_blocks, block_bytes).
-        num_threads: how many.
-        is_direct: whether the page cache is bypassed.
+        rows: data to write, and memory to read into, shape (num_blocks, block_bytes).
+        num_threads: number of threads.
+        is_direct: whether to bypass the page cache.
         is_sealed: whether each row gets an envelope, and is checked.
 
     Attributes:
@@ -77,7 +77,7 @@ class RawFiles:
         self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
 
     def put(self, files: FileSet) -> None:
-        """Write every block; each thread seals as far ahead of its writes as the tier's do."""
+        """Write every block; each thread seals as far ahead of its writes as the tier's threads do."""
 
         def seal_block(number: int) -> int:
             if self._is_sealed:
@@ -116,16 +116,16 @@ class RawFiles:
 
 
 def empty_files(paths: Iterable[str | Path]) -> None:
-    """Cut files to no length; as ``FileSet.empty``."""
+    """Truncate files; as ``FileSet.empty``."""
     for path in paths:
         os.truncate(path, 0)
 
 
 def spread_folders(folder: Path) -> None:
-    """Let ext4 give each folder that is made in ``folder`` a place of its own, as it does at its root (``chattr +T``).
+    """Make ext4 place each folder created in ``folder`` independently, as it does at its root (``chattr +T``).
 
-    Else the first would lie beside ``folder``, where others may have removed files lately; see ``FileSet.empty``. Other
-    file systems refuse, and need it not.
+    Otherwise the first would lie beside ``folder``, where other programs may have removed files lately; see
+    ``FileSet.empty``. Other file systems refuse, and do not need it.
     """
     fd = os.open(folder, os.O_RDONLY)
     try:

@@ -1,8 +1,8 @@
-"""A trace of chats made up by rule and seed, so that golden counts hold where no recorded trace is.
+"""A synthetic trace of chats, from a seed, for golden counts where there is no recorded trace.
 
-Half of the requests are turns of chats: each chat begins with one of eight shared prompts, and every turn repeats what
-came before it and adds some. The other half is asked once. It uses ``random()`` alone, which gives the same numbers on
-every machine and version.
+Half of the requests are turns of chats: each chat begins with one of eight shared prompts, and every turn repeats the
+previous ones and adds some blocks. The other half are single prompts. It uses only ``random()``, which gives the same
+numbers on every machine and version.
 """
 
 import random
@@ -17,9 +17,9 @@ ANSWER_TOKENS = 300
 
 
 def make_chats(seed: int = 7, num_hours: int = 1) -> Trace:
-    """Return the trace of ``seed``; an hour has 3,100 requests and 35,000 blocks, about. Pure."""
+    """Return the trace of ``seed``; an hour has about 3,100 requests and 35,000 blocks. Pure."""
     duration_s = num_hours * HOUR_S
-    rng = random.Random(seed)  # noqa: S311 - made-up traffic, no secret
+    rng = random.Random(seed)  # noqa: S311 - synthetic traffic, not a secret
 
     def draw(low: int, high: int) -> int:
         return low + int(rng.random() * (high - low + 1))

@@ -1,7 +1,7 @@
-"""Threads that share numbered work: each takes the next number as long as there are any.
+"""Threads that share numbered work: each takes the next number while there are any.
 
-A floor's threads must not wait for an executor: through the page cache handing over each block of 64 KiB by itself took
-longer than to write or read it.
+A floor's threads must not wait for an executor: submitting each block of 64 KiB took longer than writing or reading it
+through the page cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 class Crew:
-    """Some threads.
+    """A group of threads.
 
     Args:
-        num_threads: how many.
+        num_threads: number of threads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -20,10 +20,10 @@ class Crew:
         self._pool = ThreadPoolExecutor(num_threads)
 
     def share(self, num_items: int, work: Callable[[Iterator[int]], None]) -> None:
-        """Let each thread do ``work``, which takes numbers from 0 on that no other thread has taken.
+        """Run ``work`` in each thread; its iterator yields numbers from 0 that no other thread has taken.
 
         Raises:
-            Exception: what ``work`` has raised in one of the threads, when all have ended.
+            Exception: an exception of ``work`` in one of the threads, after all have ended.
         """
         numbers = iter(range(num_items))
         threads = [self._pool.submit(work, numbers) for _ in range(self._num_threads)]
@@ -32,7 +32,7 @@ class Crew:
             raise errors[0]
 
     def each(self, num_items: int, action: Callable[[int], object]) -> None:
-        """Do ``action`` for each number below ``num_items``; errors are as those of ``share``."""
+        """Run ``action`` for each number below ``num_items``; errors as in ``share``."""
 
         def work(numbers: Iterator[int]) -> None:
             for number in numbers:

@@ -1,4 +1,4 @@
-"""What is measured of a tier on a local disk: sizes, jobs, threads, kinds of I/O. Pure."""
+"""The measured cases of a tier on a local disk: sizes, jobs, threads, kinds of I/O. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,14 @@ from benchmarks.harness.rounds import RoundCount
 from kvtier.tiering.kit.disk import plan_num_threads
 
 MAX_BLOCKS, MAX_BYTES = 128, 128 * 2**20
-"""Of a round; the second keeps large blocks from taking most of the run."""
+"""Limits of a round; the second keeps large blocks from taking most of the run."""
 
 MANY_JOBS, ONE_JOB = 8, 1
 SMALL_FACTOR = 8
-"""How many times as many rounds small blocks have at most: a round of them takes milliseconds, which vary more than
-what takes longer."""
+"""Small blocks have up to this many times the rounds: a round takes milliseconds, which vary more than longer times."""
 
 BUFFERED_FACTOR = 2
-"""The same of large blocks through the page cache: tens of milliseconds, and what is being written back beside them."""
+"""The same for large blocks through the page cache: tens of milliseconds, with write-back in the background."""
 
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
@@ -25,15 +24,15 @@ THREAD_COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class DiskCase:
-    """What is measured.
+    """A measured case.
 
     Attributes:
         block_bytes: length of a row.
         num_jobs: jobs submitted at once.
-        is_direct: whether the page cache is bypassed.
+        is_direct: whether to bypass the page cache.
         num_threads: of the tier and the floors.
-        is_cold: whether the page cache has forgotten the blocks before they are read; then only that is told.
-        has_usual_threads: whether the tier has as many threads as it takes by itself.
+        is_cold: whether blocks are dropped from the page cache before reads; then only reads are reported.
+        has_usual_threads: whether the tier has its default number of threads.
     """
 
     block_bytes: int
@@ -50,17 +49,17 @@ class DiskCase:
 
     @property
     def is_usual(self) -> bool:
-        """Whether a peer that cannot be told about threads and the page cache does the same work."""
+        """Whether a peer without settings for threads and the page cache does the same work."""
         return self.has_usual_threads and not self.is_cold
 
     def rounds_of(self, num_rounds: RoundCount) -> RoundCount:
-        """Return how many rounds this case has where large blocks have ``num_rounds``."""
+        """Return the rounds of this case, given ``num_rounds`` of large blocks."""
         if self.num_blocks * self.block_bytes < MAX_BYTES:
             return num_rounds.with_most(SMALL_FACTOR)
         return num_rounds if self.is_direct or self.is_cold else num_rounds.with_most(BUFFERED_FACTOR)
 
     def labels(self, operation: str) -> dict[str, str | int]:
-        """Return what a line says of itself."""
+        """Return the labels of a line."""
         return {
             "operation": operation,
             "block": f"{self.block_bytes // 1024} KiB",
@@ -71,7 +70,7 @@ class DiskCase:
 
 
 def plan_cases(sizes_bytes: Sequence[int]) -> Iterator[DiskCase]:
-    """Yield what to measure of a tier: the usual cases, then cold reads, then other numbers of threads. Pure.
+    """Yield the cases of a tier: the usual ones, then cold reads, then other numbers of threads. Pure.
 
     Args:
         sizes_bytes: of blocks.

@@ -1,4 +1,4 @@
-"""Other projects' tiers on a local disk, as contestants, where they can be imported."""
+"""Other projects' tiers on a local disk as contestants, if they are installed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,11 +16,11 @@ from benchmarks.harness.vllm_fs import VLLMFSTier
 
 @dataclass(frozen=True, slots=True)
 class DiskPeers:
-    """Who takes part besides ours and the floor.
+    """The contestants besides kvtier and the floor.
 
     Attributes:
-        has_vllm: whether vLLM's fs tier does.
-        has_lmcache: whether LMCache's disk back end does.
+        has_vllm: whether vLLM's fs tier is one.
+        has_lmcache: whether LMCache's disk back end is one.
     """
 
     has_vllm: bool = False
@@ -29,7 +29,7 @@ class DiskPeers:
     def open(
         self, case: DiskCase, rows: memoryview, folder: Path, ends: ExitStack, *, is_direct: bool
     ) -> dict[str, Contestant]:
-        """Return the peers by name, each with a folder of its own in ``folder``; ``ends`` closes them."""
+        """Return the peers by name, each with its own folder in ``folder``; ``ends`` closes them."""
         peers: dict[str, Contestant] = {}
         if self.has_vllm:
             vllm = VLLMFSTier(rows, folder / "vllm", is_direct=is_direct)
@@ -43,7 +43,7 @@ class DiskPeers:
 
 
 def find_disk_peers(note: Callable[[str], None]) -> DiskPeers:
-    """Return the peers that are installed; ``note`` is told of those that are not."""
+    """Return the installed peers; call ``note`` with a line for each that is not installed."""
     obstacles: list[str | None] = [
         None if vllm_fs.can_import() else vllm_fs.MISSING,
         lmcache_local.find_obstacle(),

@@ -1,4 +1,4 @@
-"""How far a median of ratios is to be believed: its bootstrap interval. Pure."""
+"""The confidence of a median of ratios: its bootstrap interval. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,16 +7,16 @@ import numpy as np
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
 
 NUM_RESAMPLES = 10_000
-"""Bootstrap samples: the ends of the interval then move by less than 0.001."""
+"""Bootstrap samples: with so many the ends of the interval move by less than 0.001."""
 
 
 def lines_of(name: str, ratios: Sequence[float], bar: float | None) -> Iterator[Measurement]:
     """Yield the median of the time ratios of pairs and the ends of its 95 % interval; the bar is for the upper one.
 
     Args:
-        name: what kvtier was given.
-        ratios: time with it to time without, pair by pair.
-        bar: what the upper end may be, None for a control.
+        name: the configuration of kvtier.
+        ratios: time with it over time without, pair by pair.
+        bar: limit of the upper end; None for a control.
     """
     low, high = median_interval(np.array(ratios))
     for what, value, bar_of in (

@@ -1,14 +1,14 @@
-"""LMCache's local back ends, driven by the same blocks as ours, where LMCache can be imported.
+"""LMCache's local back ends, driven with the same blocks as kvtier's tiers, if LMCache is installed.
 
-LMCache keeps blocks in a buffer of its own and hands them out as memory objects; that buffer is what the rows of the
-primary tier are here. So its disk back end writes from memory objects and reads into new ones, as ours does from and to
-rows, and nothing is copied besides. Its CPU back end allocates a memory object for each block, and a tensor is copied
-into it or out of it.
+LMCache keeps blocks in its own buffer and returns them as memory objects; that buffer corresponds to the rows of the
+primary tier. So its disk back end writes from memory objects and reads into new ones, as kvtier's does with rows,
+without further copies. Its CPU back end allocates a memory object for each block, and a tensor is copied into it or
+out of it.
 
-It runs with its own defaults: four threads, the event loop that its writes are queued on, buffered I/O unless
-direct I/O is asked for. Where the work is not quite the same it is the lesser for LMCache: its gets are asked for in
-one call whatever the number of jobs, its keys are made and its files emptied or its blocks removed outside the clock,
-so that it never evicts, and neither lookups nor pins are asked of it.
+It runs with its own defaults: four threads, the event loop on which its writes are queued, buffered I/O unless direct
+I/O is requested. Where the work differs, LMCache has less of it: one call gets all blocks whatever the number of jobs,
+its keys are made and its files truncated or its blocks removed outside the measured time, so that it never evicts, and
+it has neither lookups nor pins.
 """
 
 import asyncio
@@ -35,17 +35,17 @@ BACKENDS = "lmcache.v1.storage_backend"
 TOKENS_PER_BLOCK = 16
 PAGE_BYTES = 4096
 DISK_GIB = 1024.0
-"""Room for every round: it is not told that its files are emptied."""
+"""Room for every round: it does not know that its files are truncated."""
 
 Bytes = npt.NDArray[np.uint8]
 LMCache = Any  # Any: modules and objects of a package that may be missing
-Tensor = Any  # Any: torch is imported with LMCache and not before
+Tensor = Any  # Any: torch is imported with LMCache only
 
 
 def find_obstacle() -> str | None:
-    """Return a line that says why LMCache cannot be measured, None when it can.
+    """Return why LMCache cannot be measured; None when it can.
 
-    Effects: LMCache is imported, and told to log errors only; its lines would be in the midst of the table.
+    Effects: imports LMCache and makes it log errors only; other lines would appear within the table.
     """
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
     try:
@@ -56,12 +56,12 @@ def find_obstacle() -> str | None:
 
 
 class Memory:
-    """LMCache's CPU back end with a buffer of exactly so many blocks.
+    """LMCache's CPU back end with a buffer for exactly ``num_blocks`` blocks.
 
     Args:
-        num_blocks: room.
+        num_blocks: capacity.
         block_bytes: length of each, a multiple of a page.
-        settings: more of LMCache's settings.
+        settings: further settings of LMCache.
 
     Attributes:
         config: LMCache's settings.
@@ -91,17 +91,17 @@ class Memory:
         return found
 
     def name(self, key: OffloadKey) -> LMCache:
-        """Return LMCache's key, of a number of 64 bits as its own hash gives."""
+        """Return LMCache's key, from a number of 64 bits like its own hash."""
         return self._make_key("bench", 1, 0, hash(key) % 2**64, self._dtype)
 
 
 class LMCacheDisk:
-    """LMCache's disk back end with its own number of threads: bytes of a block alone, one file per block.
+    """LMCache's disk back end with its default number of threads: only the bytes of blocks, one file per block.
 
     Args:
-        rows: what is written, shape (num_blocks, block_bytes); copied into LMCache's buffer once.
-        folder: where it keeps its files.
-        is_direct: whether its setting for direct I/O is on; left to itself it uses the page cache.
+        rows: data to write, shape (num_blocks, block_bytes); copied into LMCache's buffer once.
+        folder: the folder of its files.
+        is_direct: whether its setting for direct I/O is on; by default it uses the page cache.
     """
 
     def __init__(self, rows: memoryview, folder: Path, *, is_direct: bool) -> None:
@@ -109,7 +109,7 @@ class LMCacheDisk:
         self._num_bytes = rows.nbytes
         self._folder = folder
         self._memory = Memory(
-            2 * num_blocks,  # those that are written, and room to read as many
+            2 * num_blocks,  # the written ones, and room to read as many
             block_bytes,
             local_disk=str(folder),
             max_local_disk_size=DISK_GIB,
@@ -126,7 +126,7 @@ class LMCacheDisk:
         )
 
     def run(self, keys: Sequence[OffloadKey], num_jobs: int) -> Mapping[str, float]:
-        """Store and load every block once, and return the rates, MiB/s; keeps empty files."""
+        """Store and load every block once, and return the rates, MiB/s; keeps truncated files."""
         names = [self._memory.name(key) for key in keys]
         loaded: list[LMCache] = []
         rates = rates_of(
@@ -136,7 +136,7 @@ class LMCacheDisk:
         )
         for found, block in zip(loaded, self._blocks, strict=True):
             assert found is not None
-            # In the first round the memory is new: bytes that are right then have been read.
+            # In the first round the memory is new, so correct bytes must have been read.
             assert bytes(found.byte_array[:PAGE_BYTES]) == bytes(block.byte_array[:PAGE_BYTES])
             found.ref_count_down()
         empty_files(self._folder.iterdir())
@@ -173,9 +173,9 @@ class LMCacheDisk:
 class LMCacheCPU:
     """LMCache's CPU back end, and plain copies between its memory objects and tensors.
 
-    LMCache's own kernels gather a block from the layers of a GPU; on a CPU it has slow stand-ins. So a block is one
-    page here, and is copied as ours is, by numpy and as many threads as ours takes: a ``copy_`` of torch waits for its
-    threads at the end of each block, which takes ten times as long as soon as anything else runs on the machine.
+    LMCache's own kernels gather a block from the layers of a GPU; on a CPU it has slow replacements. So a block is one
+    page here, and is copied like kvtier's, by numpy and as many threads as kvtier uses. A ``copy_`` of torch waits for
+    its threads at the end of each block, which takes ten times as long when anything else runs on the machine.
 
     Args:
         sources: blocks to put, each shape (block_bytes,), int8, CPU, contiguous.
@@ -205,7 +205,7 @@ class LMCacheCPU:
         self._memory.backend.close()
 
     def _put(self, names: Sequence[LMCache]) -> None:
-        """Allocate, copy, put and let go, as LMCache's engine does."""
+        """Allocate, copy, put and release, as LMCache's engine does."""
         blocks = [self._memory.allocate() for _ in names]
         self._copy([bytes_of(block.raw_tensor) for block in blocks], self._sources)
         self._memory.backend.batched_submit_put_task(names, blocks)
@@ -213,14 +213,14 @@ class LMCacheCPU:
             block.ref_count_down()
 
     def _get(self, names: Sequence[LMCache]) -> None:
-        """Get, copy and let go."""
+        """Get, copy and release."""
         blocks = self._memory.backend.batched_get_blocking(names)
         self._copy(self._targets, [bytes_of(block.raw_tensor) for block in blocks])
         for block in blocks:
             block.ref_count_down()
 
     def _copy(self, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-        """Copy block by block; each thread has every so-manyth of them."""
+        """Copy block by block; thread i copies every n-th block from i on."""
 
         def copy_some(first: int) -> None:
             for number in range(first, len(targets), self._num_threads):

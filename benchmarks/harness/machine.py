@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""The machine that the numbers were measured on."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ GIT_TIMEOUT_S = 10.0
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return processor, memory, load, versions and commit; what cannot be found out is left out."""
+    """Return processor, memory, load, versions and commit; unknown values are omitted."""
     found: dict[str, str | int | float] = {
         "system": platform.platform(),
         "python": platform.python_version(),

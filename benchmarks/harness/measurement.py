@@ -1,7 +1,7 @@
-"""One thing measured: ours, the floor and the peers, round by round. Pure.
+"""One measurement: kvtier, the floor and the peers, round by round. Pure.
 
-Contestants of a round meet the same machine, so ratios are taken in each round and the median of the ratios is what
-counts; the quartiles say how far it is to be believed.
+Contestants of a round run on the machine in the same state, so ratios are taken in each round and the result is the
+median of the ratios; the quartiles show its precision.
 """
 
 import statistics
@@ -11,14 +11,14 @@ from enum import Enum
 
 OURS = "ours"
 FLOOR = "floor"
-"""What the hardware or the language allows at best, measured in the same run."""
+"""The best that the hardware or the language allows, measured in the same run."""
 
 RATIO_UNITS = ("ratio", "times")
-"""Units of values that are ratios within one run by themselves."""
+"""Units of values that are themselves ratios within one run."""
 
 
 class Better(Enum):
-    """Which values are the better ones."""
+    """Which values are better."""
 
     HIGHER = "higher"
     LOWER = "lower"
@@ -41,11 +41,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a measurement should reach.
+    """The goal of a measurement.
 
     Attributes:
-        against: the contestant with which ours is compared; None for a bar on our value itself.
-        value: the ratio at least, or the value at most or at least, whichever is the better side.
+        against: the contestant to compare with; None: the bar is for kvtier's value itself.
+        value: the ratio at least, or the limit of the value.
     """
 
     against: str | None
@@ -59,9 +59,9 @@ class Measurement:
     Attributes:
         labels: what was measured, column by column: ``{"operation": "store", "blocks": 16384}``.
         unit: of the values.
-        better: which values are the better ones.
-        values: by contestant, one value a round, in the order of the rounds; "ours" is one of them.
-        bar: what ours should reach, None without one.
+        better: which values are better.
+        values: by contestant, one value per round, in the order of the rounds; "ours" is one of them.
+        bar: the goal of ours, None without one.
     """
 
     labels: Mapping[str, str | int]
@@ -72,7 +72,7 @@ class Measurement:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Names of the contestants that are neither ours nor the floor."""
+        """Names of the contestants except ours and the floor."""
         return tuple(name for name in self.values if name not in (OURS, FLOOR))
 
     def median(self, contestant: str) -> float | None:
@@ -91,7 +91,7 @@ class Measurement:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the bar is reached; None without a bar, or when whom it names did not take part."""
+        """Whether the bar is reached; None without a bar, or when its contestant did not take part."""
         if self.bar is None:
             return None
         if self.bar.against is not None:

@@ -1,6 +1,6 @@
-"""Keeps what native libraries write to standard error out of a table.
+"""Keeps output of native libraries on standard error out of a table.
 
-It hides nothing of Python's: exceptions are printed after the block.
+Python's exceptions are printed after the block.
 """
 
 import os
@@ -12,10 +12,10 @@ STDERR = 2
 
 @contextmanager
 def native_noise_hidden() -> Iterator[None]:
-    """Let the process's standard error go nowhere as long as the block.
+    """Discard the process's standard error during the block.
 
-    Mooncake's library (2026-11, 0.3.13.post1) says "Local segment descriptor not found" as an error whenever a client
-    joins a store, and more when its master is gone; its log level can be lowered no further than errors.
+    Mooncake's library (2026-11, 0.3.13.post1) logs the error "Local segment descriptor not found" whenever a client
+    joins a store, and more after the end of its master; its log level cannot be lowered below errors.
     """
     kept = os.dup(STDERR)
     try:

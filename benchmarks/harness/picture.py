@@ -1,6 +1,6 @@
-"""Draws a suite's measurements: lines over a number where the suite has one, otherwise bars of the ratios.
+"""Draws a suite's measurements: lines over a number if the suite has one, otherwise bars of the ratios.
 
-Where nobody was compared with ours, bars of the values take their place.
+Without a contestant to compare with, the bars are of the values.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ LINES_INCHES = 4.5
 
 
 def write_picture(title: str, measurements: Sequence[Measurement], x_label: str | None, path: Path) -> None:
-    """Write the picture, of the measurements with the unit of the first; the suffix of ``path`` chooses its format.
+    """Write the picture, of the measurements with the unit of the first; the suffix of ``path`` selects its format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError, ValueError: the file cannot be written, or nobody knows its suffix.
+        OSError, ValueError: the file cannot be written, or its suffix is unknown.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # A second table of the suite has another unit, and no place on the same axes.
+    # A second table of the suite has another unit, which does not fit the same axes.
     measurements = [measurement for measurement in measurements if measurement.unit == measurements[0].unit]
     num_ratios = sum(len(measurement.values) - 1 for measurement in measurements)
     num_bars = num_ratios or len(measurements)

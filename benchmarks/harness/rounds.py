@@ -1,6 +1,6 @@
-"""Contestants take turns, round by round, each as often first as the others, until their ratios are known.
+"""Contestants run in turns, round by round, each first equally often, until their ratios are precise.
 
-It measures nothing itself: a contestant does its work once and returns what it measured of it.
+A contestant does its work once per call and returns its measured values.
 """
 
 import time
@@ -10,43 +10,43 @@ from dataclasses import dataclass
 from benchmarks.harness.precision import is_known
 
 Contestant = Callable[[], Mapping[str, float]]
-"""Does its work once; returns what it measured, by operation."""
+"""Does its work once; returns its measured values by operation."""
 
 MOST_FACTOR = 4
-"""How many times as many rounds there are at most where a ratio is hard to know. Some never are: what goes through a
-server on the same cores; four times the rounds halve what is not known, and the suites must end within minutes."""
+"""Factor for the number of rounds where a ratio is imprecise. Some stay so, such as those of a server on the same
+cores: four times the rounds halve the error, and the suites must end within minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundCount:
-    """How many rounds count.
+    """The number of measured rounds.
 
     Attributes:
-        least: at least so many, and as many more as make each contestant begin equally often.
-        most: after so many there are no others, however little is known.
+        least: lower limit, rounded up so that each contestant begins equally often.
+        most: upper limit, however imprecise the ratios are.
     """
 
     least: int
     most: int
 
     def with_most(self, factor: int) -> "RoundCount":
-        """Return a count that goes on up to ``factor`` times as long, for rounds that take milliseconds. Pure."""
+        """Return a count with ``factor`` times as many rounds at most, for rounds that take milliseconds. Pure."""
         return RoundCount(self.least, self.most if self.most == self.least else factor * self.most)
 
 
 def fixed(num_rounds: int) -> RoundCount:
-    """Return a count for which it does not matter what is measured. Pure."""
+    """Return a count that does not depend on the measured values. Pure."""
     return RoundCount(num_rounds, num_rounds)
 
 
 def run_rounds(
     contestants: Mapping[str, Contestant], num_rounds: RoundCount, *, num_warmups: int = 1
 ) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Return what each contestant measured: operation -> contestant -> one value a round.
+    """Return the measured values: operation -> contestant -> one value per round.
 
     Args:
-        contestants: by name. What one leaves to the machine falls on the next, so each round begins with another.
-        num_rounds: that count. After the least of them more follow until the ratios of ours to the others are known.
+        contestants: by name. Each affects the machine for the next one, so each round begins with another.
+        num_rounds: number of measured rounds. After the least of them, more follow until the ratios are precise.
         num_warmups: rounds before them, which warm memory, files and threads.
     """
     measured: dict[str, dict[str, list[float]]] = {}
@@ -67,8 +67,8 @@ def run_rounds(
 def order_of(names: Sequence[str], number: int) -> Sequence[str]:
     """Return ``names`` in the order of round ``number``. Pure.
 
-    In as many rounds as there are names each begins once. Every second time through the others follow in the opposite
-    order: what one leaves to the machine must not always fall on the same next one.
+    In as many rounds as there are names each begins once. Every second cycle the others follow in the opposite order,
+    so that a contestant does not always affect the same next one.
     """
     time_through, first = divmod(number, len(names))
     begins, *others = [*names[first:], *names[:first]]
@@ -88,7 +88,7 @@ def _is_enough(
     num_contestants: int,
     measured: Mapping[str, Mapping[str, Sequence[float]]],
 ) -> bool:
-    """Return whether so many rounds, in which that was measured, will do. Pure."""
+    """Return whether the rounds so far, with these values, are enough. Pure."""
     if num_rounds < count.least or num_rounds % num_contestants:
         return False
     return num_rounds + num_contestants > count.most or is_known(measured)

@@ -1,4 +1,4 @@
-"""Runs a suite: prints its table line by line, keeps the numbers, draws the picture."""
+"""Runs a suite: prints its table line by line, writes the numbers, draws the picture."""
 
 import json
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ def run_suites(
     """Run suites one after another.
 
     Args:
-        suites: which.
+        suites: the suites.
         is_quick: fewer sizes and rounds.
-        folder: where files are written, None for the system's temporary folder.
-        out_folder: takes NAME.json and NAME.svg of each; made when it is missing.
+        folder: folder for files; None: the system's temporary folder.
+        out_folder: for NAME.json and NAME.svg of each; created if missing.
 
-    Effects: SIGTERM and SIGHUP end a run like Ctrl-C, so that files and servers of a suite do not stay behind.
+    Effects: SIGTERM and SIGHUP end a run like Ctrl-C, so that a suite's files and servers are removed.
 
     Thread: the main one.
 
     Raises:
-        KeyboardInterrupt: the run was ended by a signal.
-        As ``run_suite``.
+        KeyboardInterrupt: a signal ended the run.
+        ImportError, OSError: as in ``run_suite``.
     """
     with ended_like_interrupted():
         for suite in suites:
@@ -54,16 +54,16 @@ def run_suite(
     """Run ``suite`` and return its measurements.
 
     Args:
-        suite: what to measure.
+        suite: the suite.
         is_quick: fewer sizes and rounds.
-        folder: where files are written, None for the system's temporary folder.
-        json_path: takes the machine and the values of every round.
-        picture_path: takes the picture, if there is anything to draw and matplotlib is installed; its suffix chooses
+        folder: folder for files; None: the system's temporary folder.
+        json_path: for the machine and the values of every round.
+        picture_path: for the picture, if there is something to draw and matplotlib is installed; its suffix selects
             the format.
-        out: takes the table, None for standard output.
+        out: for the table; None: standard output.
 
     Raises:
-        ImportError: a library that this suite cannot do without is missing.
+        ImportError: a library that this suite needs is missing.
         OSError: a file cannot be written.
     """
     machine = describe_machine()
@@ -94,7 +94,7 @@ def run_suite(
 
 
 def as_document(measurement: Measurement) -> dict[str, object]:
-    """Return a measurement as JSON has it, with medians and ratios beside the values. Pure."""
+    """Return a measurement as JSON, with medians and ratios beside the values. Pure."""
     return {
         "labels": dict(measurement.labels),
         "unit": measurement.unit,
@@ -111,7 +111,7 @@ def as_document(measurement: Measurement) -> dict[str, object]:
 
 
 def _draw(suite: Suite, measurements: Sequence[Measurement], path: Path, out: TextIO | None) -> None:
-    """Write the picture; numbers that took minutes are not lost for want of one."""
+    """Write the picture; a failure must not lose numbers that took minutes."""
     try:
         write_picture(f"{suite.name}: {suite.summary}", measurements, suite.x_label, path)
     except ImportError as error:

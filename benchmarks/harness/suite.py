@@ -1,4 +1,4 @@
-"""What a benchmark is to those who run it: a name, what it measures, and lines as they come."""
+"""A benchmark suite: a name, a summary, and measurements as they are made."""
 
 import importlib
 import tempfile
@@ -13,12 +13,12 @@ from benchmarks.harness.rounds import MOST_FACTOR, RoundCount, fixed
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a suite is run.
+    """Options of a run.
 
     Attributes:
-        is_quick: fewer sizes and rounds, for a look; the numbers of a page are not quick ones.
-        folder: where files are written, None for the system's temporary folder.
-        note: takes a line that belongs under the table, a peer that is not installed for example.
+        is_quick: fewer sizes and rounds, for a first look; published numbers are not from quick runs.
+        folder: folder for files; None: the system's temporary folder.
+        note: prints a line under the table, such as a missing peer.
     """
 
     is_quick: bool
@@ -26,14 +26,14 @@ class Options:
     note: Callable[[str], None]
 
     def count_rounds(self, num_rounds: int, num_quick_rounds: int) -> RoundCount:
-        """Return how many rounds count: the quick ones and no more, else at least ``num_rounds``. Pure."""
+        """Return the number of rounds: exactly the quick ones, or at least ``num_rounds``. Pure."""
         if self.is_quick:
             return fixed(num_quick_rounds)
         return RoundCount(num_rounds, MOST_FACTOR * num_rounds)
 
     @contextmanager
     def new_folder(self) -> Iterator[Path]:
-        """Make a folder for files, which is there as long as the block."""
+        """Create a folder for files, removed after the block."""
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=self.folder) as name:
             yield Path(name)
 
@@ -43,10 +43,10 @@ class Suite:
     """A benchmark.
 
     Attributes:
-        name: what a person types.
+        name: its name on the command line.
         summary: what it measures, and against what, in a line.
-        module: where its ``measure(options)`` is; imported when it is run.
-        x_label: name of a numeric label to draw lines over; None draws bars of the ratios.
+        module: the module with its ``measure(options)``; imported when it runs.
+        x_label: name of a numeric label to draw lines over; None: bars of the ratios.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Suite:
         """Yield the measurements as they are made.
 
         Raises:
-            ImportError: a library that this suite cannot do without is missing.
+            ImportError: a library that this suite needs is missing.
         """
         measure: Callable[[Options], Iterator[Measurement]] = importlib.import_module(self.module).measure
         return measure(options)

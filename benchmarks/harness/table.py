@@ -9,14 +9,14 @@ from benchmarks.harness.measurement import FLOOR, OURS, Measurement, Spread
 
 MIN_WIDTH = 8
 LABEL_SLACK = 6
-"""Characters by which a label may be longer than the first one of its column."""
+"""How many characters longer a label may be than the first one of its column."""
 
 
 class Table:
     """Lays out lines whose columns are those of the first one.
 
     Args:
-        first: the line that decides about columns and widths.
+        first: the line that determines columns and widths.
     """
 
     def __init__(self, first: Measurement) -> None:
@@ -29,12 +29,12 @@ class Table:
         ]
 
     def has_columns_for(self, measurement: Measurement) -> bool:
-        """Return whether a line shows the whole of ``measurement``; labels may come in another order."""
+        """Return whether the columns fit ``measurement``; labels may come in another order."""
         others = set(measurement.values) - {OURS}
         return set(measurement.labels) == set(self._labels) and others <= set(self._others)
 
     def head(self) -> str:
-        """Return the line above the columns."""
+        """Return the heading line."""
         return self._join(self._head())
 
     def line(self, measurement: Measurement) -> str:

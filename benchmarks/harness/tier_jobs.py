@@ -32,19 +32,19 @@ def flat_rows(rows: memoryview) -> list[memoryview]:
 
 
 def make_config(block_bytes: int) -> OffloadingConfig:
-    """Return what an engine with blocks of that size would say of itself. Pure."""
+    """Return the configuration of an engine with blocks of that size. Pure."""
     group = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=block_bytes)
     return OffloadingConfig("bench", ModelIdentity("bench"), (group,), hash_block_size=16)
 
 
 def make_keys(num_blocks: int, generation: int) -> list[OffloadKey]:
-    """Return distinct keys; those of another generation are others. Pure."""
+    """Return distinct keys; each generation has different ones. Pure."""
     seed = generation.to_bytes(8, "big")
     return [make_offload_key(seed + number.to_bytes(24, "big"), 0) for number in range(num_blocks)]
 
 
 def job_numbers(num_blocks: int, num_jobs: int) -> list[range]:
-    """Return which blocks are in which job. Pure."""
+    """Return the blocks of each job. Pure."""
     size = num_blocks // num_jobs
     return [range(number * size, (number + 1) * size) for number in range(num_jobs)]
 
@@ -52,7 +52,7 @@ def job_numbers(num_blocks: int, num_jobs: int) -> list[range]:
 def move_blocks(
     tier: SecondaryTierManager, keys: Sequence[OffloadKey], num_jobs: int = 1, *, is_promotion: bool
 ) -> None:
-    """Submit jobs with a slot for each key at once, and wait for them; all must go well."""
+    """Submit jobs with a slot for each key at once, and wait for them; all must succeed."""
     submit = tier.submit_load if is_promotion else tier.submit_store
     request = ReqContext("bench")
     for job_number, numbers in enumerate(job_numbers(len(keys), num_jobs)):
@@ -85,16 +85,16 @@ def cold_rate_of(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Mapping[str, float]:
-    """Return how fast ``get`` moves ``num_bytes``, MiB/s, after the page cache has forgotten ``paths``, untimed.
+    """Return how fast ``get`` moves ``num_bytes``, MiB/s, after ``paths`` were dropped from the page cache, untimed.
 
-    They have been written back before.
+    The caller must have written them back.
     """
     drop_page_cache(paths)
     return {"get": num_bytes / 2**20 / timed(get, clock)}
 
 
 def write_back(paths: Iterable[Path]) -> None:
-    """Wait until the device has every byte of the files: a page that is dirty is not forgotten."""
+    """Wait until the device has every byte of the files: dirty pages cannot be dropped from the page cache."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -104,11 +104,11 @@ def write_back(paths: Iterable[Path]) -> None:
 
 
 def drop_page_cache(paths: Iterable[Path]) -> None:
-    """Let the kernel forget the pages of files that were written back, so that the next read is the device's.
+    """Drop the pages of files that were written back from the page cache, so that the next read is from the device.
 
-    They are not written back here: an fsync flushes the device's cache even for a file that is clean, which takes
-    milliseconds a file. A file system in memory keeps its pages. Names and inodes stay known everywhere, and so does
-    what a virtual disk's host has in a cache of its own.
+    They are not written back here: an fsync flushes the device's cache even for a clean file, which takes milliseconds
+    per file. A file system in memory keeps its pages. Names and inodes stay cached, and so does the content in the
+    cache of a virtual disk's host.
     """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)

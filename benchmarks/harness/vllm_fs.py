@@ -1,4 +1,4 @@
-"""vLLM's fs tier, driven by the same jobs as ours, where vLLM can be imported."""
+"""vLLM's fs tier, driven with the same jobs as kvtier's, if vLLM is installed."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ VLLM = Any  # Any: modules and objects of a package that may be missing
 
 
 def can_import() -> bool:
-    """Return whether vLLM's fs tier is here."""
+    """Return whether vLLM's fs tier is installed."""
     try:
         importlib.import_module(f"{TIERING}.fs.manager")
     except ImportError:
@@ -29,12 +29,12 @@ def can_import() -> bool:
 
 
 class VLLMFSTier:
-    """vLLM's fs tier with its own number of threads: rows alone, one file per block.
+    """vLLM's fs tier with its default number of threads: only rows, one file per block.
 
     Args:
         rows: shape (num_blocks, block_bytes).
-        folder: where it keeps its files.
-        is_direct: whether it may bypass the page cache; left to itself it does so wherever it can.
+        folder: the folder of its files.
+        is_direct: whether it may bypass the page cache; by default it does so wherever possible.
     """
 
     def __init__(self, rows: memoryview, folder: Path, *, is_direct: bool) -> None:
@@ -42,7 +42,7 @@ class VLLMFSTier:
         manager: VLLM = importlib.import_module(f"{TIERING}.fs.manager")
         self._folder = folder
         self._make_job: VLLM = base.TransferJob
-        # What the tier reads of vLLM's spec: names for its folders, and sizes of parallel groups.
+        # What the tier reads from vLLM's spec: names for its folders, and sizes of parallel groups.
         group = SimpleNamespace(tokens_per_block=16, layer_names=("layer.0",))
         parallel = SimpleNamespace(
             tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, rank=0, is_parallelism_agnostic=True
@@ -62,7 +62,7 @@ class VLLMFSTier:
         self._num_bytes = rows.nbytes
 
     def run(self, keys: Sequence[OffloadKey], num_jobs: int) -> Mapping[str, float]:
-        """Store and load every block once, and return the rates, MiB/s; keeps folders and empty files."""
+        """Store and load every block once, and return the rates, MiB/s; keeps folders and truncated files."""
         rates = rates_of(
             self._num_bytes,
             lambda: self._move(keys, num_jobs, is_promotion=False),
@@ -72,11 +72,11 @@ class VLLMFSTier:
         return rates
 
     def close(self) -> None:
-        """End its threads; what it has made stays."""
+        """Shut down its threads; its files stay."""
         self._tier.shutdown()
 
     def _move(self, keys: Sequence[OffloadKey], num_jobs: int, *, is_promotion: bool) -> None:
-        """Submit all jobs at once and wait for them; all must go well."""
+        """Submit all jobs at once and wait for them; all must succeed."""
         submit = self._tier.submit_load if is_promotion else self._tier.submit_store
         for job_number, numbers in enumerate(job_numbers(len(keys), num_jobs)):
             job_keys = [keys[number] for number in numbers]

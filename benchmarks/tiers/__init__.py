@@ -1,1 +1,1 @@
-"""Tiers behind a server of their own: one module each, whose measurements share the columns of one table."""
+"""Tiers with a server: one module each, whose measurements share the columns of one table."""

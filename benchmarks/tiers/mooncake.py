@@ -1,11 +1,10 @@
 """Throughput of the mooncake tier against Mooncake's plain API on the same sizes, in one run.
 
 The floor is ``batch_put_from`` and ``batch_get_into`` on registered rows with as many threads and as large batches as
-the tier has: no envelope, no checksum, one piece a value. A second floor takes the checksum of each row before it is
-put and after it was got, in the same threads, and does nothing with it: the ratio of the two is what checksums cost.
-Each contestant has a master of its own and brings the only segment of that store, so bytes are copied within one
-process and the network costs nothing: the tier's own share looks its worst. The rounds that do not count touch the
-segments' memory.
+the tier: no envelope, no checksum, one piece per value. A second floor computes the checksum of each row before it is
+put and after it was got, in the same threads, and discards it: the ratio of the two is the cost of checksums. Each
+contestant has its own master and provides the only segment of that store, so bytes are copied within one process
+without a network: the tier's own share looks largest. The warm-up rounds touch the segments' memory.
 """  # always imported as benchmarks.tiers.mooncake
 
 import os
@@ -43,30 +42,30 @@ from kvtier.tiering.mooncake.store import MooncakeNamespace
 from kvtier.tiering.mooncake.tier import MAX_PART_BLOCKS, MAX_PART_BYTES
 
 MAX_BLOCKS, MAX_BYTES = 512, 128 * 2**20
-"""Of a round; the first keeps small blocks from taking most of the run."""
+"""Limits of a round; the first keeps small blocks from taking most of the run."""
 
 SEGMENT_BYTES = 3 * MAX_BYTES
-"""What each contestant brings: a round three times over, so that nothing has to be evicted."""
+"""Memory of each contestant: three rounds, so that nothing has to be evicted."""
 
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 4 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 NUM_WARMUPS = 3
-"""As many as touch a whole segment, wherever the store places a round's blocks."""
+"""Enough to touch a whole segment, wherever the store places a round's blocks."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 9, 6
 
 SEALED = "sealed floor"
 BAR_RATIO = 0.8
-"""Of the plain API."""
+"""Ratio to the plain API."""
 
 
 class Floor:
-    """The plain API, with a segment of its own.
+    """The plain API, with its own segment.
 
     Args:
         master: address of the store's master.
-        rows: what to write and where to read to, shape (num_blocks, block_bytes).
-        is_sealed: whether each row's checksum is taken on both ways.
+        rows: data to write, and memory to read into, shape (num_blocks, block_bytes).
+        is_sealed: whether each row's checksum is computed in both directions.
     """
 
     def __init__(self, master: str, rows: memoryview, *, is_sealed: bool) -> None:
@@ -118,7 +117,7 @@ class Floor:
 
 
 class Tier:
-    """The tier, with a segment of its own, and a client that empties its store.
+    """The tier, with its own segment, and a client that empties its store.
 
     Args:
         master: address of the store's master.
@@ -154,7 +153,7 @@ class Tier:
 
 @contextmanager
 def open_server(folder: Path) -> Iterator[Place]:
-    """Run a master for each contestant as long as the block; memory is brought by whoever joins."""
+    """Run a master for each contestant during the block; contestants provide the memory."""
     os.environ.update(LOOPBACK)
     with ExitStack() as ends:
         yield {"masters": [ends.enter_context(open_master(folder)) for _ in range(3)]}
@@ -162,7 +161,7 @@ def open_server(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def open_master(folder: Path) -> Iterator[str]:
-    """Run a master as long as the block, and yield its address."""
+    """Run a master during the block, and yield its address."""
     port, metrics_port = free_ports(2)
     binary = Path(mooncake.__file__).parent / "mooncake_master"
     command = [str(binary), f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
@@ -188,7 +187,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
 def run_size(
     block_bytes: int, place: Place, num_rounds: RoundCount
 ) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Let tier and floors take turns on the same rows, each with its own store."""
+    """Run tier and floors in turns on the same rows, each with its own store."""
     rows = make_rows(min(MAX_BLOCKS, MAX_BYTES // block_bytes), block_bytes)
     with ExitStack() as ends:
         with native_noise_hidden():

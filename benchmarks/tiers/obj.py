@@ -1,9 +1,10 @@
 """Throughput of the obj tier against the plain client, in one run on one real server.
 
-The floor puts and gets one object per block with obstore alone, as many requests at once as the tier has threads: no
-envelope, no checksum, no conditional create, and what is got is not copied into a row. With more than one block in an
-object the tier also asks what is held, writes pointers and, when it loads, remembers where they point; the floor stays
-one object per block. The server is a SeaweedFS on the same cores and disk: figures are relative.
+The floor puts and gets one object per block with obstore alone, with as many concurrent requests as the tier has
+threads: no envelope, no checksum, no conditional create, and received bytes are not copied into a row. With more than
+one block per object the tier also checks what is held, writes pointers and, when it loads, remembers their targets;
+the floor keeps one object per block. The server is a SeaweedFS on the same cores and disk, so only ratios are
+meaningful.
 """
 
 import os
@@ -37,28 +38,29 @@ from kvtier.tiering.obj import ObjTier
 
 NUM_THREADS = 16
 GROUPED_THREADS = 4
-"""Threads with which jobs are cut into parts long enough for groups."""
+"""Threads for which jobs are cut into parts long enough for groups."""
 
 BLOCKS_PER_GROUP = 8
 MAX_BLOCKS, MAX_BYTES = 128, 32 * 2**20
-"""Of a round. The server takes a hundred objects a second or so: many more small blocks would take most of the run."""
+"""Limits of a round. The server accepts about a hundred objects a second: many more small blocks would take most of the
+run."""
 
 BLOCK_SIZES_BYTES = (64 * 2**10, 512 * 2**10, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[1:2]
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 4, 4
-"""At most four times as many are run: all they write has to fit the server's disk, which is cleaned later."""
+"""At most four times as many run: all they write has to fit the server's disk, which is cleaned later."""
 
 REQUEST_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured.
+    """A measured case.
 
     Attributes:
         block_bytes: length of a row.
         blocks_per_object: the tier's setting.
-        num_threads: requests at the same time, tier and floor.
+        num_threads: concurrent requests of tier and floor.
     """
 
     block_bytes: int
@@ -75,9 +77,9 @@ class Floor:
     """The plain client.
 
     Args:
-        place: of the server.
-        rows: what to write, shape (num_blocks, block_bytes).
-        num_threads: requests at the same time.
+        place: settings that reach the server.
+        rows: data to write, shape (num_blocks, block_bytes).
+        num_threads: concurrent requests.
     """
 
     def __init__(self, place: Place, rows: memoryview, num_threads: int) -> None:
@@ -104,7 +106,7 @@ class Floor:
         return rates_of(sum(map(len, self._rows)), partial(self._each, put), partial(self._each, get))
 
     def close(self) -> None:
-        """End the threads and remove every object of the bucket, so that the server's disk stays small."""
+        """Shut down the threads and remove every object of the bucket, so that the server's disk stays small."""
         self._pool.shutdown()
         obstore.delete(self._store, [meta["path"] for meta in obstore.list(self._store).collect()])
 
@@ -114,7 +116,7 @@ class Floor:
 
 
 def open_server(folder: Path) -> AbstractContextManager[Place]:
-    """Run a SeaweedFS as long as the block."""
+    """Run a SeaweedFS during the block."""
     return open_backend("obj", folder)
 
 
@@ -131,7 +133,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
 
 
 def run_case(case: Case, place: Place, num_rounds: RoundCount) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Run tier and floor in turns, each round with blocks of its own."""
+    """Run tier and floor in turns, each round with its own blocks."""
     rows = make_rows(case.num_blocks, case.block_bytes)
     generations = count()
     with ExitStack() as ends:

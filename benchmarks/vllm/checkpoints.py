@@ -1,7 +1,7 @@
 """Llamas with seeded random weights, saved as checkpoints that vLLM loads.
 
-Nothing is downloaded. Weights are drawn wider than is usual, so that an answer depends on every token of the
-prompt: with vLLM's own dummy weights a model answers the same whatever its cache holds.
+Nothing is downloaded. Weights are drawn wider than usual, so that an answer depends on every token of the prompt: with
+vLLM's own dummy weights a model gives the same answer whatever its cache holds.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class LlamaShape:
     """The size of a model.
 
     Attributes:
-        num_layers: all with full attention.
+        num_layers: layers, all with full attention.
         hidden_size: a multiple of 64, the size of a head.
         num_kv_heads: heads that have keys and values.
     """
@@ -35,13 +35,13 @@ class LlamaShape:
 
 
 WIDE = LlamaShape(num_layers=8, hidden_size=512, num_kv_heads=8)
-"""32 KiB of KV a token: what a load costs shows."""
+"""32 KiB of KV per token: shows the cost of a load."""
 
 NARROW = LlamaShape(num_layers=8, hidden_size=512, num_kv_heads=1)
-"""4 KiB of KV a token: what a load costs beside its bytes shows."""
+"""4 KiB of KV per token: shows the cost of a load without its bytes."""
 
 SMALL = LlamaShape(num_layers=4, hidden_size=256, num_kv_heads=2)
-"""4 KiB of KV a token, computed fast: for many requests."""
+"""4 KiB of KV per token, computed fast: for many requests."""
 
 
 def save_llama(folder: Path, shape: LlamaShape) -> Path:

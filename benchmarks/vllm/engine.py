@@ -1,7 +1,6 @@
-"""A real vLLM engine and what benchmarks ask of it; it lives in a child process.
+"""A real vLLM engine with the calls that benchmarks need; it lives in a child process.
 
-The engine core runs in that same process, so that its idle steps can be made by hand and kvtier's counters read.
-It judges nothing: it answers, times, and says where tokens came from.
+The engine core runs in that same process, so that its idle steps can be run one by one and kvtier's counters read.
 """
 
 import os
@@ -15,13 +14,13 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.tiering.manager import TieringOffloadingManager
 
 MAX_IDLE_STEPS = 100_000
-"""Steps after which an engine that does not come to rest is taken for hung."""
+"""Steps after which an engine that is not idle counts as hung."""
 
 DRAIN_S = 120.0
 """Guard against a tier that hangs."""
 
 LOADED_TOKENS = "connector.loaded_tokens."
-"""How the counters of loaded tokens begin; the tier's name follows."""
+"""Prefix of the counters of loaded tokens; the tier's name follows."""
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -35,11 +34,11 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to start an engine.
+    """Settings of an engine.
 
     Attributes:
         model: folder of the checkpoint.
-        settings: kvtier's settings; None starts vLLM without kvtier.
+        settings: kvtier's settings; None: vLLM without kvtier.
         num_device_blocks: size of the device pool, the null block included.
         block_tokens: tokens of a device block.
         max_model_tokens: longest request, with its answer.
@@ -61,8 +60,8 @@ class Answer:
     """The answer to one prompt.
 
     Attributes:
-        tokens: what was generated, greedily.
-        logprobs: the log-probability of each of them; empty when not asked for.
+        tokens: the generated tokens, greedy.
+        logprobs: the log-probability of each of them; empty if not requested.
         num_cached_tokens: prompt tokens that were not computed.
     """
 
@@ -73,13 +72,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of some prompts that were served together.
+    """Result of some prompts that were served together.
 
     Attributes:
         answers: one for each prompt.
-        time_s: from the first prompt handed over to the last answer.
-        loaded_tokens: tokens that kvtier brought, by tier.
-        num_open_jobs: transfers not ended when the last answer came.
+        time_s: from the submission of the first prompt to the last answer.
+        loaded_tokens: tokens that kvtier loaded, by tier.
+        num_open_jobs: transfers that had not ended at the last answer.
     """
 
     answers: tuple[Answer, ...]
@@ -89,7 +88,7 @@ class Served:
 
 
 def run_engine(options: EngineOptions, connection: Connection) -> None:
-    """Start an engine, then carry out ``(method, arguments)`` from ``connection`` until None comes.
+    """Start an engine, then run each ``(method, arguments)`` from ``connection`` until None arrives.
 
     Effects:
         Sends None when the engine has started or ended, and what each method returned; on an error the connection
@@ -110,7 +109,7 @@ class Engine:
     """One vLLM ``LLM`` with its core in this process.
 
     Args:
-        options: how to start it.
+        options: its settings.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -141,7 +140,7 @@ class Engine:
         self._has_kvtier = options.settings is not None
 
     def serve(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int, has_logprobs: bool) -> Served:
-        """Answer the prompts, as many at a time as the engine runs; what is stored of them may go on."""
+        """Answer the prompts, as many at a time as the engine runs; their stores may still run afterwards."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -165,15 +164,15 @@ class Engine:
         return Served(tuple(make_answer(output) for output in outputs), time_s, loaded, num_open_jobs)
 
     def serve_without(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int) -> Served:
-        """Answer the prompts as vLLM does that has no connector; to be called at rest.
+        """Answer the prompts like vLLM without a connector; to be called when idle.
 
-        All that vLLM asks before each call of a connector is whether there is one. Same process, same memory: two
-        processes of one program differ by more than what is measured here.
+        Before each call of a connector vLLM only checks whether there is one. Same process, same memory: two processes
+        of one program differ by more than the measured cost.
         """
         from vllm.distributed.kv_transfer import kv_transfer_state
 
         scheduler = self._core.scheduler
-        connectors = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001  # no other way out
+        connectors = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001  # there is no public way
         has_kvtier = self._has_kvtier
         self._has_kvtier = False
         scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
@@ -187,7 +186,7 @@ class Engine:
         """Step the engine until its stores have ended and the tiers are done.
 
         Raises:
-            RuntimeError: it does not come to rest.
+            RuntimeError: it does not become idle.
         """
         for _ in range(MAX_IDLE_STEPS):
             if not self._core.scheduler.has_requests():
@@ -200,7 +199,7 @@ class Engine:
             raise RuntimeError(f"the tiers are not done after {DRAIN_S} s")
 
     def stats(self) -> dict[str, float]:
-        """Return kvtier's counters and gauges; nothing without kvtier."""
+        """Return kvtier's counters and gauges; empty without kvtier."""
         return self._scheduler_half.stats() if self._has_kvtier else {}
 
     def shutdown(self) -> None:
@@ -222,7 +221,7 @@ class Engine:
 
 
 def make_answer(output: Any) -> Answer:  # noqa: ANN401  # Any: vLLM's RequestOutput
-    """Take from vLLM's output what is compared. Pure."""
+    """Return the parts of vLLM's output that are compared. Pure."""
     (completion,) = output.outputs
     tokens = tuple(completion.token_ids)
     logprobs = tuple(

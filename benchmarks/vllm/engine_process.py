@@ -1,4 +1,4 @@
-"""A child process with one vLLM engine, driven over a pipe; it sleeps while nothing is asked of it."""
+"""A child process with one vLLM engine, driven over a pipe; it sleeps between calls."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class EngineProcess:
     """Starts an engine when entered and ends it when left.
 
     Args:
-        options: how to start it.
+        options: the engine's settings.
     """
 
     def __init__(self, options: EngineOptions) -> None:
@@ -52,7 +52,7 @@ class EngineProcess:
     def serve(
         self, prompts: Sequence[Sequence[int]], num_answer_tokens: int, *, has_logprobs: bool = False
     ) -> Served:
-        """Answer the prompts, then wait until what is stored of them has reached every tier."""
+        """Answer the prompts, then wait until their stores have reached every tier."""
         served = self._call("serve", prompts, num_answer_tokens, has_logprobs)
         assert isinstance(served, Served)
         self._call("settle")
@@ -65,7 +65,7 @@ class EngineProcess:
         return served
 
     def stats(self) -> dict[str, float]:
-        """Return kvtier's counters and gauges; nothing without kvtier."""
+        """Return kvtier's counters and gauges; empty without kvtier."""
         stats = self._call("stats")
         assert isinstance(stats, dict)
         return stats

@@ -1,9 +1,9 @@
-"""Time to first token of vLLM by where the prompt comes from, against a plain copy and a plain read of its bytes.
+"""Time to first token of vLLM by the origin of the prompt, against a plain copy and a plain read of its bytes.
 
-It measures one request at a time. Three prompts are cycled through a device pool that holds one of them: each is
-served twice in a row, first from the tier, then from the device, and a prompt that was never seen is computed in
-each round. Host memory holds every prompt, or, for the fs tier, hardly more than one. How many tokens came from where
-is checked for each request. The floor is a hit on the device and the plain movement of the bytes; "allowed" is the bar.
+One request is measured at a time. Three prompts alternate in a device pool that holds one of them: each is served twice
+in a row, first from the tier, then from the device, and a new prompt is computed in each round. Host memory holds every
+prompt, or, for the fs tier, little more than one. The origin of the tokens is checked for each request. The floor is a
+hit on the device plus the plain movement of the bytes; "allowed" is the bar.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from benchmarks.vllm.floor import Floor
 PROMPT_TOKENS = 3000
 BLOCK_TOKENS = 128
 NUM_BLOCKS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS
-"""Blocks of a prompt that can be found again: whole ones, and a token must be left to compute."""
+"""Blocks of a prompt that can be found again: only whole ones, and a token must be left to compute."""
 
 NUM_PROMPTS = 3
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 10, 2
@@ -32,21 +32,21 @@ COPY_FACTOR = 1.5
 HOST_SLACK_S = 0.010
 FS_SLACK_S = 0.020
 NARROW_RATIO = 1.15
-"""Bars: what a hit may cost beyond one on the device."""
+"""Bars: the cost of a hit beyond that of one on the device."""
 
 HOST, FS = "CPU", "fs"
-"""The tiers, as kvtier's counters name them."""
+"""The tiers' names in kvtier's counters."""
 
 COMPUTED, DEVICE, ALLOWED = "computed", "device", "allowed"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured.
+    """A measured case.
 
     Attributes:
         shape: the model.
-        source: the tier that brings the prompt.
+        source: the tier that the prompt is loaded from.
     """
 
     shape: LlamaShape
@@ -54,11 +54,11 @@ class Case:
 
     @property
     def row_bytes(self) -> int:
-        """A block in host memory."""
+        """Bytes of a block in host memory."""
         return self.shape.token_bytes * BLOCK_TOKENS
 
     def allowed_s(self, device_s: float, moved_s: float) -> float:
-        """Return what a hit may cost, given one on the device and the plain movement of its bytes."""
+        """Return the allowed time of a hit, given one on the device and the plain movement of its bytes."""
         if self.source == FS:
             return device_s + COPY_FACTOR * moved_s + FS_SLACK_S
         if self.shape == NARROW:
@@ -66,23 +66,23 @@ class Case:
         return device_s + COPY_FACTOR * moved_s + HOST_SLACK_S
 
     def settings(self, folder: Path) -> dict[str, object]:
-        """Return kvtier's settings: host memory for every prompt, or for little more than one and files behind it."""
+        """Return kvtier's settings: host memory for every prompt, or for little more than one with files behind it."""
         if self.source == HOST:
             return {"cpu_bytes_to_use": (NUM_PROMPTS + 2) * NUM_BLOCKS * self.row_bytes}
         tier = {
             "type": FS,
             "root_dir": str(folder),
             "capacity_bytes": "16GiB",
-            # Roomy on purpose: a declined cascade would be computed later and spoil the run.
+            # Large on purpose: a declined cascade would be computed later and spoil the run.
             "max_in_flight_store_bytes": "16GiB",
-            # The bar is for a warm page cache, which direct I/O goes past.
+            # The bar is for a warm page cache, which direct I/O bypasses.
             "direct_io": False,
         }
         return {"cpu_bytes_to_use": (NUM_BLOCKS + 8) * self.row_bytes, "secondary_tiers": [tier]}
 
 
 def measure(options: Options, folder: Path) -> Iterator[Measurement]:
-    """Yield the times of a hit by the size of a token's KV and the tier that brings it."""
+    """Yield the times of a hit by the size of a token's KV and the tier it is loaded from."""
     num_rounds = NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS
     for number, case in enumerate(Case(shape, source) for shape in (WIDE, NARROW) for source in (HOST, FS)):
         place = folder / str(number)
@@ -91,7 +91,7 @@ def measure(options: Options, folder: Path) -> Iterator[Measurement]:
 
 
 def measure_case(case: Case, folder: Path, num_rounds: int) -> Measurement:
-    """Measure one case in an engine of its own."""
+    """Measure one case with its own engine."""
     (folder / "floor").mkdir()
     options = EngineOptions(
         model=str(save_llama(folder / "model", case.shape)),
@@ -113,10 +113,10 @@ def measure_case(case: Case, folder: Path, num_rounds: int) -> Measurement:
 def measure_round(
     engine: EngineProcess, case: Case, prompts: Sequence[Sequence[int]], unseen: Sequence[int], floor: Floor
 ) -> dict[str, float]:
-    """Serve a prompt that was never seen, then each of the others from the tier and again from the device.
+    """Serve a new prompt, then each of the others from the tier and again from the device.
 
     Returns:
-        Seconds by origin, medians of the prompts; those of a plain copy and a plain read of the same bytes beside them.
+        Seconds by origin, medians of the prompts, and those of a plain copy and a plain read of the same bytes.
     """
     computed_s = time_first_token(engine, unseen, {})
     num_tokens = NUM_BLOCKS * BLOCK_TOKENS
@@ -134,10 +134,10 @@ def measure_round(
 
 
 def time_first_token(engine: EngineProcess, prompt: Sequence[int], expected: Mapping[str, int]) -> float:
-    """Answer one token.
+    """Generate one token.
 
     Raises:
-        SystemExit: the prompt's tokens did not come from where they were expected.
+        SystemExit: the prompt's tokens did not come from the expected origins.
     """
     served = engine.serve([prompt], 1)
     sources = dict(served.loaded_tokens)
@@ -150,7 +150,7 @@ def time_first_token(engine: EngineProcess, prompt: Sequence[int], expected: Map
 
 
 def summarize(case: Case, rounds: Sequence[Mapping[str, float]]) -> Measurement:
-    """Set a case's times against the floor and what is allowed, round by round. Pure."""
+    """Compare a case's times with the floor and the allowed time, round by round. Pure."""
     values: dict[str, list[float]] = {name: [] for name in (OURS, FLOOR, ALLOWED, DEVICE, COMPUTED)}
     for one in rounds:
         moved_s = one["copy"] + (one["read"] if case.source == FS else 0.0)
@@ -168,6 +168,6 @@ def summarize(case: Case, rounds: Sequence[Mapping[str, float]]) -> Measurement:
 
 
 def make_prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Return random tokens; other seeds share no block."""
+    """Return random tokens; different seeds share no block."""
     tokens: list[int] = np.random.default_rng(seed).integers(1, VOCAB_SIZE, num_tokens).tolist()
     return tokens

@@ -1,7 +1,7 @@
-"""What moving bytes costs at least: a plain copy in memory, a plain read of files through the page cache.
+"""The least cost of moving bytes: a plain copy in memory, a plain read of files through the page cache.
 
-Both have as many threads as kvtier may take for the same work, buffers that were touched before, and nothing else
-to do. They run while the engine sleeps.
+Both have as many threads as kvtier may use for the same work, touched buffers, and nothing else to do. They run while
+the engine sleeps.
 """
 
 import mmap
@@ -24,7 +24,7 @@ class Floor:
     Args:
         num_rows: rows of a prompt.
         row_bytes: bytes of a row; one file each.
-        folder: where files are made; an empty directory on the file system that the fs tier uses.
+        folder: folder for the files; an empty directory on the file system of the fs tier.
 
     Attributes:
         num_copy_threads: threads of the copy.
@@ -36,7 +36,7 @@ class Floor:
     def __init__(self, num_rows: int, row_bytes: int, folder: Path) -> None:
         self.num_copy_threads = min(MAX_COPY_THREADS, count_usable_cores())
         self._source, self._target = (np.ones(num_rows * row_bytes, dtype=np.int8) for _ in range(2))
-        # Shared, as the rows of the primary tier are: the kernel does not give such memory huge pages.
+        # Shared, like the rows of the primary tier: the kernel does not give such memory huge pages.
         self._rows = [memoryview(mmap.mmap(-1, row_bytes)) for _ in range(num_rows)]
         self._paths = [folder / str(number) for number in range(num_rows)]
         for path, row in zip(self._paths, self._rows, strict=True):
@@ -58,7 +58,7 @@ class Floor:
         self._readers.shutdown()
 
     def copy_s(self) -> float:
-        """Return how long ``np.copyto`` takes for a prompt's bytes, each thread with a share."""
+        """Return the seconds that ``np.copyto`` takes for a prompt's bytes, split among threads."""
         sources = np.array_split(self._source, self.num_copy_threads)
         targets = np.array_split(self._target, self.num_copy_threads)
         start_s = time.perf_counter()
@@ -66,7 +66,7 @@ class Floor:
         return time.perf_counter() - start_s
 
     def read_s(self) -> float:
-        """Return how long ``open``, one ``preadv`` and ``close`` take for each of a prompt's rows."""
+        """Return the seconds that ``open``, one ``preadv`` and ``close`` take for all of a prompt's rows."""
         start_s = time.perf_counter()
         list(self._readers.map(_read, self._paths, self._rows))
         return time.perf_counter() - start_s

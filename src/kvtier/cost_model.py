@@ -1,7 +1,7 @@
-"""What loading a prefix costs, what computing it costs, and the estimators that learn both from live steps.
+"""The cost of loading and of computing a prefix, and estimators that learn both from live steps.
 
-Loading is faster than computing from a certain length on: a load has a fixed delay and a bandwidth, computing has a
-cost per token and one that grows with the position.
+Loading is faster from a certain length on: a load has a fixed delay and a bandwidth, computing has a cost per token and
+one that grows with the position.
 """
 
 import math
@@ -14,16 +14,16 @@ from statistics import median
 from kvtier.errors import ConfigError
 
 MAX_TOKENS = 2**40
-"""Lengths beyond it are "never": no context is as long, and a sum of so many tokens is still exact in a float."""
+"""Longer break-even lengths count as "never": no context is as long, and up to here a float counts tokens exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """How long a link takes for one load, with whatever else it does at the same time already taken off.
+    """The speed of a link for one load, net of its other traffic.
 
     Attributes:
-        bytes_per_s: bytes of one load in a second once they flow, all streams of the link together.
-        latency_s: seconds until they flow, once for a load of any size; 0 when parts follow each other without a pause.
+        bytes_per_s: bandwidth of one load after the latency, all streams of the link together.
+        latency_s: seconds before the first byte, once per load of any size; 0 when parts follow without a pause.
 
     Raises:
         ConfigError: the rate is not a finite number above zero, or the latency not one from zero.
@@ -39,17 +39,17 @@ class LinkRate:
             raise ConfigError("latency_s", self.latency_s, "a latency is a finite number from zero")
 
     def time_s(self, num_bytes: float) -> float:
-        """Return the seconds that a load of ``num_bytes`` takes; nothing takes none. Pure."""
+        """Return the seconds of a load of ``num_bytes``; 0 for 0 bytes. Pure."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
-    """How long computing a token of a prompt takes.
+    """The time to compute a token of a prompt.
 
     Attributes:
-        token_s: seconds for a token itself: 1 / (tokens in a second).
-        attended_token_s: seconds more for each token that it attends to, itself included; 0 when that is not known.
+        token_s: seconds for the token itself: 1 / (tokens per second).
+        attended_token_s: additional seconds for each token that it attends to, itself included; 0: unknown.
 
     Raises:
         ConfigError: one of them is not a finite number from zero, or both are zero.
@@ -71,17 +71,17 @@ def make_link_rate(
 ) -> LinkRate:
     """Return the rate of a link that moves parts, each after a latency, several at the same time. Pure.
 
-    One stream waits out the latency for each part; enough streams hide it behind the bytes of the others. What is
-    returned is right for one part and for very many; between them it is off by less than one part.
+    One stream waits for the latency of each part; enough streams hide it behind the bytes of other parts. The result is
+    exact for one part and for very many; between them it is off by less than one part.
 
     Args:
         bytes_per_s: bandwidth of all streams together.
         latency_s: seconds before the first byte of a part.
         part_bytes: bytes of a part, which is a block.
-        num_streams: parts under way at the same time.
+        num_streams: parts in flight at the same time.
 
     Raises:
-        ConfigError: a value is not above zero, the latency negative.
+        ConfigError: a value is not above zero, or the latency is negative.
     """
     for name, value in (("part_bytes", part_bytes), ("num_streams", num_streams)):
         if value < 1:
@@ -93,7 +93,7 @@ def make_link_rate(
 
 
 def load_s(num_bytes: float, links: Sequence[LinkRate]) -> float:
-    """Return the seconds that ``num_bytes`` take over ``links``, one after the other. Pure.
+    """Return the seconds to move ``num_bytes`` over ``links``, one after the other. Pure.
 
     The links do not overlap: a promotion has ended before the load to the device begins.
 
@@ -105,12 +105,12 @@ def load_s(num_bytes: float, links: Sequence[LinkRate]) -> float:
 
 
 def compute_s(first_token: int, end_token: int, rate: PrefillRate) -> float:
-    """Return the seconds that computing the tokens of a prompt in between takes. Pure.
+    """Return the seconds to compute the tokens from ``first_token`` up to ``end_token``. Pure.
 
     Args:
-        first_token: position of the first of them: so many tokens are there already and are attended to.
-        end_token: position behind the last; not above ``first_token`` means nothing to compute.
-        rate: how fast the engine is.
+        first_token: position of the first; the tokens before it exist and are attended to.
+        end_token: position behind the last; nothing is computed if it is not above ``first_token``.
+        rate: the engine's rate.
     """
     if end_token <= first_token:
         return 0.0
@@ -121,13 +121,13 @@ def compute_s(first_token: int, end_token: int, rate: PrefillRate) -> float:
 def break_even_tokens(
     bytes_per_token: float, links: Sequence[LinkRate], rate: PrefillRate, *, first_token: int = 0
 ) -> int | None:
-    """Return the length beyond which a prefix is loaded faster than computed. Pure.
+    """Return the length beyond which a prefix is faster to load than to compute. Pure.
 
     Args:
         bytes_per_token: bytes of keys and values of a token, all layers and workers together.
-        links: what it comes over.
-        rate: how fast it is computed.
-        first_token: tokens in front of it that the device has.
+        links: the links it is loaded over.
+        rate: the rate of computing it.
+        first_token: tokens before it that the device has.
 
     Returns:
         Loading more tokens than this is faster, loading as many or fewer is not. 0: loading is faster at any length.
@@ -147,7 +147,7 @@ def break_even_tokens(
         loading_s = load_s(num_tokens * bytes_per_token, links)
         return loading_s < compute_s(first_token, first_token + num_tokens, rate)
 
-    # Once it is faster it stays so, for the difference is convex and not above zero where it begins.
+    # Once faster, always faster: the difference is convex and not above zero at the start.
     slower, faster = 0, 1
     while not is_load_faster(faster):
         if faster >= MAX_TOKENS:
@@ -160,20 +160,20 @@ def break_even_tokens(
 
 
 MAX_PREFILL_SAMPLES = 32
-"""Steps that are remembered. Fewer follow every odd step; more take longer to see that the engine has changed."""
+"""Remembered steps. Fewer react to single outliers; more take longer to follow a change of the engine."""
 
 MIN_PREFILL_SAMPLES = 3
 """Steps before there is a rate: the first ones of an engine compile and warm up."""
 
 MIN_STEP_TOKENS = 32
-"""Prompt tokens below which a step says nothing: its time is that of a step, whatever it computes."""
+"""Steps with fewer prompt tokens are ignored: their time does not depend on what they compute."""
 
 MAX_OPEN_STEPS = 16
-"""Steps whose report is awaited. An engine has a few under way; more have lost theirs."""
+"""Steps with an outstanding report. An engine has a few in flight; older ones count as lost."""
 
 
 class PrefillEstimator:
-    """The last steps that computed prompts. Used from the scheduler's thread."""
+    """Estimates the time per token from the last steps that computed prompts. Scheduler's thread only."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque(maxlen=MAX_PREFILL_SAMPLES)
@@ -184,10 +184,10 @@ class PrefillEstimator:
         self._rate: PrefillRate | None = None
 
     def begin_step(self, num_prompt_tokens: int, now_s: float) -> int | None:
-        """Note a step that is planned; return the number to report it under, None when nobody has to.
+        """Register a planned step and return its number for ``end_step``; None when the step is not measured.
 
         Args:
-            num_prompt_tokens: tokens of prompts that it computes.
+            num_prompt_tokens: prompt tokens that it computes.
             now_s: the clock's reading.
         """
         if self._is_told or num_prompt_tokens < MIN_STEP_TOKENS:
@@ -202,7 +202,7 @@ class PrefillEstimator:
         """Learn from a report.
 
         Args:
-            step: its number; None when the step has none.
+            step: its number; None: not measured.
             now_s: the clock's reading.
         """
         begun = None if step is None else self._begun_s.pop(step, None)
@@ -212,7 +212,7 @@ class PrefillEstimator:
         self._reported_s = now_s
 
     def tell(self, num_tokens: int, time_s: float) -> None:
-        """Take the word of an engine that knows how long it has computed.
+        """Learn from an engine that measures its computing time itself.
 
         Args:
             num_tokens: prompt tokens.
@@ -227,7 +227,7 @@ class PrefillEstimator:
             self._add(num_tokens, time_s)
 
     def rate(self) -> PrefillRate | None:
-        """Return how fast prompts are computed, None before MIN_SAMPLES steps."""
+        """Return the rate of computing prompts, None before MIN_PREFILL_SAMPLES steps."""
         if self._rate is None and len(self._samples) >= MIN_PREFILL_SAMPLES:
             self._rate = PrefillRate(weighted_median(sorted(self._samples)))
         return self._rate
@@ -257,18 +257,18 @@ def weighted_median(samples: list[tuple[float, int]]) -> float:
 
 
 MAX_LOAD_SAMPLES = 9
-"""Loads that are remembered. Fewer follow every stutter; more take longer to learn, and a fit costs the square."""
+"""Remembered loads. Fewer react to single outliers; more take longer to learn, and a fit costs the square."""
 
 SURPRISE_RATIO = 2.0
-"""How far from what was foretold a load has to be to say that the link has changed. Closer to 1, noise throws away
-what was learned; larger, a link that has lost half of its speed is learned sample by sample."""
+"""Ratio of measured to predicted time, or its inverse, from which on the link has changed. Closer to 1, noise discards
+what was learned; larger, a link that lost half of its speed is learned sample by sample."""
 
 MIN_SIZE_RATIO = 1.5
-"""How far apart two sizes have to be for the difference of their times to say something of the rate."""
+"""Ratio of two sizes from which on the difference of their times is used to compute the rate."""
 
 
 class BandwidthEstimator:
-    """The last loads over one link."""
+    """Estimates latency and bandwidth from the last loads over one link."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=MAX_LOAD_SAMPLES)
@@ -276,7 +276,7 @@ class BandwidthEstimator:
         self._rate: LinkRate | None = None
 
     def add(self, num_bytes: float, time_s: float) -> None:
-        """Learn from one load; one without bytes, or without time, says nothing.
+        """Learn from one load; loads without bytes or without time are ignored.
 
         Args:
             num_bytes: bytes that it moved.
@@ -289,13 +289,13 @@ class BandwidthEstimator:
         self._rate = None
 
     def rate(self) -> LinkRate | None:
-        """Return how fast the link is, None before the first load."""
+        """Return the rate of the link, None before the first load."""
         if self._rate is None and self._samples:
             self._rate = fit_rate(list(self._samples))
         return self._rate
 
     def _note_surprise(self, num_bytes: float, time_s: float) -> None:
-        """Forget what the present sample shows to be of another time."""
+        """Discard the samples that the present one contradicts."""
         expected = self.rate()
         if expected is None:
             return
@@ -315,7 +315,7 @@ class BandwidthEstimator:
 
 
 def fit_rate(samples: list[tuple[float, float]]) -> LinkRate:
-    """Return the rate of a link whose loads moved so many bytes in so many seconds. Pure.
+    """Fit the rate of a link to its loads. Pure.
 
     Args:
         samples: at least one (bytes, seconds), all above zero.
@@ -326,10 +326,10 @@ def fit_rate(samples: list[tuple[float, float]]) -> LinkRate:
         if max(one, other) >= MIN_SIZE_RATIO * min(one, other)
     ]
     if not slopes:
-        # Sizes are alike: there is no telling latency from rate, and no need to.
+        # Sizes are alike: latency and rate cannot be separated, and need not be.
         return LinkRate(1 / median(time_s / num_bytes for num_bytes, time_s in samples))
     slope = median(slopes)
     if slope <= 0:
-        # Larger loads were no slower: the latency is nearly all, and the rate is at least the best that was seen.
+        # Larger loads were no slower: latency dominates, and the rate is at least the best measured one.
         slope = min(time_s / num_bytes for num_bytes, time_s in samples)
     return LinkRate(1 / slope, max(0.0, median(time_s - num_bytes * slope for num_bytes, time_s in samples)))

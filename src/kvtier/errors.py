@@ -1,8 +1,7 @@
 """Every exception class of kvtier.
 
-Nothing here decides when an error is raised. Each class keeps the data of its message in fields, so
-that a caller never parses text; the message says what happened, the value, what was expected and
-what to do.
+Each class keeps the data of its message in fields, so that a caller never parses text. The message has what happened,
+the value, what was expected and what to do.
 """
 
 import difflib
@@ -14,24 +13,24 @@ _CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
 
 
 def hide_credentials(text: str) -> str:
-    """Return ``text`` without user and password of URLs in it. Pure."""
+    """Return ``text`` without user and password of the URLs in it. Pure."""
     return _CREDENTIALS.sub("***", text)
 
 
 def shorten(value: object, max_chars: int = 80) -> str:
-    """Return ``value`` as it is written in Python, cut after ``max_chars``. Pure."""
+    """Return the ``repr`` of ``value``, cut after ``max_chars``. Pure."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to write whole numbers of thousands of digits
+    except ValueError:  # Python refuses to format integers of thousands of digits
         text = f"<{type(value).__name__} of thousands of digits>"
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 class KVTierError(Exception):
-    """Base of every error that kvtier raises on purpose. Each reaches another process whole."""
+    """Base of every error that kvtier raises on purpose. Errors keep their fields when they are pickled."""
 
-    def __reduce__(self) -> tuple[Callable[..., "KVTierError"], tuple[Any, ...]]:  # Any: what pickle keeps
-        """Return how to make an equal error: its text and fields, for its constructor takes other arguments."""
+    def __reduce__(self) -> tuple[Callable[..., "KVTierError"], tuple[Any, ...]]:  # Any: as in pickle
+        """Return how to make an equal error from its text and fields; its constructor has other parameters."""
         reduced = super().__reduce__()
         assert isinstance(reduced, tuple), "an exception is its class, its arguments and perhaps its fields"
         _, arguments, *state = reduced
@@ -47,13 +46,13 @@ def _restore(kind: type[KVTierError], arguments: tuple[Any, ...], state: Mapping
 
 
 class ConfigError(KVTierError, ValueError):
-    """A setting has a value that cannot work.
+    """A setting has an invalid value.
 
     Attributes:
         setting: name of the setting, as the user wrote it.
         value: the refused value.
         remedy: what was expected and what to do.
-        max_value_chars: after how many characters the message cuts the value; None shows all of it.
+        max_value_chars: length after which the message cuts the value; None: never.
     """
 
     def __init__(
@@ -68,22 +67,22 @@ class ConfigError(KVTierError, ValueError):
 
 
 class UnknownNameError(KVTierError, ValueError):
-    """A name (of a setting, tier, policy, spec, codec) that nobody has registered.
+    """A name (of a setting, tier, policy, spec, codec) is not registered.
 
     Args:
-        kind: what the name was meant to be, for example "setting".
+        kind: kind of the name, for example "setting".
         name: the unknown name.
         known: every known name.
-        meant: what is known to be meant by it; otherwise the known name that looks most like it.
-        also: what else than a known name would do, as the end of a sentence.
+        meant: the known name that is meant; default: the most similar one.
+        also: alternative to a known name, as the end of a sentence.
 
     Attributes:
-        kind: the same.
-        name: the same.
+        kind: as given.
+        name: as given.
         known: every known name, sorted.
-        meant: the same.
-        also: the same.
-        nearest: the known name that is meant, or looks most like it; None when none does.
+        meant: as given.
+        also: as given.
+        nearest: the known name that is meant or most similar; None without one.
     """
 
     def __init__(
@@ -104,17 +103,17 @@ class UnknownNameError(KVTierError, ValueError):
 
 
 def _nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return the known name that looks most like ``name`` in whatever case, if one does. Pure."""
+    """Return the known name that is most similar to ``name``, ignoring case, if there is one. Pure."""
     by_lower = {one.lower(): one for one in known}
     return tuple(by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5))
 
 
 class NamedClassError(KVTierError, ValueError):
-    """A class of somebody else's, named as ``package.module:Class`` or offered by a package, cannot be used.
+    """A class that a setting names as ``package.module:Class``, or that a package offers, cannot be used.
 
     Attributes:
-        kind: what it was to be, for example "eviction policy".
-        name: what the configuration says.
+        kind: what it is used as, for example "eviction policy".
+        name: the name in the configuration.
         reason: what is wrong and what to do.
     """
 
@@ -147,7 +146,7 @@ class MissingExtraError(KVTierError, ImportError):
     """A client library is not installed, or a shared library that it links against.
 
     Attributes:
-        extra: the extra of the package that brings it.
+        extra: the extra of the package that installs it.
     """
 
     def __init__(self, module: str, extra: str) -> None:
@@ -183,7 +182,7 @@ class RegionError(KVTierError):
 
 
 class RegionGeometryError(RegionError, ValueError):
-    """A region exists, is alive, and has another size or shape than asked for."""
+    """A region exists, is in use, and has another size or shape than requested."""
 
 
 class RegionOwnerError(RegionError, PermissionError):
@@ -206,10 +205,10 @@ class DeviceCopyError(KVTierError, RuntimeError):
     """A device refused to copy between its memory and the rows.
 
     Attributes:
-        call: what was called.
-        code: what it answered.
-        num_copies: copies that it was asked for.
-        refused: which of them it refused; None when it did not say.
+        call: the call.
+        code: its result.
+        num_copies: copies in the call.
+        refused: index of the refused copy; None when unknown.
     """
 
     def __init__(self, call: str, code: object, num_copies: int, refused: int | None) -> None:
@@ -222,7 +221,7 @@ class DeviceCopyError(KVTierError, RuntimeError):
 
 
 class TierError(KVTierError):
-    """A secondary tier cannot do what was asked of it.
+    """A secondary tier cannot do what was requested.
 
     Attributes:
         tier: the tier's type name.
@@ -238,13 +237,13 @@ class ModelError(KVTierError, ValueError):
 
 
 class SequenceLengthError(KVTierError, ValueError):
-    """A request would grow beyond the length up to which its model rotates keys alike.
+    """A request would exceed the length up to which its model's keys do not depend on the length.
 
     Attributes:
         num_prompt_tokens: length of the prompt.
         num_new_tokens: output tokens whose keys and values would be computed.
         last_tokens: the greatest length of such a sequence.
-        rope_type: how the model rotates keys.
+        rope_type: the model's type of rotary position embedding.
     """
 
     def __init__(self, num_prompt_tokens: int, num_new_tokens: int, last_tokens: int, rope_type: str) -> None:
@@ -252,7 +251,7 @@ class SequenceLengthError(KVTierError, ValueError):
         self.num_new_tokens = num_new_tokens
         self.last_tokens = last_tokens
         self.rope_type = rope_type
-        # An output's last token is chosen and not computed, so that one more fits.
+        # An output's last token is sampled and not computed, so one more fits.
         most = last_tokens - num_prompt_tokens + 1
         remedies = [f"ask for at most {most} new tokens" if most > 0 else "shorten the prompt"]
         if rope_type != "dynamic":
@@ -285,8 +284,8 @@ class DevicePoolError(KVTierError, MemoryError):
 
     Attributes:
         num_device_blocks: blocks in the pool.
-        num_needed_blocks: blocks that were asked for.
-        num_free_blocks: blocks that nobody uses.
+        num_needed_blocks: requested blocks.
+        num_free_blocks: free blocks.
     """
 
     def __init__(self, num_device_blocks: int, num_needed_blocks: int, num_free_blocks: int) -> None:
@@ -301,7 +300,7 @@ class DevicePoolError(KVTierError, MemoryError):
 
 
 class EngineStateError(KVTierError, RuntimeError):
-    """An engine was asked for something that it cannot do now: it is busy, shut down, or not yet done."""
+    """An engine cannot do something in its current state: it is busy, shut down, or not yet done."""
 
 
 class TraceError(KVTierError, ValueError):
@@ -309,8 +308,8 @@ class TraceError(KVTierError, ValueError):
 
     Attributes:
         path: the file.
-        line: where in it, from 1; None when it is about the file as a whole.
-        value: what stands there.
+        line: number of the line, from 1; None for the file as a whole.
+        value: the value in the file.
         remedy: what was expected and what to do.
     """
 
@@ -324,7 +323,7 @@ class TraceError(KVTierError, ValueError):
 
 
 class RestartError(KVTierError, RuntimeError):
-    """The demo's second process ended without having answered.
+    """The demo's second process ended before it answered every request.
 
     Attributes:
         status: its exit status; negative when a signal ended it.
@@ -332,11 +331,11 @@ class RestartError(KVTierError, RuntimeError):
 
     def __init__(self, status: int, message: str) -> None:
         self.status = status
-        super().__init__(f"the restarted process ended with status {status}: {message or 'it said nothing'}")
+        super().__init__(f"the restarted process ended with status {status}: {message or 'no error output'}")
 
 
 class LayerLoadError(KVTierError):
-    """A load failed that a step was computing with: what it computed is worthless, and is computed anew."""
+    """A load that a step was computing with failed: its results are discarded and computed again."""
 
 
 class SimulationDiedError(KVTierError, RuntimeError):
@@ -349,13 +348,13 @@ class SimulationDiedError(KVTierError, RuntimeError):
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
         super().__init__(
-            f"one of {num_processes} simulating processes was ended from outside, by lack of memory perhaps: "
-            "ask for fewer at a time"
+            f"one of {num_processes} simulation processes was killed (out of memory?): "
+            "lower the number of processes"
         )
 
 
 class EventMessageError(KVTierError, ValueError):
-    """A message that was heard is none of vLLM's KV-event publisher.
+    """A received message is not one of vLLM's KV-event publisher.
 
     Attributes:
         reason: what is wrong with it.
@@ -363,4 +362,6 @@ class EventMessageError(KVTierError, ValueError):
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"no message of a KV-event publisher ({reason}): is the endpoint another service's?")
+        super().__init__(
+            f"not a message of a KV-event publisher ({reason}): is another service at the endpoint?"
+        )

@@ -1,7 +1,7 @@
 """Cores and memory that this process may use: affinity, control groups and what the host has left.
 
-Control groups of both versions are read, the process's own group first and then those above it, because each of
-them limits it.
+Control groups of versions 1 and 2 are read, the process's own group first and then its ancestors, because each of them
+limits it.
 """
 
 import os
@@ -13,18 +13,18 @@ from typing import NamedTuple
 SECOND_VERSION = "cgroup2"
 FIRST_VERSION = "cgroup"
 CGROUP_MOUNT = "/sys/fs/cgroup"
-"""Where groups are by custom, each controller of the first version in a folder of its own."""
+"""The usual mount of control groups; in version 1 each controller has its own folder."""
 
 ESCAPED = re.compile(r"\\([0-7]{3})")
-"""How mountinfo writes blanks and backslashes of a path."""
+"""How mountinfo escapes blanks and backslashes of a path."""
 
 
 class CgroupFolder(NamedTuple):
     """A group's folder.
 
     Attributes:
-        is_second_version: which version's names its files have.
-        path: where; it need not exist.
+        is_second_version: whether its files have the names of version 2.
+        path: the folder; it may not exist.
     """
 
     is_second_version: bool
@@ -32,7 +32,7 @@ class CgroupFolder(NamedTuple):
 
 
 class _Mount(NamedTuple):
-    """Where a hierarchy is mounted, and which part of it."""
+    """The mount of a hierarchy, and the part of the hierarchy that it shows."""
 
     kind: str
     options: Sequence[str]
@@ -41,11 +41,11 @@ class _Mount(NamedTuple):
 
 
 def find_cgroup_folders(controller: str, root: Path = Path("/")) -> list[CgroupFolder]:
-    """Return the folders whose limits hold for this process; empty where the kernel tells of no group.
+    """Return the folders whose limits apply to this process; empty where the kernel reports no group.
 
     Args:
         controller: "cpu" or "memory", for example.
-        root: where /proc and the mounts are.
+        root: the folder that holds /proc and the mounts.
     """
     mounts = _read_mounts(root)
     return [
@@ -69,7 +69,7 @@ def _read_groups(root: Path, controller: str) -> Iterator[tuple[str, PurePosixPa
 
 
 def _read_mounts(root: Path) -> list[_Mount] | None:
-    """Return the mounts of groups; None when the kernel tells of no mount at all."""
+    """Return the mounts of groups; None when the kernel reports no mounts."""
     lines = _read_lines(root / "proc/self/mountinfo")
     mounts = []
     for line in lines:
@@ -100,7 +100,7 @@ def _is_shown(group: PurePosixPath, shown_root: PurePosixPath) -> bool:
 
 
 def _walk_up(group: PurePosixPath, shown_root: PurePosixPath) -> Sequence[PurePosixPath]:
-    """Return the group and those above it as paths in the mount, which comes last. Pure."""
+    """Return the group and its ancestors as paths in the mount, which comes last. Pure."""
     own = group.relative_to(shown_root) if _is_shown(group, shown_root) else PurePosixPath()
     return [own, *own.parents]
 
@@ -124,11 +124,11 @@ FIRST_VERSION_FILES = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 class UsableCores(NamedTuple):
-    """Cores, and what sets their number.
+    """Number of usable cores, and the limit that sets it.
 
     Attributes:
-        num_cores: at least 1; a quota of a part of a core counts as one.
-        source: ``AFFINITY``, or the file that has the tightest quota.
+        num_cores: at least 1; a quota below one core counts as one.
+        source: ``AFFINITY``, or the file with the tightest quota.
     """
 
     num_cores: int
@@ -141,11 +141,11 @@ def count_usable_cores() -> int:
 
 
 def find_usable_cores(root: Path = Path("/"), num_affine: int | None = None) -> UsableCores:
-    """Return the smallest of affinity and quotas; a quota that cannot be read is none.
+    """Return the smallest of affinity and quotas; unreadable quotas are ignored.
 
     Args:
-        root: where /proc and /sys are.
-        num_affine: cores that the calling thread may run on; None asks the system.
+        root: the folder that holds /proc and /sys.
+        num_affine: cores that the calling thread may run on; None: from the system.
     """
     allowed = UsableCores(num_affine or len(os.sched_getaffinity(0)), AFFINITY)
     quotas = [_read_quota(folder) for folder in find_cgroup_folders("cpu", root)]
@@ -165,7 +165,7 @@ def _read_quota(group: CgroupFolder) -> UsableCores | None:
         quota_us, period_us = int(quota), int(period)
     except (OSError, ValueError):  # no such controller here, or "max"
         return None
-    if quota_us <= 0 or period_us <= 0:  # the first version's word for no quota is -1
+    if quota_us <= 0 or period_us <= 0:  # version 1 writes -1 for no quota
         return None
     return UsableCores(-(-quota_us // period_us), str(path))
 
@@ -174,15 +174,15 @@ CGROUP_FILES = {
     "v2": ("memory.max", "memory.current", "inactive_file", "active_file"),
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
-"""Names of limit, usage and the two counters of reclaimable page cache."""
+"""Names of the files with limit and usage, and of the two counters of reclaimable page cache."""
 
 
 class MemoryLimit(NamedTuple):
-    """Room for more memory, and what sets it.
+    """Memory that is left, and the limit that sets it.
 
     Attributes:
-        available_bytes: bytes that can still be taken.
-        source: the file that says so.
+        available_bytes: bytes that can still be allocated.
+        source: the file with the limit.
     """
 
     available_bytes: int
@@ -190,10 +190,10 @@ class MemoryLimit(NamedTuple):
 
 
 def find_memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """Return the tightest limit on this process; None when the kernel tells nothing.
+    """Return the tightest limit on this process; None when the kernel reports none.
 
     Args:
-        root: where /proc and /sys are.
+        root: the folder that holds /proc and /sys.
     """
     limits = [_read_meminfo(root / "proc/meminfo"), *_read_cgroups(root)]
     return min((limit for limit in limits if limit is not None), default=None)

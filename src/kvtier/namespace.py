@@ -1,8 +1,8 @@
 """Identity of the bytes: what two instances must have in common to exchange blocks.
 
-It stores nothing. Everything that changes the bytes of a row, or their order, goes into one canonical JSON
-document, and SHA-256 of it is the namespace's digest. No rank is part of it: tiers store whole rows. Anything
-unequal is a different namespace, so a difference costs a miss and is never a guess.
+Everything that changes the bytes of a row, or their order, goes into one canonical JSON document, and its SHA-256 is
+the namespace's digest. The rank is not part of it, because tiers store whole rows. Any difference makes a different
+namespace, so a difference costs a miss and is never a guess.
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError
 
 LAYOUT_VERSION = 1
-"""Raised whenever the meaning of a row's bytes changes, so that old data is a miss."""
+"""Increased when the meaning of a row's bytes changes, so that old data is a miss."""
 
 RANDOM_SEED = "random"
-"""What an engine reports as ``hash_seed`` when a new process would hash the same tokens differently."""
+"""The ``hash_seed`` of an engine whose next process would hash the same tokens differently."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Namespace:
     """The identity of one engine's blocks.
 
     Attributes:
-        document: canonical JSON of everything that decides the bytes, for people to read.
+        document: canonical JSON of everything that determines the bytes, readable by people.
         digest: its SHA-256, 32 bytes.
     """
 
@@ -41,7 +41,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
     """Derive the namespace of an engine's blocks. Pure.
 
     Args:
-        config: what the engine said of itself.
+        config: the engine's configuration.
         row_stride_bytes: bytes of one row of the primary tier.
         epoch: 16 random bytes after a reset, empty before the first.
     """
@@ -72,7 +72,7 @@ def require_stable_hash(config: OffloadingConfig, tier: str) -> None:
     """Refuse a random hash seed where blocks outlive the process.
 
     Raises:
-        ConfigError: the engine hashes differently at every start, so nothing would ever be found again.
+        ConfigError: the engine hashes differently at every start, so no block would be found again.
     """
     if config.hash_seed == RANDOM_SEED:
         remedy = f"tier {tier!r} outlives the process: give the engine a fixed hash seed (PYTHONHASHSEED=0)"

@@ -1,12 +1,13 @@
-"""One lazy table from names to classes, used by specs, tiers, policies and codecs.
+"""A lazy table from names to classes, used by specs, tiers, policies and codecs.
 
-It imports nothing until a name is resolved: a built-in tier whose client library is missing costs
-nothing to those who do not use it. Where a table has a contract, a configuration may also name a class that was
-never registered, in two ways: ``package.module:Class``, or the name of an entry point that an installed package
-offers. Registered names come first, so no package can change what ``lru`` or ``fs`` means.
+A class is imported when its name is resolved, so a built-in tier with a missing client library costs nothing to users
+of other tiers. Where a table has a contract, a configuration may also name a class that is not registered, in two
+ways:
+``package.module:Class``, or the name of an entry point of an installed package. Registered names come first, so no
+package can change the meaning of ``lru`` or ``fs``.
 
-Resolving such a name imports, and so runs, its module. Names come from the operator's own settings and command
-line, never from what a tier, a peer or a trace holds.
+Resolving such a name imports, and so runs, its module. Names come from the operator's own settings and command line,
+never from data of a tier, a peer or a trace.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from kvtier.errors import DuplicateNameError, KVTierError, NamedClassError, Unkn
 T = TypeVar("T")
 
 CLASS_FORM = '"package.module:Class"'
-"""How a class is named that nobody registered."""
+"""The form in which a configuration names a class that is not registered."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ class Registry(Generic[T]):
     Args:
         kind: what the names stand for; it appears in messages.
         targets: the built-in names.
-        contract: what a class must inherit from; None takes registered names alone.
-        entry_points: group of entry points in which installed packages offer classes; None for none.
-        meant: what people write that is no name -> the names that they may mean.
+        contract: the required base class; None: only registered names are allowed.
+        entry_points: group of entry points with which installed packages offer classes; None: none.
+        meant: common misnomers -> the names that they may mean.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Registry(Generic[T]):
         """Add ``name``, to be imported from ``target`` when first resolved.
 
         Args:
-            name: what a configuration will say.
+            name: the name in configurations.
             target: ``"package.module:attribute"``.
 
         Raises:
@@ -71,7 +72,7 @@ class Registry(Generic[T]):
         """Import and return what ``name`` stands for.
 
         Raises:
-            UnknownNameError: it is neither registered nor offered, nor does it name a class.
+            UnknownNameError: it is neither registered nor offered, and does not name a class.
             NamedClassError: the class that it names cannot be imported, or does not fulfil the contract.
             MissingExtraError: its client library is not installed.
         """
@@ -99,10 +100,10 @@ class Registry(Generic[T]):
         return f"Registry({self.kind}: {', '.join(self.names())})"
 
     def _find_offers(self) -> Mapping[str, Mapping[str, str]]:
-        """Return the entry points that count, read once: name -> target -> package.
+        """Return the entry points to use, read once: name -> target -> package.
 
-        Built-in names are compared too, when the first name is resolved: without a word in the log the user of a
-        package that offers its own ``lru`` would not see that kvtier's is in use.
+        They are compared with built-in names when the first name is resolved, to warn the user of a package that offers
+        its own ``lru``: kvtier's is used.
         """
         if self._offers is None:
             self._offers = {} if self._group is None else read_entry_points(self._group)
@@ -132,11 +133,11 @@ class Registry(Generic[T]):
         return UnknownNameError(self.kind, name, self.names(), meant=meant, also=also)
 
     def _load(self, name: str, target: str) -> T:
-        """Import a class that is not kvtier's own, and check that it is one."""
+        """Import a class that is not kvtier's own, and check it."""
         module_name, _, path = target.partition(":")
         if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
             raise NamedClassError(self.kind, name, f"{target!r} is no class: write {CLASS_FORM}")
-        found: Any = self._import(name, module_name)  # Any: what it is, is checked below
+        found: Any = self._import(name, module_name)  # Any: checked below
         for part in path.split("."):
             if not hasattr(found, part):
                 reason = f"module {module_name!r} has no {path!r}: correct the name of the class"
@@ -150,14 +151,14 @@ class Registry(Generic[T]):
         try:
             return importlib.import_module(module_name)
         except KVTierError:
-            raise  # a missing extra says by itself what to install
+            raise  # the message of a missing extra names what to install
         except ModuleNotFoundError as error:
             missing = error.name or str(error)
             remedy = "install its package, or put its folder into PYTHONPATH"
             if not f"{module_name}.".startswith(f"{missing}."):
                 remedy = f"{module_name!r} imports it: install it"
             raise NamedClassError(self.kind, name, f"there is no module {missing!r}: {remedy}") from error
-        except Exception as error:  # foreign module: what it runs when it is imported may raise anything
+        except Exception as error:  # foreign module: its import may raise anything
             reason = f"importing {module_name!r} raised {type(error).__name__}: {error}: correct the module"
             raise NamedClassError(self.kind, name, reason) from error
 
@@ -175,8 +176,8 @@ class Registry(Generic[T]):
 
 
 def read_entry_points(group: str) -> dict[str, dict[str, str]]:
-    """Return what installed packages offer in ``group``: name -> target ``module:attribute`` -> package."""
-    # Its import takes longer than all of kvtier's own, and a table without a group needs none of it.
+    """Return the offers of installed packages in ``group``: name -> target ``module:attribute`` -> package."""
+    # Importing importlib.metadata takes longer than all of kvtier, and a table without a group does not need it.
     from importlib.metadata import entry_points
 
     offers: dict[str, dict[str, str]] = {}
@@ -184,7 +185,7 @@ def read_entry_points(group: str) -> dict[str, dict[str, str]]:
         for point in entry_points(group=group):
             package = point.dist.name if point.dist is not None else "?"
             offers.setdefault(point.name, {})[point.value.partition("[")[0].strip()] = package or "?"
-    except Exception as error:  # noqa: BLE001 - foreign metadata: a damaged package takes no built-in name along
+    except Exception as error:  # noqa: BLE001 - foreign metadata: a damaged package must not break built-in names
         logger.warning("entry points %r cannot be read, those of no package are used: %s", group, error)
         return {}
     return offers

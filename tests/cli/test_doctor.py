@@ -53,11 +53,11 @@ def test_text_in_brackets_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("version", "verdict"),
+    ("version", "result"),
     [((3, 10, 9), CheckResult.BROKEN), ((3, 11, 0), CheckResult.GOOD), ((4, 0, 0), CheckResult.GOOD)],
 )
-def test_an_old_python_is_refused(version: tuple[int, int, int], verdict: CheckResult) -> None:
-    assert doctor.check_python(version).verdict is verdict
+def test_an_old_python_is_refused(version: tuple[int, int, int], result: CheckResult) -> None:
+    assert doctor.check_python(version).result is result
 
 
 def test_the_number_of_cores_comes_with_what_sets_it() -> None:
@@ -66,7 +66,7 @@ def test_the_number_of_cores_comes_with_what_sets_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "output", "errors", "verdict", "found"),
+    ("status", "output", "errors", "result", "found"),
     [
         (0, '["2.9.1", []]\n', "", CheckResult.GOOD, "no CUDA device"),
         (0, 'noise\n["2.9.1", ["H100"]]\n', "", CheckResult.GOOD, "CUDA: H100"),
@@ -75,20 +75,20 @@ def test_the_number_of_cores_comes_with_what_sets_it() -> None:
     ],
 )
 def test_the_report_on_torch_tells_a_broken_build(
-    status: int, output: str, errors: str, verdict: CheckResult, found: str
+    status: int, output: str, errors: str, result: CheckResult, found: str
 ) -> None:
     check = doctor.read_torch_report(status, output, errors)
 
-    assert check.verdict is verdict
+    assert check.result is result
     assert found in check.found
 
 
 def test_shared_memory_that_is_missing_is_broken(tmp_path: Path) -> None:
-    assert doctor.check_shared_memory(tmp_path / "shm").verdict is CheckResult.BROKEN
+    assert doctor.check_shared_memory(tmp_path / "shm").result is CheckResult.BROKEN
 
 
 def test_no_region_is_good(tmp_path: Path) -> None:
-    assert doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE).verdict is CheckResult.GOOD
+    assert doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE).result is CheckResult.GOOD
 
 
 def test_a_region_that_a_process_holds_is_no_leftover_and_one_that_nobody_holds_is(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_region_that_a_process_holds_is_no_leftover_and_one_that_nobody_holds_
 
     left = doctor.check_leftovers(tmp_path, doctor.LOCK_TABLE)
 
-    assert held.verdict is CheckResult.GOOD
-    assert left.verdict is CheckResult.NOTE
+    assert held.result is CheckResult.GOOD
+    assert left.result is CheckResult.NOTE
     assert "2.0 KiB" in left.found
 
 
@@ -110,7 +110,7 @@ def test_without_the_kernel_s_table_no_region_is_called_dead(tmp_path: Path) -> 
 
     check = doctor.check_leftovers(tmp_path, tmp_path / "no-table")
 
-    assert "none can be judged" in check.found
+    assert "their use is unknown" in check.found
 
 
 def test_the_kernel_s_table_of_locks_is_read() -> None:
@@ -122,8 +122,8 @@ def test_the_kernel_s_table_of_locks_is_read() -> None:
 def test_a_file_system_without_unnamed_files_or_direct_io_is_a_note() -> None:
     kernel_s_own = Path("/proc/self")
 
-    assert doctor.check_unnamed_files(kernel_s_own).verdict is CheckResult.NOTE
-    assert doctor.check_direct_io(kernel_s_own).verdict is CheckResult.NOTE
+    assert doctor.check_unnamed_files(kernel_s_own).result is CheckResult.NOTE
+    assert doctor.check_direct_io(kernel_s_own).result is CheckResult.NOTE
 
 
 def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyP
 
     check = doctor.check_extra("no_such_module")
 
-    assert check.verdict is CheckResult.NOTE
+    assert check.result is CheckResult.NOTE
     assert "kvtier[fs]" in check.found
 
 
@@ -149,7 +149,7 @@ def test_what_was_not_compiled_or_cannot_be_loaded_is_a_note_with_a_remedy(tmp_p
     empty = doctor.check_compiled("copies", tmp_path / "_module", "faster")
 
     for check, reason in ((missing, "not compiled"), (empty, "too short")):
-        assert check.verdict is CheckResult.NOTE
+        assert check.result is CheckResult.NOTE
         assert reason in check.found
         assert "C compiler" in check.found
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.cli.option_names import said_of
+from kvtier.cli.option_names import naming_options
 from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
 
 OPTIONS = {"size_bytes": "--size", "colour": "--colour"}
@@ -35,7 +35,7 @@ OPTIONS = {"size_bytes": "--size", "colour": "--colour"}
     ],
 )
 def test_an_error_names_the_option_that_filled_its_field(error: ValueError, message: str) -> None:
-    with pytest.raises(type(error)) as caught, said_of(OPTIONS):
+    with pytest.raises(type(error)) as caught, naming_options(OPTIONS):
         raise error
 
     assert str(caught.value) == message

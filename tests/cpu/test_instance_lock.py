@@ -80,7 +80,7 @@ def holder(directory: Path, *options: str) -> Iterator[tuple["subprocess.Popen[s
 def test_an_id_that_is_held_is_refused_naming_it_and_the_remedy(tmp_path: Path) -> None:
     first = take(tmp_path)
 
-    with pytest.raises(ConfigError, match=r"instance_id='engine'.*alive.*instance_id of its own"):
+    with pytest.raises(ConfigError, match=r"instance_id='engine'.*running engine.*its own instance_id"):
         take(tmp_path)
 
     assert first.path.stat().st_mode & 0o777 == 0o600

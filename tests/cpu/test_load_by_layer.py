@@ -234,8 +234,8 @@ def test_handlers_load_by_layer_and_do_not_while_they_have_no_cache() -> None:
 
 @pytest.mark.parametrize("part", [0, 1, 7])
 def test_a_lane_without_the_job_has_nothing_to_wait_for(part: int) -> None:
-    lane = CopyThread(CPU_TO_GPU)
+    transfer_queue = CopyThread(CPU_TO_GPU)
     try:
-        assert lane.wait_for_part({FIRST}, part)
+        assert transfer_queue.wait_for_part({FIRST}, part)
     finally:
-        lane.shutdown()
+        transfer_queue.shutdown()

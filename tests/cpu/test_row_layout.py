@@ -98,8 +98,8 @@ def test_a_plan_keeps_its_numbers_when_the_caller_reuses_the_arrays() -> None:
     ("device", "slots", "message"),
     [
         (GPULoadStoreSpec([0], [1], [0]), [0], "1 groups, the cache has 2"),
-        (GPULoadStoreSpec([0, 1, 2], [3, 0], [1, 0]), [0], "reach into 2 slots"),
-        (GPULoadStoreSpec([0, 1], [1, 1], [0, 0]), [0, 1, 2], "reach into 2 slots"),
+        (GPULoadStoreSpec([0, 1, 2], [3, 0], [1, 0]), [0], "extend over 2 slots"),
+        (GPULoadStoreSpec([0, 1], [1, 1], [0, 0]), [0, 1, 2], "extend over 2 slots"),
         (GPULoadStoreSpec([8], [1, 0], [0, 0]), [0], "device block 8 does not exist"),
         (GPULoadStoreSpec([-1], [1, 0], [0, 0]), [0], "device block -1 does not exist"),
         (GPULoadStoreSpec([0], [1, 0], [0, 0]), [8], "slot 8 does not exist"),

@@ -192,7 +192,7 @@ def test_an_instance_id_that_a_user_gave_two_engines_is_refused_by_the_second_un
     first, second = named_spec("kvtier-test-named"), named_spec("kvtier-test-named")
     first.get_manager()
 
-    with pytest.raises(ConfigError, match=r"instance_id='kvtier-test-named'.*of its own"):
+    with pytest.raises(ConfigError, match=r"instance_id='kvtier-test-named'.*its own instance_id"):
         second.get_manager()
 
     first.shutdown()
@@ -220,7 +220,7 @@ def test_an_engine_that_cannot_start_does_not_keep_its_instance_id() -> None:
 
 
 def test_a_policy_of_one_s_own_is_named_by_its_class() -> None:
-    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has a name of its own changes nothing
+    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has its own name changes nothing
     spec = named_spec("kvtier-test-own", eviction_policy=policy)
     manager = spec.get_manager()
     request = ReqContext("a")
@@ -264,7 +264,7 @@ def test_private_rows_start_with_a_warning_where_no_lock_can_be_made(
 
     spec.get_manager()
 
-    assert "instance_id is used only once" in caplog.text
+    assert "instance_id is not checked" in caplog.text
     spec.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""A queue lane reports launched copies in order, on a queue that the test drives by hand."""
+"""A queue transfer_queue reports launched copies in order, on a queue that the test drives by hand."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from kvtier.cpu.transfer_queue import DeviceTransferQueue
 CPU_TO_GPU = TransferType("CPU", "GPU")
 
 
-class FakeTicket:
+class FakeHandle:
     """A copy that ends when the test says so."""
 
     def __init__(self) -> None:
@@ -37,96 +37,100 @@ class FakeTicket:
 
 
 class FakeQueue:
-    """Launches by calling, and keeps the tickets."""
+    """Launches by calling, and keeps the handles."""
 
     def __init__(self) -> None:
-        self.tickets: list[FakeTicket] = []
+        self.handles: list[FakeHandle] = []
 
-    def launch(self, copy: Callable[[], None]) -> FakeTicket:
+    def launch(self, copy: Callable[[], None]) -> FakeHandle:
         copy()
-        self.tickets.append(FakeTicket())
-        return self.tickets[-1]
+        self.handles.append(FakeHandle())
+        return self.handles[-1]
 
 
 @pytest.fixture
 def queue() -> FakeQueue:
-    """Return the queue behind the lane."""
+    """Return the queue behind the transfer_queue."""
     return FakeQueue()
 
 
 @pytest.fixture
-def lane(queue: FakeQueue) -> DeviceTransferQueue:
-    """Return a lane with three launched copies, ids 0, 1 and 2."""
-    lane = DeviceTransferQueue(CPU_TO_GPU, queue)
+def transfer_queue(queue: FakeQueue) -> DeviceTransferQueue:
+    """Return a transfer_queue with three launched copies, ids 0, 1 and 2."""
+    transfer_queue = DeviceTransferQueue(CPU_TO_GPU, queue)
     for number in range(3):
-        assert lane.submit(TransferJobId(number), 10 * number, lambda: None)
-    return lane
+        assert transfer_queue.submit(TransferJobId(number), 10 * number, lambda: None)
+    return transfer_queue
 
 
-def ids(lane: DeviceTransferQueue) -> list[tuple[int, bool]]:
+def ids(transfer_queue: DeviceTransferQueue) -> list[tuple[int, bool]]:
     """Return id and success of what has finished."""
-    return [(result.job_id, result.success) for result in lane.drain_finished()]
+    return [(result.job_id, result.success) for result in transfer_queue.drain_finished()]
 
 
-def test_copies_are_reported_in_order_once_and_published(lane: DeviceTransferQueue, queue: FakeQueue) -> None:
-    queue.tickets[1].has_ended = True
-    before_the_first = ids(lane)
-    queue.tickets[0].has_ended = True
+def test_copies_are_reported_in_order_once_and_published(
+    transfer_queue: DeviceTransferQueue, queue: FakeQueue
+) -> None:
+    queue.handles[1].has_ended = True
+    before_the_first = ids(transfer_queue)
+    queue.handles[0].has_ended = True
 
-    results = lane.drain_finished()
+    results = transfer_queue.drain_finished()
 
     assert before_the_first == []
     assert [(result.job_id, result.transfer_size, result.transfer_time) for result in results] == [
         (0, 0, 0.5),
         (1, 10, 0.5),
     ]
-    assert [ticket.is_published for ticket in queue.tickets] == [True, True, False]
-    assert ids(lane) == []
+    assert [handle.is_published for handle in queue.handles] == [True, True, False]
+    assert ids(transfer_queue) == []
 
 
 def test_waiting_blocks_for_the_named_copies_and_those_before_them_only(
-    lane: DeviceTransferQueue, queue: FakeQueue
+    transfer_queue: DeviceTransferQueue, queue: FakeQueue
 ) -> None:
-    lane.wait({TransferJobId(1), TransferJobId(77)})
+    transfer_queue.wait({TransferJobId(1), TransferJobId(77)})
 
-    assert [ticket.has_ended for ticket in queue.tickets] == [True, True, False]
-    assert ids(lane) == [(0, True), (1, True)]
+    assert [handle.has_ended for handle in queue.handles] == [True, True, False]
+    assert ids(transfer_queue) == [(0, True), (1, True)]
 
 
 @pytest.mark.parametrize("poll", ["drain_finished", "wait"])
 def test_a_device_that_failed_fails_every_open_copy_and_accepts_no_more(
-    lane: DeviceTransferQueue, queue: FakeQueue, poll: str, caplog: pytest.LogCaptureFixture
+    transfer_queue: DeviceTransferQueue, queue: FakeQueue, poll: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue.tickets[0].has_ended = True
-    queue.tickets[1].is_broken = True
+    queue.handles[0].has_ended = True
+    queue.handles[1].is_broken = True
 
     if poll == "wait":
-        lane.wait({TransferJobId(2)})
+        transfer_queue.wait({TransferJobId(2)})
 
-    assert ids(lane) == [(0, True), (1, False), (2, False)]
+    assert ids(transfer_queue) == [(0, True), (1, False), (2, False)]
     assert "device lost" in caplog.text
-    assert not lane.submit(TransferJobId(5), 1, lambda: None)
+    assert not transfer_queue.submit(TransferJobId(5), 1, lambda: None)
 
 
-def test_a_copy_that_cannot_be_launched_is_declined_and_the_lane_goes_on(lane: DeviceTransferQueue) -> None:
+def test_a_copy_that_cannot_be_launched_is_declined_and_the_lane_goes_on(
+    transfer_queue: DeviceTransferQueue,
+) -> None:
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    assert not lane.submit(TransferJobId(7), 1, fail)
-    assert not lane.submit(TransferJobId(1), 1, lambda: None)
-    assert lane.submit(TransferJobId(8), 1, lambda: None)
+    assert not transfer_queue.submit(TransferJobId(7), 1, fail)
+    assert not transfer_queue.submit(TransferJobId(1), 1, lambda: None)
+    assert transfer_queue.submit(TransferJobId(8), 1, lambda: None)
 
 
-def test_shutdown_waits_for_launched_copies_and_accepts_no_more(lane: DeviceTransferQueue) -> None:
-    lane.shutdown()
-    lane.shutdown()
+def test_shutdown_waits_for_launched_copies_and_accepts_no_more(transfer_queue: DeviceTransferQueue) -> None:
+    transfer_queue.shutdown()
+    transfer_queue.shutdown()
 
-    assert ids(lane) == [(0, True), (1, True), (2, True)]
-    assert not lane.submit(TransferJobId(9), 1, lambda: None)
+    assert ids(transfer_queue) == [(0, True), (1, True), (2, True)]
+    assert not transfer_queue.submit(TransferJobId(9), 1, lambda: None)
 
 
-class LaterTicket(FakeTicket):
-    """A ticket that compute may be ordered after before it has ended."""
+class LaterTicket(FakeHandle):
+    """A handle that compute may be ordered after before it has ended."""
 
     def publish(self) -> None:
         if self.is_broken:
@@ -135,47 +139,47 @@ class LaterTicket(FakeTicket):
 
 
 class LaterQueue(FakeQueue):
-    """Gives such tickets, and refuses the launch that a test names."""
+    """Gives such handles, and refuses the launch that a test names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.refused: int | None = None
 
-    def launch(self, copy: Callable[[], None]) -> FakeTicket:
-        if len(self.tickets) == self.refused:
+    def launch(self, copy: Callable[[], None]) -> FakeHandle:
+        if len(self.handles) == self.refused:
             raise RuntimeError("CUDA error: out of resources")
         copy()
-        self.tickets.append(LaterTicket())
-        return self.tickets[-1]
+        self.handles.append(LaterTicket())
+        return self.handles[-1]
 
 
 def by_layer(queue: LaterQueue, *job_ids: TransferJobId) -> DeviceTransferQueue:
-    """Return a lane with jobs of three parts."""
-    lane = DeviceTransferQueue(CPU_TO_GPU, queue)
+    """Return a transfer_queue with jobs of three parts."""
+    transfer_queue = DeviceTransferQueue(CPU_TO_GPU, queue)
     for job_id in job_ids:
-        lane.submit(job_id, 30, *[lambda: None] * 3)
-    return lane
+        transfer_queue.submit(job_id, 30, *[lambda: None] * 3)
+    return transfer_queue
 
 
 def test_compute_is_ordered_after_one_part_and_nobody_blocks() -> None:
     queue = LaterQueue()
-    lane = by_layer(queue, TransferJobId(0), TransferJobId(1))
+    transfer_queue = by_layer(queue, TransferJobId(0), TransferJobId(1))
 
-    assert lane.wait_for_part({TransferJobId(1), TransferJobId(9)}, 1)
+    assert transfer_queue.wait_for_part({TransferJobId(1), TransferJobId(9)}, 1)
 
-    assert [ticket.is_published for ticket in queue.tickets] == [False] * 4 + [True, False]
-    assert not any(ticket.has_ended for ticket in queue.tickets)
-    assert ids(lane) == []
+    assert [handle.is_published for handle in queue.handles] == [False] * 4 + [True, False]
+    assert not any(handle.has_ended for handle in queue.handles)
+    assert ids(transfer_queue) == []
 
 
 def test_a_copy_in_parts_ends_with_its_last_and_took_as_long_as_all() -> None:
     queue = LaterQueue()
-    lane = by_layer(queue, TransferJobId(0))
-    queue.tickets[0].has_ended = queue.tickets[1].has_ended = True
-    before = ids(lane)
-    queue.tickets[2].has_ended = True
+    transfer_queue = by_layer(queue, TransferJobId(0))
+    queue.handles[0].has_ended = queue.handles[1].has_ended = True
+    before = ids(transfer_queue)
+    queue.handles[2].has_ended = True
 
-    (result,) = lane.drain_finished()
+    (result,) = transfer_queue.drain_finished()
 
     assert before == []
     assert (result.success, result.transfer_size, result.transfer_time) == (True, 30, 1.5)
@@ -184,22 +188,22 @@ def test_a_copy_in_parts_ends_with_its_last_and_took_as_long_as_all() -> None:
 def test_a_copy_one_of_whose_parts_cannot_be_launched_is_declined_when_the_others_have_ended() -> None:
     queue = LaterQueue()
     queue.refused = 2
-    lane = DeviceTransferQueue(CPU_TO_GPU, queue)
+    transfer_queue = DeviceTransferQueue(CPU_TO_GPU, queue)
 
-    is_begun = lane.submit(TransferJobId(0), 30, *[lambda: None] * 3)
+    is_begun = transfer_queue.submit(TransferJobId(0), 30, *[lambda: None] * 3)
 
     assert not is_begun
-    assert [ticket.has_ended for ticket in queue.tickets] == [False, True]
-    assert ids(lane) == []
+    assert [handle.has_ended for handle in queue.handles] == [False, True]
+    assert ids(transfer_queue) == []
 
 
 def test_a_device_that_fails_at_a_part_fails_its_jobs() -> None:
     queue = LaterQueue()
-    lane = by_layer(queue, TransferJobId(0), TransferJobId(1))
-    queue.tickets[1].is_broken = True
+    transfer_queue = by_layer(queue, TransferJobId(0), TransferJobId(1))
+    queue.handles[1].is_broken = True
 
-    assert not lane.wait_for_part({TransferJobId(0)}, 1)
+    assert not transfer_queue.wait_for_part({TransferJobId(0)}, 1)
 
-    assert not lane.wait_for_part({TransferJobId(1)}, 0)
-    assert ids(lane) == [(0, False), (1, False)]
-    assert lane.wait_for_part({TransferJobId(0)}, 0)
+    assert not transfer_queue.wait_for_part({TransferJobId(1)}, 0)
+    assert ids(transfer_queue) == [(0, False), (1, False)]
+    assert transfer_queue.wait_for_part({TransferJobId(0)}, 0)

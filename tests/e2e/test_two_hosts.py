@@ -167,7 +167,7 @@ def serve_on(host: Host, set_up: SetUp, folder: Path) -> dict[str, Any]:  # Any:
     request = {"prompt": PROMPT, "num_answer_tokens": NUM_ANSWER_TOKENS}
     document = json.dumps({"set_up": set_up.to_json(), "requests": [request]})
     ended = subprocess.run(
-        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restart"],
+        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restarted"],
         input=document,
         capture_output=True,
         text=True,

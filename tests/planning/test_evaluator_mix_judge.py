@@ -6,7 +6,13 @@ import pytest
 from tests.sim.chats import chats
 from tests.sim.media import DISK, HOST, STORE
 
-from kvtier.planning.evaluator import NO_TIME, QuickJudge, TimedJudge, TimelessJudge, replay_chain
+from kvtier.planning.evaluator import (
+    NO_TIME,
+    ScreeningEvaluator,
+    TimedEvaluator,
+    UntimedEvaluator,
+    replay_chain,
+)
 from kvtier.planning.tier_mix import Mix, MixOutcome, Share
 from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.model import EngineModel, HostModel
@@ -20,7 +26,7 @@ ENGINE = EngineModel(16, 2**30, num_device_blocks=20, prefill_tokens_per_s=16, d
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_host_memory_alone_is_replayed_alone(policy: str) -> None:
-    found = TimelessJudge(TRACE, policy).judge(Mix((Share(HOST, 8),)))
+    found = UntimedEvaluator(TRACE, policy).evaluate(Mix((Share(HOST, 8),)))
 
     assert found == MixOutcome(replay_host(TRACE, HostCache(8, policy)).hit_ratio, {"host": 0}, {"host": 0})
 
@@ -31,7 +37,9 @@ def test_tiers_are_replayed_without_time_however_slow_their_medium_is() -> None:
         TRACE, HostModel(4, tiers=(TierModel("disk", 8, NO_TIME), TierModel("store", 32, NO_TIME)))
     )
 
-    found = TimelessJudge(TRACE, "lru").judge(Mix((Share(HOST, 4), Share(glacier, 8), Share(STORE, 32))))
+    found = UntimedEvaluator(TRACE, "lru").evaluate(
+        Mix((Share(HOST, 4), Share(glacier, 8), Share(STORE, 32)))
+    )
 
     assert found.hit_ratio == chain.hit_ratio > 0.3
     assert found.written_blocks == {"host": 0, **chain.written_blocks}
@@ -40,15 +48,15 @@ def test_tiers_are_replayed_without_time_however_slow_their_medium_is() -> None:
 
 
 def test_without_time_media_of_one_capacity_are_replayed_once() -> None:
-    judge = TimelessJudge(TRACE, "lru")
+    evaluator = UntimedEvaluator(TRACE, "lru")
     counted: list[None] = []
 
-    first = judge.judge(Mix((Share(HOST, 4), Share(DISK, 32))), lambda: counted.append(None))
-    other = judge.judge(Mix((Share(HOST, 4), Share(STORE, 32))), lambda: counted.append(None))
+    first = evaluator.evaluate(Mix((Share(HOST, 4), Share(DISK, 32))), lambda: counted.append(None))
+    other = evaluator.evaluate(Mix((Share(HOST, 4), Share(STORE, 32))), lambda: counted.append(None))
 
     assert len(counted) == len(TRACE.requests)
     assert other.written_blocks == {"host": 0, "store": first.written_blocks["disk"]}
-    judge.judge(Mix((Share(HOST, 8), Share(STORE, 32))), lambda: counted.append(None))
+    evaluator.evaluate(Mix((Share(HOST, 8), Share(STORE, 32))), lambda: counted.append(None))
     assert len(counted) == 2 * len(TRACE.requests)
 
 
@@ -56,7 +64,7 @@ def test_on_simulated_time_the_device_s_hits_count_but_save_nothing() -> None:
     mix = Mix((Share(HOST, 8), Share(DISK, 32)))
     served = simulate(TRACE, ENGINE, mix.host_model("lru"))
 
-    found = TimedJudge(TRACE, ENGINE, "lru").judge(mix)
+    found = TimedEvaluator(TRACE, ENGINE, "lru").evaluate(mix)
 
     total = served.total
     assert total.hit_tokens[DEVICE] > 0
@@ -72,31 +80,31 @@ def test_a_tier_that_cannot_keep_up_is_told() -> None:
     hasty = dataclasses.replace(ENGINE, prefill_tokens_per_s=1e6)
     tape = dataclasses.replace(DISK, read_gb_s=0.001, write_gb_s=0.001)
 
-    judge = TimedJudge(TRACE, hasty, "lru")
+    evaluator = TimedEvaluator(TRACE, hasty, "lru")
 
-    assert judge.judge(Mix((Share(HOST, 8), Share(tape, 32)))).num_overloads > 0
-    assert judge.judge(Mix((Share(HOST, 8), Share(DISK, 32)))).num_overloads == 0
+    assert evaluator.evaluate(Mix((Share(HOST, 8), Share(tape, 32)))).num_overloads > 0
+    assert evaluator.evaluate(Mix((Share(HOST, 8), Share(DISK, 32)))).num_overloads == 0
 
 
 def test_no_offloading_has_the_device_s_hits_alone() -> None:
-    found = TimedJudge(TRACE, ENGINE, "lru").judge(Mix(()))
+    found = TimedEvaluator(TRACE, ENGINE, "lru").evaluate(Mix(()))
 
     assert found.num_saved_tokens == 0
     assert found.hit_ratio == simulate(TRACE, ENGINE, None).hit_ratio(DEVICE) > 0
     assert (found.written_blocks, found.read_blocks) == ({}, {})
-    assert TimelessJudge(TRACE, "lru").judge(Mix(())) == MixOutcome(0.0, {}, {})
+    assert UntimedEvaluator(TRACE, "lru").evaluate(Mix(())) == MixOutcome(0.0, {}, {})
 
 
 def test_what_capacity_alone_rules_out_is_not_simulated_and_nothing_else_is_left_out() -> None:
-    timed = TimedJudge(TRACE, ENGINE, "lru")
-    device = timed.judge(Mix(())).hit_ratio
+    timed = TimedEvaluator(TRACE, ENGINE, "lru")
+    device = timed.evaluate(Mix(())).hit_ratio
 
     for host, disk in ((1, 2), (4, 8), (8, 16), (8, 32), (16, 64)):
         mix = Mix((Share(HOST, host), Share(DISK, disk)))
-        truth = timed.judge(mix)
+        truth = timed.evaluate(mix)
         for goal in (0.1, 0.3, 0.5, 0.7, truth.hit_ratio):
-            found = QuickJudge(timed, goal, device).judge(mix)
+            found = ScreeningEvaluator(timed, goal, device).evaluate(mix)
             assert (found.hit_ratio >= goal) == (truth.hit_ratio >= goal)
-            assert found in (truth, TimelessJudge(TRACE, "lru").judge(mix))
-    small = QuickJudge(timed, 0.7, device).judge(Mix((Share(HOST, 2),)))
+            assert found in (truth, UntimedEvaluator(TRACE, "lru").evaluate(mix))
+    small = ScreeningEvaluator(timed, 0.7, device).evaluate(Mix((Share(HOST, 2),)))
     assert small.first_token is None

@@ -177,23 +177,23 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outs
     [
         (
             without(LLAMA_3_8B, "num_hidden_layers"),
-            "num_hidden_layers=None: the config does not have it: .*--layers",
+            "num_hidden_layers=None: is missing in the config: .*--layers",
         ),
         (without(LLAMA_3_8B, "hidden_size"), "hidden_size=None.*--head-size"),
         (without(LLAMA_3_8B, "torch_dtype"), "torch_dtype=None.*give --kv-dtype"),
         (without(LLAMA_3_8B, "num_attention_heads"), "num_attention_heads=None"),
         (without(DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim=None"),
         (without(GPT_OSS_20B, "sliding_window"), "sliding_window=None"),
-        (LLAMA_3_8B | {"hidden_size": 4095}, "hidden_size=4095: is no multiple of 32"),
+        (LLAMA_3_8B | {"hidden_size": 4095}, "hidden_size=4095: is not a multiple of 32"),
         (
             LLAMA_3_8B | {"num_key_value_heads": [8, 8]},
-            r"num_key_value_heads=\[8, 8\]: must be a whole number",
+            r"num_key_value_heads=\[8, 8\]: must be an integer",
         ),
         (LLAMA_3_8B | {"num_hidden_layers": 0}, "num_hidden_layers=0"),
-        (LLAMA_3_8B | {"torch_dtype": "float4"}, "torch_dtype='float4': known are"),
+        (LLAMA_3_8B | {"torch_dtype": "float4"}, "torch_dtype='float4': must be one of"),
         (LLAMA_3_8B | {"layer_types": ["linear_attention"] * 32}, "layer_types='linear_attention'"),
         (LLAMA_3_8B | {"layer_types": ["full_attention"]}, "must name the kind of each of 32 layers"),
-        (LLAMA_3_8B | {"attn_layer_period": 8}, "attn_layer_period=8: some layers keep states"),
+        (LLAMA_3_8B | {"attn_layer_period": 8}, "attn_layer_period=8: some layers store states"),
         (DEEPSEEK_V3 | {"index_head_dim": 128}, "index_head_dim=128.*--kv-bytes-per-token"),
         (LLAMA_3_8B | {"num_kv_shared_layers": 15}, "num_kv_shared_layers=15"),
         ({"model_type": "mamba", "state_size": 16}, "num_hidden_layers=None"),
@@ -220,9 +220,9 @@ def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
     assert read_shape(path, "fp8") == ModelShape(
         (LayerGroup(32, 2048),),
         "float8_e4m3fn",
-        ("keys and values are kept as fp8; scales beside them weigh nothing",),
+        ("keys and values are stored as fp8; their scales take no bytes",),
     )
-    for text, message in (("{", "is no JSON"), ("[]", "holds no object")):
+    for text, message in (("{", "is not JSON"), ("[]", "is not a JSON object")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_shape(path)

@@ -11,7 +11,7 @@ from tests.sim.media import DISK, HOST, STORE
 
 from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens
 from kvtier.planning.assumptions import list_assumptions
-from kvtier.planning.evaluator import TimelessJudge
+from kvtier.planning.evaluator import UntimedEvaluator
 from kvtier.planning.model_shape import shape_of_bytes, shape_of_config
 from kvtier.planning.plan import EXAMPLE_TOKENS, PlanRequest, describe, format_bytes, make_plan
 from kvtier.planning.planner import make_row
@@ -49,9 +49,9 @@ def test_without_a_goal_a_plan_measures_and_buys_nothing() -> None:
 
 def test_break_even_lengths_are_those_of_the_cost_model() -> None:
     slow = dataclasses.replace(HOST, name="slow", read_gb_s=0.5, latency_ms=2000, streams=4)
-    question = dataclasses.replace(QUESTION, tiers=(make_row(slow, 59, BLOCK_BYTES),))
+    request = dataclasses.replace(QUESTION, tiers=(make_row(slow, 59, BLOCK_BYTES),))
 
-    host, tier = make_plan(question).break_evens
+    host, tier = make_plan(request).break_evens
 
     token = BLOCK_BYTES // 16
     device = LinkRate(25e9, 0.0)
@@ -60,10 +60,10 @@ def test_break_even_lengths_are_those_of_the_cost_model() -> None:
     assert host.example_compute_s == EXAMPLE_TOKENS / 16
     assert tier.tokens is None  # 0.5 GB/s are 7.5 tokens a second, and 16 are computed
     fast = dataclasses.replace(slow, read_gb_s=5, latency_ms=2000, streams=1000)
-    question = dataclasses.replace(QUESTION, tiers=(make_row(fast, 59, BLOCK_BYTES),))
+    request = dataclasses.replace(QUESTION, tiers=(make_row(fast, 59, BLOCK_BYTES),))
     rate = fast.read_rate(BLOCK_BYTES)
     expected = break_even_tokens(token, [rate, device], PrefillRate(1 / 16))
-    assert make_plan(question).break_evens[1].tokens == expected
+    assert make_plan(request).break_evens[1].tokens == expected
     # After 2 s of waiting each token takes 13.4 + 2.7 ms instead of 62.5.
     assert expected == pytest.approx(2.0 / (1 / 16 - token / 5e9 - token / 25e9), abs=1)
 
@@ -112,16 +112,16 @@ def test_a_tier_that_cannot_take_what_is_written_to_it_is_not_recommended() -> N
     tape = dataclasses.replace(STORE, name="tape", read_gb_s=0.01, write_gb_s=0.01, usd_per_gib_month=1e-6)
     hasty = dataclasses.replace(ENGINE, prefill_tokens_per_s=1e5)
     row = make_row(tape, TRACE.num_unique_blocks, BLOCK_BYTES)
-    question = dataclasses.replace(QUESTION, engine=hasty, tiers=(row,), goal=Goal(hit_ratio=0.5))
+    request = dataclasses.replace(QUESTION, engine=hasty, tiers=(row,), goal=Goal(hit_ratio=0.5))
 
-    search = make_plan(question).search
+    search = make_plan(request).search
 
     assert search is not None
     assert [one.mix.kind for one in search.best] == [("host",)]
     best = search.best[0].bill.usd_per_month
     cheap = Mix((Share(HOST, 8), Share(tape, row.num_blocks[-1])))
     assert cheap.capacity_usd_per_month(BLOCK_BYTES) < best / 2
-    assert TimelessJudge(TRACE, "lru").judge(cheap).hit_ratio > 0.7
+    assert UntimedEvaluator(TRACE, "lru").evaluate(cheap).hit_ratio > 0.7
 
 
 def test_a_goal_that_the_device_reaches_needs_no_purchase() -> None:
@@ -132,9 +132,9 @@ def test_a_goal_that_the_device_reaches_needs_no_purchase() -> None:
 
 
 def test_equal_questions_have_equal_plans() -> None:
-    question = dataclasses.replace(QUESTION, goal=Goal(0.6, 3.0), cache_policy="hazard")
+    request = dataclasses.replace(QUESTION, goal=Goal(0.6, 3.0), cache_policy="hazard")
 
-    assert make_plan(question) == make_plan(question)
+    assert make_plan(request) == make_plan(request)
 
 
 def test_a_plan_is_written_as_json_without_infinities() -> None:
@@ -149,9 +149,9 @@ def test_a_plan_is_written_as_json_without_infinities() -> None:
 
 def test_the_assumptions_name_prices_rates_windows_and_the_length_of_the_trace() -> None:
     shape = shape_of_config(GPT_OSS_20B)
-    question = dataclasses.replace(QUESTION, shape=shape, goal=Goal(hit_ratio=0.6), num_gpus=4)
+    request = dataclasses.replace(QUESTION, shape=shape, goal=Goal(hit_ratio=0.6), num_gpus=4)
 
-    said = "\n".join(list_assumptions(question))
+    said = "\n".join(list_assumptions(request))
 
     for part in (
         "49,152 bytes (bfloat16)",
@@ -160,7 +160,7 @@ def test_the_assumptions_name_prices_rates_windows_and_the_length_of_the_trace()
         "lasts 1,580 s",
         "on 4 GPU(s), at $3.60 an hour each: made up (2026)",
         "drive writes a day",
-        "when transfers take their time",
+        "with transfers that take time",
         "store (memory), 2026: made up.",
     ):
         assert part in said
@@ -185,11 +185,11 @@ def test_a_plan_is_told_what_begins() -> None:
 
 def test_a_trace_of_one_instant_has_a_plan_but_no_bill() -> None:
     trace = make_trace([TraceRequest(1.0, 32, 1, (1, 2)), TraceRequest(1.0, 32, 1, (1, 2))], 16)
-    question = dataclasses.replace(QUESTION, trace=trace)
+    request = dataclasses.replace(QUESTION, trace=trace)
 
-    assert make_plan(question).curve[-1].hit_ratio == 0.5
-    with pytest.raises(ValueError, match="there is no rate"):
-        make_plan(dataclasses.replace(question, goal=Goal(hit_ratio=0.5)))
+    assert make_plan(request).curve[-1].hit_ratio == 0.5
+    with pytest.raises(ValueError, match="give a trace with a duration"):
+        make_plan(dataclasses.replace(request, goal=Goal(hit_ratio=0.5)))
 
 
 @pytest.mark.parametrize(

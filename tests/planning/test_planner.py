@@ -11,7 +11,7 @@ from tests.sim.chats import chats, round_robin
 from tests.sim.media import DISK, HOST, STORE
 
 from kvtier.errors import ConfigError
-from kvtier.planning.evaluator import MixJudge, TimedJudge, TimelessJudge
+from kvtier.planning.evaluator import MixEvaluator, TimedEvaluator, UntimedEvaluator
 from kvtier.planning.planner import KEEP_RATIO, Row, Search, list_kinds, make_row, search
 from kvtier.planning.prices import GIB, Medium
 from kvtier.planning.tier_mix import Goal, Mix, MixOutcome, Share, make_bill
@@ -22,61 +22,61 @@ CHEAP_DISK = dataclasses.replace(DISK, sold_in_gib=1, usd_per_gib=1.0)
 ROWS = (Row(HOST, (1, 2, 4, 8, 16)), Row(CHEAP_DISK, (2, 4, 8, 16, 32)), Row(STORE, (4, 16, 64)))
 
 
-class RememberingJudge:
-    """Asks another judge once for each mix: trying all mixes for several goals asks the same again and again."""
+class CachingEvaluator:
+    """Asks another evaluator once for each mix: trying all mixes for several goals asks the same again and again."""
 
-    def __init__(self, judge: MixJudge) -> None:
-        self._judge = judge
+    def __init__(self, evaluator: MixEvaluator) -> None:
+        self._evaluator = evaluator
         self._known: dict[Mix, MixOutcome] = {}
 
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
         if mix not in self._known:
-            self._known[mix] = self._judge.judge(mix, on_request)
+            self._known[mix] = self._evaluator.evaluate(mix, on_request)
         return self._known[mix]
 
 
 @pytest.fixture(scope="module")
-def timeless() -> MixJudge:
+def timeless() -> MixEvaluator:
     """Judges by hits, with the production managers."""
-    return RememberingJudge(TimelessJudge(chats(), "lru"))
+    return CachingEvaluator(UntimedEvaluator(chats(), "lru"))
 
 
 @pytest.fixture(scope="module")
-def timed() -> MixJudge:
+def timed() -> MixEvaluator:
     """Judges by first tokens, with the production connector and managers."""
     engine = EngineModel(
         16, BLOCK_BYTES, num_device_blocks=9, prefill_tokens_per_s=16, decode_tokens_per_s=10
     )
-    return RememberingJudge(TimedJudge(chats(), engine, "lru"))
+    return CachingEvaluator(TimedEvaluator(chats(), engine, "lru"))
 
 
-class MonotoneJudge:
+class MonotoneEvaluator:
     """Knows hits by a table of weights: more of anything is never worse."""
 
     def __init__(self, weights: dict[str, float]) -> None:
         self.weights = weights
-        self.num_judged = 0
+        self.num_evaluated = 0
 
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
-        self.num_judged += 1
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        self.num_evaluated += 1
         held = sum(self.weights[share.medium.name] * share.num_blocks for share in mix.shares)
         moved = dict.fromkeys(("host", "disk", "store"), 10)
         return MixOutcome(held / (held + 20), moved, moved)
 
 
-def find(goal: Goal, judge: MixJudge, max_tiers: int = 2) -> Search:
+def find(goal: Goal, evaluator: MixEvaluator, max_tiers: int = 2) -> Search:
     kinds = list_kinds(ROWS[0], ROWS[1:], max_tiers)
-    return search(kinds, goal, judge, block_bytes=BLOCK_BYTES, duration_s=1e6)
+    return search(kinds, goal, evaluator, block_bytes=BLOCK_BYTES, duration_s=1e6)
 
 
-def try_all(goal: Goal, judge: MixJudge, max_tiers: int = 2) -> dict[tuple[str, ...], float]:
+def try_all(goal: Goal, evaluator: MixEvaluator, max_tiers: int = 2) -> dict[tuple[str, ...], float]:
     """Return the least that a mix of each kind costs which reaches the goal and would not without its tiers."""
     least: dict[tuple[str, ...], float] = {}
     for rows in list_kinds(ROWS[0], ROWS[1:], max_tiers):
         for numbers in product(*(row.num_blocks for row in rows)):
             mix = Mix(tuple(Share(row.medium, number) for row, number in zip(rows, numbers, strict=True)))
-            outcome = judge.judge(mix)
-            is_enough_alone = len(rows) > 1 and goal.is_reached(judge.judge(Mix(mix.shares[:1])))
+            outcome = evaluator.evaluate(mix)
+            is_enough_alone = len(rows) > 1 and goal.is_reached(evaluator.evaluate(Mix(mix.shares[:1])))
             if goal.is_reached(outcome) and not is_enough_alone:
                 usd = make_bill(mix, outcome, block_bytes=BLOCK_BYTES, duration_s=1e6).usd_per_month
                 least[mix.kind] = min(usd, least.get(mix.kind, usd))
@@ -87,8 +87,8 @@ def check_equal(found: Search, least: dict[tuple[str, ...], float]) -> None:
     limit = KEEP_RATIO * min(least.values(), default=0.0)
     kept = {kind: usd for kind, usd in least.items() if usd <= limit}
     assert {one.mix.kind: one.bill.usd_per_month for one in found.best} == pytest.approx(kept)
-    assert least.keys() - kept.keys() <= set(found.too_dear)
-    assert not set(found.short) & least.keys()
+    assert least.keys() - kept.keys() <= set(found.too_expensive)
+    assert not set(found.insufficient) & least.keys()
     usd = [one.bill.usd_per_month for one in found.best]
     assert usd == sorted(usd)
 
@@ -100,17 +100,17 @@ def check_equal(found: Search, least: dict[tuple[str, ...], float]) -> None:
 def test_the_cheapest_of_each_kind_is_what_trying_all_finds(
     hit_ratio: float, weights: dict[str, float]
 ) -> None:
-    goal, judge = Goal(hit_ratio=hit_ratio), MonotoneJudge(weights)
+    goal, evaluator = Goal(hit_ratio=hit_ratio), MonotoneEvaluator(weights)
 
-    found = find(goal, judge)
+    found = find(goal, evaluator)
 
-    assert found.num_tried == judge.num_judged <= found.num_mixes == 5 + 25 + 15 + 75
+    assert found.num_tried == evaluator.num_evaluated <= found.num_mixes == 5 + 25 + 15 + 75
     assert found.num_tried <= 5 + 10 + 8 + 3 * 10 + 4
-    check_equal(found, try_all(goal, judge))
+    check_equal(found, try_all(goal, evaluator))
 
 
 @pytest.mark.parametrize("hit_ratio", [0.05, 0.2, 0.4, 0.6, 0.75])
-def test_so_it_is_on_a_trace_with_the_production_managers(timeless: MixJudge, hit_ratio: float) -> None:
+def test_so_it_is_on_a_trace_with_the_production_managers(timeless: MixEvaluator, hit_ratio: float) -> None:
     goal = Goal(hit_ratio=hit_ratio)
 
     found = find(goal, timeless)
@@ -121,7 +121,7 @@ def test_so_it_is_on_a_trace_with_the_production_managers(timeless: MixJudge, hi
 
 
 @pytest.mark.parametrize("p90_s", [0.9, 1.5, 2.5, 4.0])
-def test_and_for_a_goal_in_seconds_on_simulated_time(timed: MixJudge, p90_s: float) -> None:
+def test_and_for_a_goal_in_seconds_on_simulated_time(timed: MixEvaluator, p90_s: float) -> None:
     goal = Goal(first_token_p90_s=p90_s)
 
     found = find(goal, timed, max_tiers=1)
@@ -133,25 +133,25 @@ def test_and_for_a_goal_in_seconds_on_simulated_time(timed: MixJudge, p90_s: flo
 
 @pytest.mark.parametrize("hit_ratio", [0.1, 0.4, 0.66])
 def test_where_more_memory_finds_less_what_is_shown_still_reaches_the_goal(hit_ratio: float) -> None:
-    goal, judge = Goal(hit_ratio=hit_ratio), TimelessJudge(round_robin(), "lru")
+    goal, evaluator = Goal(hit_ratio=hit_ratio), UntimedEvaluator(round_robin(), "lru")
 
-    found = find(goal, judge)
+    found = find(goal, evaluator)
 
     assert found.best
-    assert all(goal.is_reached(judge.judge(one.mix)) for one in found.best)
+    assert all(goal.is_reached(evaluator.evaluate(one.mix)) for one in found.best)
 
 
 def test_it_tries_few_of_many_mixes() -> None:
-    found = find(Goal(hit_ratio=0.5), MonotoneJudge({"host": 1, "disk": 1, "store": 1}))
+    found = find(Goal(hit_ratio=0.5), MonotoneEvaluator({"host": 1, "disk": 1, "store": 1}))
 
     assert found.num_tried < found.num_mixes / 3
 
 
 def test_when_nothing_reaches_the_goal_the_closest_mix_is_named() -> None:
-    found = find(Goal(hit_ratio=0.99), MonotoneJudge({"host": 1, "disk": 1, "store": 0}), max_tiers=1)
+    found = find(Goal(hit_ratio=0.99), MonotoneEvaluator({"host": 1, "disk": 1, "store": 0}), max_tiers=1)
 
     assert found.best == ()
-    assert set(found.short) == {("host",), ("host", "disk"), ("host", "store")}
+    assert set(found.insufficient) == {("host",), ("host", "disk"), ("host", "store")}
     assert found.closest is not None
     assert found.closest.mix.kind == ("host", "disk")
     assert found.closest.outcome.hit_ratio == pytest.approx(48 / 68)
@@ -159,12 +159,12 @@ def test_when_nothing_reaches_the_goal_the_closest_mix_is_named() -> None:
 
 def test_equal_questions_have_equal_answers() -> None:
     def answer() -> Search:
-        return find(Goal(hit_ratio=0.4), TimelessJudge(chats(), "hazard"), max_tiers=1)
+        return find(Goal(hit_ratio=0.4), UntimedEvaluator(chats(), "hazard"), max_tiers=1)
 
     assert answer() == answer()
 
 
-def test_each_mix_is_told_before_it_is_tried(timeless: MixJudge) -> None:
+def test_each_mix_is_told_before_it_is_tried(timeless: MixEvaluator) -> None:
     told: list[Mix] = []
     kinds = list_kinds(ROWS[0], ROWS[1:], 1)
 

@@ -89,7 +89,7 @@ def test_media_are_chosen_by_name_and_host_memory_is_always_there() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": " "}, "source='': every price says"),
+        ({"source": " "}, "source='': each price needs"),
         ({"date": 2026}, r"medium 'host'.date=2026: must be text"),
         ({"read_gb_s": 0}, r"host.read_gb_s=0: must be a finite number above zero"),
         ({"read_gb_s": "fast"}, r"host.read_gb_s='fast'"),
@@ -115,7 +115,7 @@ def test_a_missing_field_and_a_name_given_twice_are_refused() -> None:
     del found["media"][0]["streams"]
     with pytest.raises(ConfigError, match=r"medium 'host'.streams=None: is missing"):
         parse_prices(found)
-    with pytest.raises(ConfigError, match="stands there twice"):
+    with pytest.raises(ConfigError, match="is listed twice"):
         parse_prices({**tables(), "media": tables()["media"] * 2})
     with pytest.raises(ConfigError, match=r"price list.gpu=None: is missing"):
         parse_prices({"media": []})
@@ -126,7 +126,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--prices=.*cannot be read"):
         read_prices(path)
     path.write_text("[gpu")
-    with pytest.raises(ConfigError, match="is no TOML"):
+    with pytest.raises(ConfigError, match="is not TOML"):
         read_prices(path)
     path.write_text(resources.files("kvtier.planning").joinpath("prices.toml").read_text())
     assert read_prices(path) == read_prices() == parse_prices(tomllib.loads(path.read_text()))

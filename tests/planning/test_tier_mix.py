@@ -73,7 +73,7 @@ def test_requests_are_paid_for_at_the_rate_of_the_trace() -> None:
 
 
 def test_a_trace_of_one_instant_has_no_rate() -> None:
-    with pytest.raises(ConfigError, match="there is no rate"):
+    with pytest.raises(ConfigError, match="give a trace with a duration"):
         make_bill(MIX, outcome(), block_bytes=GIB, duration_s=0)
 
 

@@ -46,7 +46,7 @@ class NaiveLink:
         waiting = [job.submitted_s for job in (*self.reads, *self.writes) if job.num_begun == 0]
         return self.timeline() - min(waiting) if waiting else 0.0
 
-    def give_up_older_than(self, age_s: float) -> None:
+    def drop_older_than(self, age_s: float) -> None:
         for queue in (self.reads, self.writes):
             while queue and queue[0].submitted_s + age_s <= self.timeline():
                 job = queue.popleft()

@@ -23,9 +23,9 @@ def test_a_sample_shows_what_held_before_the_next_event() -> None:
     place = Place()
     recorder = HistoryRecorder(10.0, place.read)
 
-    recorder.note_until(11.5)
+    recorder.record_until(11.5)
     place.held = 7
-    recorder.note_until(12.0)
+    recorder.record_until(12.0)
     place.held = 9
     history = recorder.finish(12.5)
 
@@ -39,7 +39,7 @@ def test_nothing_is_read_where_no_sample_is_due() -> None:
     recorder = HistoryRecorder(0.0, place.read)
 
     for number in range(100):
-        recorder.note_until(number / 1000)
+        recorder.record_until(number / 1000)
 
     assert place.num_reads == 1
 
@@ -50,7 +50,7 @@ def test_samples_stay_few_and_even_however_long_the_run(duration_s: float) -> No
     recorder = HistoryRecorder(5.0, place.read)
 
     for part in range(1, 1001):
-        recorder.note_until(5.0 + duration_s * part / 1000)
+        recorder.record_until(5.0 + duration_s * part / 1000)
         place.held = part
     at_s = recorder.finish(5.0 + duration_s).at_s
 

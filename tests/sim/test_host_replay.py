@@ -105,7 +105,7 @@ def test_a_share_of_the_unique_blocks_is_rounded_to_the_nearest_and_is_one_block
     trace = trace_of(tuple(range(10)))
 
     assert [blocks_of_share(trace, share) for share in (0.01, 0.24, 0.26, 2)] == [1, 2, 3, 20]
-    with pytest.raises(ConfigError, match="fraction of the unique blocks above zero"):
+    with pytest.raises(ConfigError, match="share of the unique blocks"):
         blocks_of_share(trace, 0)
     with pytest.raises(ConfigError, match="share=inf"):
         blocks_of_share(trace, float("inf"))

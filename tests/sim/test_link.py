@@ -92,7 +92,7 @@ def test_parts_that_nobody_has_begun_are_given_up_after_their_time_and_the_other
     watched.submit("waiting", 2, is_read=False)
     watched.timeline.advance_to(0.5)
 
-    watched.link.give_up_older_than(0.5)
+    watched.link.drop_older_than(0.5)
 
     assert watched.ends == [("waiting", 0.5, 0)]
     assert watched.run() == [("waiting", 0.5, 0), ("begun", 1.0, 1)]
@@ -103,7 +103,7 @@ def test_younger_jobs_are_not_given_up() -> None:
     watched.submit("a", 2)
     watched.timeline.advance_to(0.5)
 
-    watched.link.give_up_older_than(0.6)
+    watched.link.drop_older_than(0.6)
 
     assert watched.run() == [("a", 2.0, 2)]
 
@@ -140,7 +140,7 @@ def test_a_job_that_is_given_up_is_reported_when_its_last_part_under_way_has_end
     watched.submit("a", 9)
     watched.timeline.advance_to(1.5)
 
-    watched.link.give_up_older_than(1.0)
+    watched.link.drop_older_than(1.0)
 
     assert watched.ends == []
     assert watched.run() == [("a", 3.0, 3)]
@@ -173,7 +173,7 @@ def play(make: type[Link | NaiveLink], seed: int) -> tuple[list[tuple[int, float
         elif choice < 0.9:
             seen.append((number, timeline(), link.oldest_wait_s()))
         else:
-            link.give_up_older_than(rng.choice([1.0, 5.0, 20.0]))
+            link.drop_older_than(rng.choice([1.0, 5.0, 20.0]))
     while timeline.next_s is not None:
         timeline.advance_to(timeline.next_s)
     if isinstance(link, Link):

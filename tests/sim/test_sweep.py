@@ -74,7 +74,7 @@ def test_an_unknown_place_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_sizes_that_do_not_rise_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one size"):
+    with pytest.raises(ConfigError, match="give at least one size"):
         Sweep("host", ())
     with pytest.raises(ConfigError, match=r"sizes='b': must hold more blocks than a"):
         Sweep("host", (Size(3, "a"), Size(3, "b")))
@@ -106,7 +106,7 @@ def test_processes_find_the_same_and_tell_of_whole_cases() -> None:
 def test_what_a_process_refuses_is_refused_here() -> None:
     wrong = dataclasses.replace(ENGINE, block_tokens=16)
 
-    with pytest.raises(ConfigError, match="the trace names blocks of 10 tokens"):
+    with pytest.raises(ConfigError, match="the trace has blocks of 10 tokens"):
         run_cases(TRACE, [Case(WITHOUT, ENGINE, None), Case(WITHOUT, wrong, None)], num_processes=2)
 
 
@@ -125,7 +125,7 @@ class Deadly(HostModel):
 def test_a_process_that_was_ended_from_outside_is_told_as_such() -> None:
     cases = [Case(WITHOUT, ENGINE, None), Case("lru", ENGINE, Deadly(3))]
 
-    with pytest.raises(SimulationDiedError, match="one of 2 simulating processes was ended from outside"):
+    with pytest.raises(SimulationDiedError, match="one of 2 simulation processes was killed"):
         run_cases(TRACE, cases, num_processes=2)
 
 

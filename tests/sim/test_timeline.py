@@ -41,7 +41,7 @@ def test_nothing_is_planned_for_the_past() -> None:
     timeline = Timeline()
     timeline.advance_to(2.0)
 
-    with pytest.raises(InvariantError, match="time runs forward"):
+    with pytest.raises(InvariantError, match="time cannot run backwards"):
         timeline.at(1.0, lambda: None)
 
 

@@ -1,1 +1,1 @@
-"""The ``kvtier`` command: one file per command, each parses, calls and prints."""
+"""The ``kvtier`` command. Each command is one module or folder: it parses, calls the library and prints."""

@@ -1,7 +1,7 @@
-"""``kvtier bench NAME``: measure kvtier on this machine against what the machine allows, and against its peers.
+"""``kvtier bench NAME``: measure kvtier on this machine against the machine's own speed and against its peers.
 
-It measures nothing itself: the benchmarks are part of the source tree, beside the package, and are loaded from there.
-An installed package without that tree says where to get it.
+The benchmarks are part of the source tree, beside the package, and are loaded from there. An installed package without
+that tree raises an error that says where to get it.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import kvtier
 from kvtier.errors import ConfigError
 
 SOURCE_TREE = Path(kvtier.__file__).resolve().parents[2]
-"""Where the tree is when the package runs from one."""
+"""The source tree, when the package runs from one."""
 
 ALL = "all"
 MARKER = Path("benchmarks", "harness", "__init__.py")
@@ -32,14 +32,16 @@ def bench(
     compare: Annotated[
         tuple[Path, Path] | None,
         typer.Option(
-            "--compare", metavar="FOLDER_A FOLDER_B", help="Measure nothing; say how far two kept runs agree."
+            "--compare",
+            metavar="FOLDER_A FOLDER_B",
+            help="Measure nothing; show how far two saved runs agree.",
         ),
     ] = None,
 ) -> None:
-    """Measure kvtier on this machine: tables of ours, the floor, peers, ratios and bars.
+    """Measure kvtier on this machine. Prints tables: kvtier, the floor, peers, ratios and bars.
 
     Raises:
-        ConfigError: no such benchmark, no kept run to compare, or the source tree is not there.
+        ConfigError: the benchmark or the saved run does not exist, or the source tree is missing.
     """
     if compare is not None:
         _compare(*compare)

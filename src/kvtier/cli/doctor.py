@@ -1,8 +1,7 @@
-"""``kvtier doctor``: check what kvtier needs on this machine and print one line for each thing checked.
+"""``kvtier doctor``: check what kvtier needs on this machine and print one line for each check.
 
-It changes nothing that stays and starts no engine. Each check is a function that returns what it found; the
-command prints them and ends with status 1 when something that is needed does not work. What is merely absent
-(no CUDA, an extra that is not installed) is no failure.
+It starts no engine and leaves nothing behind. Each check is a function that returns its result. The command ends with
+status 1 when something that is needed does not work; a missing optional part (CUDA, an extra) is not a failure.
 """
 
 import contextlib
@@ -39,13 +38,13 @@ REGION_PATTERN = "kvtier_*"
 MIN_PYTHON = (3, 11)
 
 SMALL_SHARED_MEMORY_BYTES = 64 * 2**20
-"""What containers get by default. A region must fit, and one of this size holds a few dozen blocks."""
+"""The default in containers. A region must fit; 64 MiB hold a few dozen blocks."""
 
 TORCH_TIMEOUT_S = 120.0
-"""How long importing torch may take, in seconds; on a cold disk it reads some gigabytes."""
+"""Seconds that importing torch may take; on a cold disk it reads some gigabytes."""
 
 ALIGNMENT_BYTES = 4096
-"""Size of the direct write that is tried; a multiple of every common sector size."""
+"""Size of the direct write; a multiple of every common sector size."""
 
 TORCH_REPORT = """
 import json, torch
@@ -58,20 +57,20 @@ EXTRAS = {
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
 }
-"""Module -> the extra of the package that brings it, and what it is for."""
+"""Module -> the extra of the package that installs it, and its purpose."""
 
 COMPILED_MODULES = {
-    "compiled copies": ("cpu/_page_copy", "pages of device tensors in host memory move past the cache"),
+    "compiled copies": ("cpu/_page_copy", "copies between device tensors and host memory bypass the cache"),
     "compiled file calls": (
         "tiering/fs/_whole_files",
-        "the fs tier moves some files of blocks with one call",
+        "the fs tier reads and writes some block files with one call",
     ),
 }
-"""What is compiled of the package where that is possible: its place but for such modules' suffix, and what it gains."""
+"""Optional compiled modules: subject -> path in the package without the suffix, and what it improves."""
 
 
 class CheckResult(Enum):
-    """How a check ended."""
+    """Result of a check."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -83,23 +82,23 @@ STYLES = {CheckResult.GOOD: "green", CheckResult.NOTE: "yellow", CheckResult.BRO
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked.
+    """One line of the report.
 
     Attributes:
-        subject: what.
-        verdict: how it ended.
-        found: what was found and, unless it is good, what to do.
+        subject: what was checked.
+        result: how the check ended.
+        found: what was found and, if it is not good, what to do.
     """
 
     subject: str
-    verdict: CheckResult
+    result: CheckResult
     found: str
 
 
 def doctor(
     directory: Annotated[
         Path | None,
-        typer.Option("--dir", help="A directory meant for the fs tier; it is probed and left as it is."),
+        typer.Option("--dir", help="A directory for the fs tier; it is probed and left unchanged."),
     ] = None,
 ) -> None:
     """Check what kvtier needs on this machine.
@@ -110,12 +109,12 @@ def doctor(
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
     checks = list(run_checks(directory))
     print_checks(checks)
-    if any(check.verdict is CheckResult.BROKEN for check in checks):
+    if any(check.result is CheckResult.BROKEN for check in checks):
         raise typer.Exit(1)
 
 
 def run_checks(directory: Path | None) -> Iterator[Check]:
-    """Yield every check of this machine, and of ``directory`` when there is one."""
+    """Yield every check of this machine, and of ``directory`` if given."""
     yield check_python(sys.version_info[:3])
     yield check_cores(find_usable_cores())
     yield check_numpy()
@@ -138,8 +137,8 @@ def print_checks(checks: Iterable[Check]) -> None:
     for heading in ("checked", "", "found"):
         table.add_column(heading, overflow="fold")
     for check in checks:
-        verdict = check.verdict
-        table.add_row(Text(check.subject), Text(verdict.value, STYLES[verdict]), Text(check.found))
+        result = check.result
+        table.add_row(Text(check.subject), Text(result.value, STYLES[result]), Text(check.found))
     Console().print(table)
 
 
@@ -154,14 +153,14 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_cores(usable: UsableCores) -> Check:
-    """Say how many threads may run at the same time, and what says so. Pure."""
+    """Report how many threads may run at the same time, and which limit applies. Pure."""
     if usable.source == AFFINITY:
         return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by affinity; no smaller CPU quota")
     return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by the CPU quota in {usable.source}")
 
 
 def check_numpy() -> Check:
-    """Import numpy, the one library without which nothing works."""
+    """Import numpy, the only hard dependency."""
     try:
         import numpy as np
     except ImportError as error:
@@ -170,7 +169,7 @@ def check_numpy() -> Check:
 
 
 def check_torch() -> Check:
-    """Ask another process for torch and its devices: a broken build then ends that one, not this."""
+    """Import torch in another process, because a broken build may crash the process that imports it."""
     if importlib.util.find_spec("torch") is None:
         return Check(
             "torch", CheckResult.NOTE, "not installed, needed to move bytes: pip install 'kvtier[torch]'"
@@ -197,7 +196,7 @@ def read_torch_report(status: int, output: str, errors: str) -> Check:
 
 
 def check_shared_memory(mount: Path) -> Check:
-    """Look at the size of the mount that holds the primary tier's region."""
+    """Check the size of the mount that holds the primary tier's region."""
     subject = str(mount)
     if not mount.is_dir() or not os.access(mount, os.W_OK):
         return Check(subject, CheckResult.BROKEN, "missing or not writable: mount a tmpfs there")
@@ -209,10 +208,10 @@ def check_shared_memory(mount: Path) -> Check:
 
 
 def check_leftovers(mount: Path, lock_table: Path) -> Check:
-    """Look for regions that no process holds: each living process has a lock on the file it maps.
+    """Find regions that no process uses: each living process holds a lock on the file it maps.
 
-    Reading the kernel's table of locks disturbs nobody; trying to lock could make a starting engine believe
-    that another one is alive.
+    The kernel's table of locks is read. Trying to lock instead could make a starting engine conclude that another
+    engine is alive.
     """
     subject = "regions of dead processes"
     files = list(regular_files(mount.glob(REGION_PATTERN)))
@@ -220,7 +219,9 @@ def check_leftovers(mount: Path, lock_table: Path) -> Check:
         return Check(subject, CheckResult.GOOD, "none")
     if not lock_table.exists():
         return Check(
-            subject, CheckResult.NOTE, f"{len(files)} regions; {lock_table} is missing, so none can be judged"
+            subject,
+            CheckResult.NOTE,
+            f"{len(files)} regions; {lock_table} is missing, so their use is unknown",
         )
     locked = locked_inodes(lock_table.read_text(encoding="ascii"))
     dead = [file for file in files if (file.st_dev, file.st_ino) not in locked]
@@ -230,12 +231,12 @@ def check_leftovers(mount: Path, lock_table: Path) -> Check:
     return Check(
         subject,
         CheckResult.NOTE,
-        f"{found}: the next start of the same engine takes them back, or rm {mount}/{REGION_PATTERN}",
+        f"{found}: the next start of the same engine reuses them, or rm {mount}/{REGION_PATTERN}",
     )
 
 
 def regular_files(paths: Iterable[Path]) -> Iterator[os.stat_result]:
-    """Yield the status of each regular file; one that vanishes meanwhile is left out."""
+    """Yield the status of each regular file; skip files that vanish meanwhile."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
@@ -255,7 +256,7 @@ def locked_inodes(table: str) -> set[tuple[int, int]]:
 
 
 def check_extra(module: str) -> Check:
-    """Say whether an optional library is installed, without importing it."""
+    """Check whether an optional library is installed, without importing it."""
     extra, purpose = EXTRAS[module]
     if importlib.util.find_spec(module) is None:
         return Check(module, CheckResult.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
@@ -263,12 +264,12 @@ def check_extra(module: str) -> Check:
 
 
 def check_compiled(subject: str, module: Path, gain: str) -> Check:
-    """Say whether a module of the package was compiled and can be loaded, given its place but for the suffix."""
+    """Check whether a compiled module, given by its path without suffix, exists and can be loaded."""
     fault = find_fault(module)
     if fault is None:
         return Check(subject, CheckResult.GOOD, gain)
     return Check(
-        subject, CheckResult.NOTE, f"Python does the same with more processor time, since {fault}: {REMEDY}"
+        subject, CheckResult.NOTE, f"Python does the same with more processor time, because {fault}: {REMEDY}"
     )
 
 
@@ -286,12 +287,12 @@ def find_fault(module: Path) -> str | None:
 
 
 def spec_of_extension(name: str, path: Path) -> ModuleSpec:
-    """Return where a compiled module is, so that it can be loaded without the packages around it. Pure."""
+    """Return the location of a compiled module, to load it without the packages around it. Pure."""
     return ModuleSpec(name, ExtensionFileLoader(name, str(path)), origin=str(path))
 
 
 def check_space(directory: Path) -> Check:
-    """Look at the room in a directory, and whether files can be made there."""
+    """Check the free space of a directory, and whether files can be created in it."""
     subject = str(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(subject, CheckResult.BROKEN, "not writable: choose another or change its owner")
@@ -300,11 +301,11 @@ def check_space(directory: Path) -> Check:
 
 
 def check_unnamed_files(directory: Path) -> Check:
-    """Try a file without a name, with which a crash during a write leaves nothing behind."""
+    """Try to create a file without a name: with such files a crash during a write leaves nothing behind."""
     try:
         os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError as error:
-        why = f"refused ({error.strerror}): temporary names are used and swept at the next start"
+        why = f"refused ({error.strerror}): temporary names are used and removed at the next start"
         return Check("O_TMPFILE", CheckResult.NOTE, why)
     return Check("O_TMPFILE", CheckResult.GOOD, "a crash leaves no partial file")
 
@@ -334,7 +335,7 @@ def try_direct_write(path: str) -> None:
 
 
 def size(num_bytes: int) -> str:
-    """Return a size for people, in binary units. Pure."""
+    """Return a size in binary units, for messages. Pure."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,11 +1,11 @@
-"""The ``kvtier`` command: finds the command that was asked for and turns errors into exit statuses.
+"""The ``kvtier`` command: finds the requested command and turns errors into exit statuses.
 
-It does no work of its own and imports a command's module only when that command is invoked, so that `kvtier
-doctor` still runs where the libraries of `kvtier demo` are missing or broken. A command is a function that
-typer can read, named like the command, in the module that the table names.
+A command's module is imported only when that command is invoked, so that `kvtier doctor` works where the libraries of
+`kvtier demo` are missing or broken. A command is a function with a signature for typer, named like the command, in the
+module that ``COMMANDS`` names.
 
-Exit status: 0 done, 1 the command found something wrong, 2 wrong input or a missing library (one line on
-stderr says which), 130 interrupted.
+Exit status: 0 done, 1 the command found something wrong, 2 invalid input or a missing library (one line on stderr
+names it), 130 interrupted.
 """
 
 import importlib
@@ -34,7 +34,7 @@ EXTRA_OF_MODULE = {
     "msgspec": "record",
     "zmq": "record",
 }
-"""Module that a command may miss -> the extra of the package that brings it."""
+"""Optional module -> the extra of the package that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Command:
     """A command of the program.
 
     Attributes:
-        name: what the user types; also the name of the function.
-        module: where the function is.
+        name: the command's name, which is also the function's.
+        module: the module that has the function.
         summary: its line in the list of commands.
     """
 
@@ -51,7 +51,7 @@ class Command:
     module: str
     summary: str
 
-    def load(self) -> Callable[..., Any]:  # Any: typer reads the signature, nobody else calls it
+    def load(self) -> Callable[..., Any]:  # Any: only typer calls it, by its signature
         """Import the command's function.
 
         Raises:
@@ -68,7 +68,7 @@ COMMANDS = (
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
     ),
-    Command("record", "kvtier.cli.record.command", "Record what a live engine is asked, as a trace."),
+    Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
 )
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that ``arguments`` name and return its exit status.
 
     Args:
-        arguments: what follows the program's name; None takes the command line.
+        arguments: what follows the program's name; None: the command line.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse ``arguments`` and run the command; errors of the command pass through."""
+    """Parse ``arguments`` and run the command. Errors of the command are not caught."""
     invoked = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         make_app(invoked)(args=list(arguments), prog_name="kvtier")
@@ -107,7 +107,7 @@ def make_app(invoked: str | None) -> "typer.Typer":
     """Build the program with every command listed and only ``invoked`` imported."""
     import typer
 
-    # Plain tracebacks and messages: a rich one prints the values of local variables, keys among them.
+    # Plain tracebacks and messages: rich ones print the values of local variables, secrets among them.
     app = typer.Typer(
         name="kvtier",
         help="Keep the KV cache of a large language model alive after device memory runs out.",
@@ -131,7 +131,7 @@ def make_app(invoked: str | None) -> "typer.Typer":
 
 
 def help_of(function: Callable[..., Any]) -> str:
-    """Return what a command's docstring says to its users: its errors are for who reads the code."""
+    """Return a command's docstring without its section for readers of the code."""
     return (inspect.getdoc(function) or "").partition("\n\nRaises:")[0]
 
 
@@ -142,7 +142,7 @@ def report(error: KVTierError) -> int:
 
 
 def _not_loaded() -> None:
-    """Stand in for a command that was not asked for."""
+    """Stand in for a command that is not invoked."""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Errors about a field of a value, said of the option that filled it. It checks nothing itself.
+"""Turns errors about a field of a value into errors about the command-line option that set it.
 
-What an engine, a host or a tier can be is checked once, where it is defined, for callers from Python too. Whoever typed
-a command knows no fields, so each place that fills one from an option says which.
+Engines, hosts and tiers validate their fields where they are defined, also for callers from Python. A user of the
+command line knows options and not fields, so each command maps the fields that it sets to its options.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,16 +11,16 @@ from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
 
 
 @contextmanager
-def said_of(options: Mapping[str, str]) -> Iterator[None]:
-    """Name options in the errors that are raised inside.
+def naming_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Replace fields by options in the errors that are raised inside the block.
 
     Args:
-        options: name of a field, or kind of an unknown name -> option that filled it; other errors stay as they are.
+        options: name of a field, or kind of an unknown name -> the option that set it; other errors stay unchanged.
 
     Raises:
-        ConfigError: as inside, about the option.
-        UnknownNameError: as inside, with the option.
-        NamedClassError: likewise.
+        ConfigError: the same error, about the option.
+        UnknownNameError: the same error, with the option.
+        NamedClassError: the same error, with the option.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Tables of numbers on the terminal, and the console that is wide enough for them."""
+"""What several commands print and write: tables of numbers, a console wide enough for them, result files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,12 @@ from rich.table import Table
 from kvtier.errors import ConfigError
 
 PLAIN_COLUMNS = 200
-"""Width where the output is no terminal: rich would take 80 columns there and cut numbers. A program that reads the
-rows loses nothing by more; with a handful of tiers they have about 120."""
+"""Width where the output is not a terminal. Rich would take 80 columns and cut numbers; rows have about 120 with a
+handful of tiers."""
 
 
 def make_console() -> Console:
-    """Return the console of the tables: as wide as the terminal, or wide enough for what is no terminal."""
+    """Return a console for tables: as wide as the terminal, or ``PLAIN_COLUMNS`` where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
 
@@ -31,10 +31,10 @@ def make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Tabl
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Open the file before there are results.
+    """Check that a result file can be written, before there are results.
 
     Raises:
-        ConfigError: it cannot be written. What it holds stays until there are results.
+        ConfigError: it cannot be written. Its content is kept until ``write_result``.
     """
     try:
         path.open("a").close()
@@ -44,7 +44,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def write_result(option: str, path: Path, text: str) -> None:
-    """Write the file.
+    """Write a result file.
 
     Raises:
         ConfigError: it cannot be written.

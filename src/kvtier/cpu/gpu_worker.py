@@ -1,15 +1,15 @@
 """Copies between an engine's KV cache tensors and the rows of the primary tier, for CPU and CUDA tensors.
 
-It decides neither what is copied nor when: the connector submits jobs, ``row_layout`` says where bytes go. Both
-kinds of memory keep the same promises; only the lane differs:
+The connector submits jobs; ``row_layout`` plans which bytes move. Both kinds of memory have the same contract and
+differ in their transfer queue:
 
-- CPU tensors: a thread for each direction (``copy_thread``) that copies with ``row_copy``. An engine's compute
-  on CPU tensors is over when its call returns, so a store submitted afterwards finds the bytes it wants.
-- CUDA tensors: a stream for each direction. It waits for what the compute stream holds at submission. How bytes are
-  moved is chosen at the start by proof and measurement (``cuda.copier_choice``); the rows are pinned.
+- CPU tensors: a thread per direction (``CopyThread``) that copies with ``row_copy``. An engine's compute on CPU tensors
+  has ended when its call returns, so a store submitted afterwards finds the bytes.
+- CUDA tensors: a stream per direction. It waits for the work on the compute stream at submission. The way to copy is
+  chosen at the start by proof and measurement (``cuda.copy_autotune``); the rows are pinned.
 
 An engine may take its KV cache away for a while, to free the device's memory, and bring other tensors later: rows,
-threads and streams stay, what leads to a tensor goes.
+threads and streams are kept; tensor references are dropped.
 
 The launches on CUDA have not been confirmed on a device; what they launch is tested on CPU tensors.
 """
@@ -57,27 +57,27 @@ CPU_TO_GPU = TransferType(CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
 
 Copy = Callable[[Sequence[GroupMoves]], None]
 CopyRefs = Callable[[Sequence[GroupMoves], slice], None]
-"""Moves the bytes of some refs of each group only."""
+"""Moves the bytes of some refs of each group."""
 
 
 class Copier(Protocol):
-    """Moves the bytes of one transfer; a CUDA copier has only launched them when it returns."""
+    """Moves the bytes of one transfer; a CUDA copier has only launched the copies when it returns."""
 
     def store(self, moves: Sequence[GroupMoves]) -> None:
         """Copy device -> rows."""
 
     def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Copy rows -> device; ``places`` chooses refs of each group, None takes all."""
+        """Copy rows -> device; ``places`` selects refs of each group, None: all."""
 
     def release(self) -> None:
-        """Let go of tensors and rows; idempotent. There must be no copy any more."""
+        """Drop tensors and rows; idempotent. No copy may be in flight."""
 
 
 class TransferQueue(Protocol):
-    """Carries out the copies of one direction in the order of submission."""
+    """Runs the copies of one direction in the order of submission."""
 
     def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Accept a copy, to be made part after part; False when none is accepted any more."""
+        """Accept a copy whose parts run in order; False when the queue accepts none any more."""
 
     def drain_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call; does not block."""
@@ -86,35 +86,35 @@ class TransferQueue(Protocol):
         """Block until each of ``job_ids`` has ended."""
 
     def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Hold compute back until each job's parts up to ``part`` are copied; False when one has failed."""
+        """Make compute wait until each job's parts up to ``part`` are copied; False when one has failed."""
 
     def shutdown(self) -> None:
-        """Let begun copies end and accept no more; idempotent."""
+        """Wait for started copies and accept no more; idempotent."""
 
 
 class CpuGpuOffloadingHandlers:
     """Both directions between one worker's KV cache and its part of the rows.
 
-    Thread: one thread calls.
+    Thread: all calls come from one thread.
 
     Args:
         kv_caches: the engine's tensors, all on one device.
         block_size_factor: device blocks in an offloaded block.
         num_cpu_blocks: slots.
-        mmap_region: where the rows are; None makes private ones.
-        cuda_copier: how bytes are moved, where the tensors are CUDA's.
+        mmap_region: the rows; None: private ones.
+        cuda_copier: how to move bytes of CUDA tensors.
 
     Raises:
         KVCacheLayoutError: the tensors cannot be placed in rows.
         WorkerAreaError: the worker's part of the region is too small for them.
-        RegionMemoryError: there is no room for private rows.
+        RegionMemoryError: there is no memory for private rows.
         ConfigError: ``cuda_copier`` cannot be used on this machine.
         DeviceCopyError: no way to copy moves the right bytes.
 
     Attributes:
         gpu_to_cpu_handler: stores.
         cpu_to_gpu_handler: loads.
-        layout: where bytes are in a row.
+        layout: the bytes within a row.
         rows: this worker's part of the rows, shape (num_cpu_blocks, layout.part_bytes), int8, CPU.
     """
 
@@ -138,8 +138,8 @@ class CpuGpuOffloadingHandlers:
         self._has_ended = False
         self._copiers: tuple[Copier, ...] = ()
         self._directions = (
-            RowHandler(GPU_TO_CPU, self.layout, num_cpu_blocks, _make_lane(GPU_TO_CPU, self._device)),
-            RowHandler(CPU_TO_GPU, self.layout, num_cpu_blocks, _make_lane(CPU_TO_GPU, self._device)),
+            RowHandler(GPU_TO_CPU, self.layout, num_cpu_blocks, _make_queue(GPU_TO_CPU, self._device)),
+            RowHandler(CPU_TO_GPU, self.layout, num_cpu_blocks, _make_queue(CPU_TO_GPU, self._device)),
         )
         self.gpu_to_cpu_handler: OffloadingHandler = self._directions[0]
         self.cpu_to_gpu_handler: OffloadingHandler = self._directions[1]
@@ -151,27 +151,27 @@ class CpuGpuOffloadingHandlers:
         return bool(self._copiers)
 
     def attach(self, kv_caches: CanonicalKVCaches) -> None:
-        """Copy between the rows and these tensors from now on; those before are let go. Nothing after shutdown.
+        """Use these tensors from now on and drop the previous ones. Does nothing after shutdown.
 
         Raises:
-            KVCacheLayoutError: they are laid out otherwise than those before, or on another device; nothing changes.
+            KVCacheLayoutError: their layout or device differs from that of the previous ones; nothing changes.
         """
         layout = plan_layout(kv_caches, self.layout.block_size_factor)
         pages = _take_pages(kv_caches)
         device = _common_device(pages)
         if layout != self.layout or device != self._device:
             raise KVCacheLayoutError(
-                f"the KV cache came back on {device} as {layout}, it was on {self._device} as {self.layout}: "
-                "register tensors of the same layout, or start the engine anew"
+                f"the KV cache is now on {device} as {layout}, before it was on {self._device} as {self.layout}: "
+                "register tensors of the same layout, or restart the engine"
             )
         self.detach()
         if not self._has_ended:
             self._use(pages)
 
     def detach(self) -> None:
-        """Let go of the tensors; what the rows hold stays, and transfers are declined until ``attach``. Idempotent.
+        """Drop the tensors and decline transfers until ``attach``; the rows keep their bytes. Idempotent.
 
-        Thread: blocks until begun copies have ended; they are reported as ever.
+        Thread: blocks until started copies have ended; they are reported as usual.
         """
         for direction in self._directions:
             direction.detach()
@@ -180,11 +180,11 @@ class CpuGpuOffloadingHandlers:
         self._copiers = ()
 
     def shutdown(self) -> None:
-        """End both directions after the copies they have begun, and let go of the rows; idempotent."""
+        """Shut down both directions after their started copies, then drop the rows; idempotent."""
         self._has_ended = True
         for direction in self._directions:
             direction.shutdown()
-        # Before the rows are let go: they may be what keeps the pinned mapping alive.
+        # Before the rows are dropped: they may be what keeps the pinned mapping alive.
         if self._pinned is not None:
             self._pinned.unpin()
         self.detach()
@@ -192,7 +192,7 @@ class CpuGpuOffloadingHandlers:
 
     def _use(self, pages: Sequence[torch.Tensor]) -> None:
         if self._choice is not None and self._pinned is not None:
-            # One each: what a copier keeps on the device is ordered by a single stream.
+            # One copier per direction: its memory on the device is ordered by a single stream.
             self._copiers = tuple(
                 way.build(self.layout, pages, self.rows, self._pinned.slots_per_chunk)
                 for way in (self._choice.store, self._choice.load)
@@ -206,15 +206,15 @@ class CpuGpuOffloadingHandlers:
 
 
 class RowHandler(OffloadingHandler, LayerwiseHandler):
-    """One direction between device blocks and rows: plans a transfer at once, leaves its copy to a lane.
+    """One direction between device blocks and rows: plans a transfer at once and submits its copy to a queue.
 
-    Ref by ref it copies where it was given a way to, and where the cache has one group.
+    It copies ref by ref if it has a function for that and the cache has one group.
 
     Args:
         transfer_type: GPU_TO_CPU or CPU_TO_GPU.
-        layout: where bytes are in a row.
+        layout: the bytes within a row.
         num_slots: slots of the primary tier.
-        lane: carries copies out in order.
+        queue: runs copies in order.
     """
 
     def __init__(
@@ -222,24 +222,24 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         transfer_type: TransferType,
         layout: RowLayout,
         num_slots: int,
-        lane: TransferQueue,
+        queue: TransferQueue,
     ) -> None:
         self._transfer_type = transfer_type
         self._layout = layout
         self._num_slots = num_slots
-        self._lane = lane
+        self._queue = queue
         self._copy: Copy | None = None
         self._copy_refs: CopyRefs | None = None
         self._unreported: set[TransferJobId] = set()
 
     def attach(self, copy: Copy, copy_refs: CopyRefs | None = None) -> None:
-        """Let ``copy`` move the bytes of each transfer that comes from now on, and ``copy_refs`` those of some refs."""
+        """Use ``copy`` for each transfer from now on, and ``copy_refs`` to copy only some refs."""
         self._copy, self._copy_refs = copy, copy_refs
 
     def detach(self) -> None:
-        """Decline transfers until ``attach``; blocks until those that have begun have ended."""
+        """Decline transfers until ``attach``; blocks until the started ones have ended."""
         self._copy = self._copy_refs = None
-        self._lane.wait(self._unreported)
+        self._queue.wait(self._unreported)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
         if self._copy is None:
@@ -267,30 +267,30 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return self._submit(job_id, moves, parts)
 
     def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        return self._lane.wait_for_part(job_ids, ref_idx)
+        return self._queue.wait_for_part(job_ids, ref_idx)
 
     def get_finished(self) -> list[TransferResult]:
-        finished = self._lane.drain_finished()
+        finished = self._queue.drain_finished()
         self._unreported.difference_update(result.job_id for result in finished)
         return finished
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        self._lane.wait(job_ids)
+        self._queue.wait(job_ids)
 
     def shutdown(self) -> None:
-        self._lane.shutdown()
+        self._queue.shutdown()
 
     def _plan(self, job_id: TransferJobId, spec: TransferSpec) -> list[GroupMoves] | None:
         try:
             return plan_moves(self._layout, *self._ends(spec), self._num_slots)
         except KVCacheLayoutError as error:
-            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message says it all
+            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message is enough
             return None
 
     def _submit(
         self, job_id: TransferJobId, moves: Sequence[GroupMoves], parts: Sequence[Callable[[], None]]
     ) -> bool:
-        is_begun = self._lane.submit(job_id, count_bytes(self._layout, moves), *parts)
+        is_begun = self._queue.submit(job_id, count_bytes(self._layout, moves), *parts)
         if is_begun:
             self._unreported.add(job_id)
         return is_begun
@@ -305,7 +305,7 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return device, rows
 
 
-def _make_lane(transfer_type: TransferType, device: torch.device) -> TransferQueue:
+def _make_queue(transfer_type: TransferType, device: torch.device) -> TransferQueue:
     return (
         DeviceTransferQueue(transfer_type, StreamQueue(device))
         if device.type == "cuda"
@@ -325,11 +325,11 @@ def _as_pages(index: int, cache: CanonicalKVCacheTensor) -> torch.Tensor:
     except RuntimeError as error:
         raise KVCacheLayoutError(
             f"tensor {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and {tensor.dtype}: the "
-            "bytes of a block must follow one another, with blocks in the first dimension"
+            "bytes of a block must be contiguous, with blocks in the first dimension"
         ) from error
     if pages.shape[1] != cache.page_size_bytes:
         raise KVCacheLayoutError(
-            f"tensor {index} has {pages.shape[1]} bytes a block, but page_size_bytes={cache.page_size_bytes}: set it "
+            f"tensor {index} has {pages.shape[1]} bytes per block, but page_size_bytes={cache.page_size_bytes}: set it "
             "to the bytes of a block, padding included; a ref's page_size_bytes leaves padding out"
         )
     return pages
@@ -369,7 +369,7 @@ def _make_rows(
 
 
 def _make_private_rows(num_slots: int, part_bytes: int, *, is_mapped: bool) -> torch.Tensor:
-    """Take the memory now: without a region it is nobody else's, and the first store should not fault pages."""
+    """Allocate the memory now: it is not shared, and the first store should not fault pages."""
     size_bytes, limit = num_slots * part_bytes, find_memory_limit()
     if limit is not None and size_bytes > limit.available_bytes:
         raise RegionMemoryError(

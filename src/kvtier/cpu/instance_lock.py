@@ -1,13 +1,13 @@
-"""Whether an instance id is taken: an engine's scheduler side holds it from its start to its end.
+"""A lock on an instance id, which an engine's scheduler side holds from its start to its end.
 
-It guards a name, no memory. The region's own lock cannot tell an engine's processes from those of another engine with
-the same id, because all of them share it; this one has a single holder.
+The region's own lock is shared by all processes of an engine, so it cannot distinguish them from those of another
+engine with the same id; this lock has a single holder.
 
-The lock is ``flock`` on an empty file beside the regions, so that whoever could map the same region meets the same
-lock. The kernel releases it however the holder dies. A forked child shares its parent's lock: it gives its copy back
-before it runs anything else, or a worker that outlives its engine would keep the id taken. The holder unlinks the file
-when it ends; a file that the dead left is taken over, or removed when the next engine starts (``dead_regions``).
-After taking the lock a process looks whether the path still leads to its file; if not, it starts over.
+The lock is ``flock`` on an empty file beside the regions, so each process that could map the same region uses the same
+lock. The kernel releases it when the holder dies. A forked child shares its parent's lock and closes its copy before it
+runs anything else: a worker that outlives its engine would otherwise keep the id taken. The holder unlinks the file at
+its end. The file of a dead holder is reused, or removed when the next engine starts. After locking, a process checks
+that the path still leads to its file; if not, it retries.
 """
 
 import errno
@@ -31,42 +31,42 @@ from kvtier.cpu.region_file import (
 from kvtier.errors import ConfigError, RegionError, RegionOwnerError
 
 RELEASE_GRACE_S = 0.5
-"""Seconds for which a lock that is taken is asked for again. An engine that starts may hold a dead one's lock for some
-microseconds while it removes the file, and a killed process gives its own back a moment after it is gone. Zero
-would refuse an engine for either; longer only delays the message of a real refusal."""
+"""Seconds for which a taken lock is retried. A starting engine may hold a dead one's lock for some microseconds while
+it removes the file, and the kernel releases a killed process's lock a moment after its end. Zero would refuse an
+engine for either; longer only delays the message of a real refusal."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Hold:
-    """An open file with the exclusive lock of this process on it."""
+class _HeldLock:
+    """An open file that this process has locked exclusively."""
 
     path: Path
     fd: int
     identity: tuple[int, int]
 
 
-# INVARIANT: no descriptor is opened, given back or copied by a fork without the guard, so that a forked child knows
-# each one it got. Reentrant, because the garbage collector may give a lock back inside of it.
+# INVARIANT: a descriptor is opened, closed or copied by a fork only under the guard, so that a forked child knows each
+# one it got. Reentrant, because the garbage collector may release a lock inside of it.
 _guard = threading.RLock()
-_holds: set[_Hold] = set()
+_held_locks: set[_HeldLock] = set()
 
 
 class InstanceLock:
-    """An instance id, held by this process alone until it is released or dropped, or the process ends.
+    """An instance id, held by this process until it is released or garbage collected, or the process ends.
 
-    Thread: any; building it blocks for ``grace_s`` at most.
+    Thread: any; the constructor blocks for at most ``grace_s``.
 
     Args:
-        instance_id: what is held; other users of the machine have ids of their own.
+        instance_id: the id; the ids of other users are separate.
         directory: the shared-memory mount.
-        grace_s: seconds for which an id that is taken is asked for again.
+        grace_s: seconds for which a taken id is retried.
         clock: seconds, for the grace.
         pause: waits the given seconds.
 
     Raises:
-        ConfigError: an engine that is alive holds the id.
-        RegionOwnerError: the lock's file is another user's, or no file at all.
-        RegionError: there can be no file in the directory.
+        ConfigError: a running engine holds the id.
+        RegionOwnerError: the lock's file is another user's, or not a regular file.
+        RegionError: no file can be created in the directory.
 
     Attributes:
         path: the lock's file.
@@ -83,40 +83,40 @@ class InstanceLock:
     ) -> None:
         self.path = make_lock_path(instance_id, directory)
         deadline_s = clock() + grace_s
-        while (hold := _try_hold(self.path)) is None:
+        while (hold := _try_lock(self.path)) is None:
             if clock() >= deadline_s:
                 remedy = (
-                    f"is taken by an engine that is alive (fuser {self.path} names its process): "
-                    "give each engine on this machine an instance_id of its own, or end the other one"
+                    f"is taken by a running engine (fuser {self.path} shows its process): "
+                    "give each engine on this machine its own instance_id, or end the other one"
                 )
                 raise ConfigError("instance_id", instance_id, remedy)
             pause(RETRY_INTERVAL_S)
-        self._give_back = weakref.finalize(self, _give_back, hold)
+        self._unlock = weakref.finalize(self, _unlock, hold)
 
     def release(self) -> None:
-        """Let others have the id; idempotent, and nothing in a child that was forked meanwhile."""
-        self._give_back()
+        """Release the id; idempotent, and without effect in a child that was forked meanwhile."""
+        self._unlock()
 
 
 def make_lock_path(instance_id: str, directory: Path = SHARED_MEMORY_DIRECTORY) -> Path:
-    """Return where the lock of ``instance_id`` is; no region has a name like it. Pure."""
+    """Return the lock's path for ``instance_id``; no region has such a name. Pure."""
     region = make_region_path(instance_id, directory)
     return region.with_name(region.name.replace("kvtier_", "kvtier-lock_", 1))
 
 
-def _try_hold(path: Path) -> _Hold | None:
-    """Take the lock if nobody has it and its file is still the one at ``path``."""
+def _try_lock(path: Path) -> _HeldLock | None:
+    """Lock the file if no process holds it and it is still the one at ``path``."""
     with _guard:
         fd = _open(path)
-        hold: _Hold | None = None
+        hold: _HeldLock | None = None
         try:
             found = os.fstat(fd)
             _check_owner(path, found)
             identity = (found.st_dev, found.st_ino)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at_path(path, identity):
-                hold = _Hold(path, fd, identity)
-                _holds.add(hold)
+                hold = _HeldLock(path, fd, identity)
+                _held_locks.add(hold)
         except BlockingIOError:
             return None
         finally:
@@ -125,25 +125,25 @@ def _try_hold(path: Path) -> _Hold | None:
         return hold
 
 
-def _give_back(hold: _Hold) -> None:
+def _unlock(hold: _HeldLock) -> None:
     with _guard:
-        if hold not in _holds:
+        if hold not in _held_locks:
             return
-        _holds.remove(hold)
+        _held_locks.remove(hold)
         try:
             remove_name(hold.path, hold.identity)
         finally:
             os.close(hold.fd)
 
 
-def _leave_to_parent() -> None:
+def _close_in_child() -> None:
     """Close a child's copies. Unlocking one would unlock the parent's too."""
-    while _holds:
-        os.close(_holds.pop().fd)
+    while _held_locks:
+        os.close(_held_locks.pop().fd)
     _guard.release()
 
 
-os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_leave_to_parent)
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)
 
 
 def _open(path: Path) -> int:
@@ -153,8 +153,8 @@ def _open(path: Path) -> int:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
             raise RegionOwnerError(
-                f"instance lock {path} cannot be opened ({error.strerror}): it belongs to another user, is no file, or "
-                "its directory is closed to this process; remove it, or choose another instance_id"
+                f"instance lock {path} cannot be opened ({error.strerror}): it is another user's, is not a file, or "
+                "its directory is not accessible to this process; remove it, or choose another instance_id"
             ) from error
         raise RegionError(f"instance lock {path} cannot be opened: {error.strerror}") from error
 
@@ -162,13 +162,13 @@ def _open(path: Path) -> int:
 def _check_owner(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
         raise RegionOwnerError(
-            f"instance lock {path} belongs to user {found.st_uid} or is no file, this process is user "
+            f"instance lock {path} belongs to user {found.st_uid} or is not a file, this process is user "
             f"{os.geteuid()}: remove it, or choose another instance_id"
         )
 
 
 def remove_dead_regions(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:
-    """Unlink this user's regions that nobody has open; return how many.
+    """Unlink this user's regions that no process has open; return how many.
 
     Args:
         directory: the shared-memory mount.
@@ -177,7 +177,7 @@ def remove_dead_regions(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:
 
 
 def remove_dead_locks(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:
-    """Unlink this user's instance locks that nobody holds; return how many.
+    """Unlink this user's instance locks that no process holds; return how many.
 
     Args:
         directory: the shared-memory mount.

@@ -1,15 +1,14 @@
-"""The shared-memory file behind a region: who creates it, who joins it, whose remains are removed.
+"""The shared-memory file of a region: how processes create it, join it, and remove those of dead processes.
 
-It maps nothing and needs no torch. Processes agree through one lock, ``flock`` on the file itself, which the kernel
-releases however a process dies:
+Processes agree through ``flock`` on the file itself, which the kernel releases when a process dies:
 
-- exclusive: the holder alone decides about the file. Empty: it is the creator, reserves the memory and writes
-  the geometry. Not empty: everybody who had it is dead, it unlinks the name and starts over.
-- shared: the file is in use. A joiner gets it only when no creator is at work.
+- exclusive: the holder alone may change the file. If it is empty, the holder is the creator, reserves the memory and
+  writes the geometry. If not, all processes that used it are dead: the holder unlinks the name and retries.
+- shared: the file is in use. A joiner gets this lock only when no creator is at work.
 
-After taking either lock a process looks whether the path still leads to its inode; if not, it starts over.
-Turning the creator's exclusive lock into a shared one is not atomic. Whoever gets in between finds a finished file
-without users and removes it; the creator then sees another inode, or none, and starts over too.
+After either lock a process checks that the path still leads to its inode; if not, it retries. The creator's change
+from the exclusive lock to a shared one is not atomic. A process that locks in between finds a finished file without
+users and removes it; the creator then sees another inode, or none, and retries too.
 """
 
 import errno
@@ -31,22 +30,22 @@ from kvtier.limits import MemoryLimit, find_memory_limit
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")  # noqa: S108  # the mount, not a temporary file: O_NOFOLLOW, 0600, owner checked
 
 DEFAULT_JOIN_TIMEOUT_S = 600.0
-"""Seconds to wait for a creator. Reserving takes a second for some GB, so hundreds of GB need minutes. A creator
-that dies ends the wait at once; only one that hangs makes it last."""
+"""Seconds to wait for a creator. Reserving takes a second for some GB, so hundreds of GB need minutes. The wait ends at
+once if the creator dies; only a creator that hangs makes it last."""
 
 RETRY_INTERVAL_S = 0.005
-"""Seconds between two looks at a file that somebody else is creating. Longer delays the joiner's start, shorter
-burns its core."""
+"""Seconds between two checks of a file that another process is creating. Longer delays the joiner's start, shorter
+wastes its core."""
 
 TRAILER_BYTES = 4096
-"""The geometry follows the rows on a page of its own, so that rows start at the file's first byte."""
+"""The geometry follows the rows in its own page, so that rows start at the file's first byte."""
 
 MAGIC = "kvtier-region-1"
 
 
 @dataclass(frozen=True, slots=True)
 class RegionGeometry:
-    """What all processes of one region must agree on.
+    """Sizes that all processes of one region must agree on.
 
     Attributes:
         num_blocks: rows.
@@ -67,7 +66,7 @@ class RegionGeometry:
 
     @property
     def trailer_offset(self) -> int:
-        """Where the geometry is written: the first page after the rows."""
+        """Offset of the geometry: the first page after the rows."""
         return -(-self.total_size_bytes // TRAILER_BYTES) * TRAILER_BYTES
 
     @property
@@ -88,13 +87,13 @@ class RegionGeometry:
 
 @dataclass(frozen=True, slots=True)
 class RegionFile:
-    """An open file that this process holds a shared lock on.
+    """An open file on which this process holds a shared lock.
 
     Attributes:
         path: its name, until it is sealed.
         fd: its descriptor; the lock lives as long as it or a duplicate.
         identity: (device, inode).
-        is_creator: whether this process made it.
+        is_creator: whether this process created it.
     """
 
     path: Path
@@ -104,16 +103,16 @@ class RegionFile:
 
 
 class _Step(Enum):
-    """What became of one attempt."""
+    """Result of one attempt."""
 
     START_OVER = "start over"
     WAIT = "wait"
 
 
 def make_region_path(instance_id: str, directory: Path = SHARED_MEMORY_DIRECTORY) -> Path:
-    """Return where the region of ``instance_id`` is; two users never share a path. Pure.
+    """Return the path of the region of ``instance_id``; two users never share a path. Pure.
 
-    An id that is not a plain file name is replaced by a readable rest of it and its digest.
+    An id that is not a plain file name is replaced by a readable part of it and its digest.
     """
     safe = instance_id
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", instance_id):
@@ -131,20 +130,20 @@ def open_region_file(
     pause: Callable[[float], None] = time.sleep,
     memory_limit: Callable[[], MemoryLimit | None] = find_memory_limit,
 ) -> RegionFile:
-    """Create the file at ``path`` or join the one that is there; exactly one of many callers creates.
+    """Create the file at ``path`` or join the existing one; exactly one of concurrent callers creates it.
 
     Args:
         path: the file's name.
-        geometry: what is asked for.
+        geometry: the requested sizes.
         join_timeout_s: seconds to wait for another process that creates.
         clock: seconds, for the wait.
         pause: waits the given seconds.
-        memory_limit: asked before memory is reserved.
+        memory_limit: checked before memory is reserved.
 
     Raises:
         RegionGeometryError: the file is in use with another geometry.
-        RegionOwnerError: the file is another user's, or no file at all.
-        RegionMemoryError: there is no room for it; nothing is left behind.
+        RegionOwnerError: the file is another user's, or not a regular file.
+        RegionMemoryError: there is no memory for it; nothing is left behind.
         RegionError: its creator did not finish in time.
     """
     deadline_s = clock() + join_timeout_s
@@ -154,8 +153,8 @@ def open_region_file(
             return found
         if clock() > deadline_s:
             raise RegionError(
-                f"region {path}: its creator did not finish within {join_timeout_s} s: see whether that "
-                "process hangs (fuser names it) and end it; the next start then removes the file"
+                f"region {path}: its creator did not finish within {join_timeout_s} s: check whether that "
+                "process hangs (fuser shows it) and end it; the next start then removes the file"
             )
         if found is _Step.WAIT:
             pause(RETRY_INTERVAL_S)
@@ -177,7 +176,7 @@ def remove_name(path: Path, identity: tuple[int, int]) -> None:
 
 
 def leave_region_file(file: RegionFile) -> None:
-    """Close the descriptor; the last process to leave removes the name."""
+    """Close the descriptor; the last process removes the name."""
     try:
         if _try_lock(file.fd, fcntl.LOCK_EX):
             remove_name(file.path, file.identity)
@@ -188,7 +187,7 @@ def leave_region_file(file: RegionFile) -> None:
 def _attempt(
     path: Path, geometry: RegionGeometry, memory_limit: Callable[[], MemoryLimit | None]
 ) -> RegionFile | _Step:
-    """Open the file and take it as far as its lock allows; the descriptor outlives only a success."""
+    """Open the file and lock it, then create or join it; the descriptor is closed unless that succeeds."""
     fd = _open(path)
     result: RegionFile | _Step = _Step.START_OVER
     try:
@@ -210,7 +209,7 @@ def _attempt(
 def _create(
     file: RegionFile, geometry: RegionGeometry, memory_limit: Callable[[], MemoryLimit | None]
 ) -> RegionFile | _Step:
-    """Carry on with the exclusive lock: fill an empty file, remove one that the dead left."""
+    """Continue with the exclusive lock: fill an empty file, remove one of dead processes."""
     if not is_at_path(file.path, file.identity):
         return _Step.START_OVER
     if os.fstat(file.fd).st_size:
@@ -228,23 +227,23 @@ def _create(
 
 
 def _join(file: RegionFile, geometry: RegionGeometry) -> RegionFile | _Step:
-    """Carry on with a shared lock: no creator is at work, so an unfinished file has none any more."""
+    """Continue with a shared lock: no creator is at work, so an unfinished file has lost its creator."""
     if not is_at_path(file.path, file.identity):
         return _Step.START_OVER
-    # A creator that has opened the file and not locked it yet also leaves it empty.
+    # A creator that has opened the file but not locked it yet also leaves it empty.
     written = _read_geometry(file.fd)
     if written is None:
         return _Step.WAIT
     if written != geometry:
         raise RegionGeometryError(
-            f"region {file.path} is in use with {written}, asked for are {geometry}: give this engine "
+            f"region {file.path} is in use with {written}, requested are {geometry}: give this engine "
             "another instance_id, or the same settings on all of its processes"
         )
     return file
 
 
 def _read_geometry(fd: int) -> RegionGeometry | None:
-    """Read what the creator wrote last; None while it has not."""
+    """Return the geometry, which the creator writes last; None before that."""
     size_bytes = os.fstat(fd).st_size
     if size_bytes < TRAILER_BYTES:
         return None

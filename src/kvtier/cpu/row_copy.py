@@ -1,11 +1,13 @@
-"""Threads that work on one transfer move apart when they find themselves on the same core.
+"""Copies between CPU tensors and rows, with several threads per transfer.
 
-It knows no transfer and ties nobody to a core: the system may move a thread again at once. The kernel of a virtual
-machine takes a core that its host has put to sleep for a busy one, and wakes a second thread beside the first; there
-it waits for time slices of 4 ms, as a rule, while the other core sleeps on.
+A transfer is cut into pieces that the threads take in turn. With the compiled module the pieces of a ref are moved with
+one call per thread; without it numpy copies runs of blocks, or gathers scattered pages.
 
-A thread that was moved may afterwards run on the cores that it could run on just then: of cores that its control group
-is given later it learns only if it has never been moved.
+The threads of one transfer move apart when they find themselves on the same core (``CoreSpread``). The kernel of a
+virtual machine takes a core that its host has put to sleep for a busy one and wakes a second thread beside the first,
+which then waits for time slices of 4 ms while the other core sleeps. No thread is tied to a core: the system may move
+it again. A moved thread keeps the set of cores allowed at that time; only threads that were never moved follow a later
+change of their control group.
 """
 
 import ctypes
@@ -32,19 +34,19 @@ from kvtier.limits import count_usable_cores
 
 
 def _find_get_core() -> Callable[[], int] | None:
-    # Called with the interpreter's lock held: letting go of it is what wakes threads.
+    # Called with the interpreter's lock held: releasing it is what wakes threads.
     get_core: Callable[[], int] | None = getattr(ctypes.PyDLL(None), "sched_getcpu", None)
     return get_core
 
 
 @dataclass(frozen=True, slots=True)
 class CoreCalls:
-    """What the system is asked, of the calling thread.
+    """System calls about the calling thread.
 
     Attributes:
-        get_core: the core that it runs on; negative when the system cannot tell, None where nobody can.
-        get_allowed: the cores that it may run on.
-        set_allowed: lets it run on these cores only.
+        get_core: returns its current core; negative when unknown. None where the system has no such call.
+        get_allowed: returns the cores that it may run on.
+        set_allowed: limits it to these cores.
     """
 
     get_core: Callable[[], int] | None
@@ -58,12 +60,12 @@ REAL_CALLS = CoreCalls(
 
 
 class CoreSpread:
-    """The cores that the threads of one transfer began on.
+    """The cores on which the threads of one transfer started.
 
     Thread: any; ``join`` is called by each of them, with the interpreter's lock held throughout.
 
     Args:
-        calls: the system.
+        calls: system calls.
     """
 
     def __init__(self, calls: CoreCalls = REAL_CALLS) -> None:
@@ -71,10 +73,10 @@ class CoreSpread:
         self._taken: set[int] = set()
 
     def join(self) -> None:
-        """Take the calling thread's core; move it to another one first if that is taken and others are not."""
+        """Reserve the calling thread's core; if it is taken and another one is free, move the thread there first."""
         if self._calls.get_core is None:
             return
-        with suppress(OSError):  # a sandbox that forbids it; the thread stays where it is
+        with suppress(OSError):  # a sandbox forbids it; the thread is not moved
             if self._calls.get_core() in self._taken:
                 self._move()
             self._taken.add(self._calls.get_core())
@@ -89,7 +91,7 @@ class CoreSpread:
 
 try:
     from kvtier.cpu import _page_copy
-except ImportError as error:  # installed where nothing could be compiled, as a rule
+except ImportError as error:  # usually installed without a compiler
     _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
     report_import_error("kvtier.cpu._page_copy", error)
 
@@ -98,55 +100,55 @@ logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.int8]
 Piece = Callable[[], None]
 Share = tuple[Bytes, Bytes, npt.NDArray[np.int64], bool]
-"""What moves of one ref: its pages, shape (num_blocks, page_bytes); its part of the rows, shape (num_slots,
-num_sub_blocks * page_bytes); block, slot and sub-block of each page, shape (num_pages, 3), contiguous; and whether
-writes bypass the cache."""
+"""The pages of one ref to move: pages, shape (num_blocks, page_bytes); its part of the rows, shape (num_slots,
+num_sub_blocks * page_bytes); block, slot and sub-block of each page, shape (num_pages, 3), contiguous; whether writes
+bypass the cache."""
 
 MAX_COPY_THREADS = 8
-"""Threads that copy one transfer. One core moves about 12 GB/s, a socket's memory is busy with about eight; more would
-only take cores from the engine. 1 leaves half of a two-core machine's bandwidth unused."""
+"""Threads of one transfer. One core moves about 12 GB/s; about eight saturate a socket's memory, more would only take
+cores from the engine. 1 leaves half of a two-core machine's bandwidth unused."""
 
 PIECE_BYTES = 1 << 20
-"""Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the
-end of a transfer. Compiled, a transfer has as many threads as pieces of this size: waking one takes 50 us."""
+"""Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the end of
+a transfer. With the compiled module a transfer has one thread per piece of this size: waking one takes 50 us."""
 
 PART_BYTES = 256 << 10
-"""Bytes that a thread takes at a time of what compiled calls share. Smaller ones let threads meet at the counter more
-often, larger ones leave a core idle at the end of a transfer."""
+"""Bytes that a thread takes at a time in a compiled call. Smaller ones make threads contend for the counter, larger
+ones leave a core idle at the end of a transfer."""
 
 GATHER_BELOW_BYTES = 8 << 10
 """Mean bytes of a run below which pages are gathered by index instead of copied run by run. Gathering costs a second
-copy through the cache, a run costs 1 us of interpreter lock: with two threads they break even near 8 KiB."""
+copy through the cache, a run 1 us of interpreter lock: with two threads they break even near 8 KiB."""
 
 GATHER_PIECE_BYTES = 256 << 10
-"""Bytes gathered at a time: the intermediate copy must stay in a core's own cache (512 KiB and more)."""
+"""Bytes gathered at a time: the intermediate copy must fit into a core's own cache (512 KiB and more)."""
 
 PAST_CACHE_FROM_BYTES = 4 << 10
-"""Pages of at least this size are written past the cache, where that is wanted at all. The first and the last line of a
-page are written as usual; of a smaller page they are too large a part."""
+"""Pages of at least this size may bypass the cache when written. The first and the last line of a page are written as
+usual; for smaller pages these are too large a part."""
 
 LOADED_PAST_CACHE_FROM_BYTES = 32 << 20
-"""Bytes of one call of ``load`` from which on it is written past the cache. The model reads them at once, so a few, or
-a layer by itself, should be in the cache; more would push out their own beginning. A store is read by tiers only."""
+"""Bytes of one ``load`` from which on its writes bypass the cache. The model reads them at once, so small loads, such
+as one layer, should be in the cache; larger ones would evict their own beginning. A store is read by tiers only."""
 
 
 class PageCalls(Protocol):
-    """Many pages moved with one call."""
+    """Moves many pages with one call."""
 
     def move_pages(
         self, shares: Sequence[Share], turn: npt.NDArray[np.int64], part_bytes: int, to_rows: bool, /
     ) -> None:
-        """Copy pages to their places in rows, or back; returns when no part is left that nobody has taken.
+        """Copy pages to their places in rows, or back; returns when all parts have been taken by a thread.
 
         Args:
             shares: what to copy; must not change meanwhile.
-            turn: the number of the next part, shape (1,), zero at first; threads with the same one share the work.
-            part_bytes: how much a thread takes at a time.
+            turn: number of the next part, shape (1,), zero at first; threads that share it share the work.
+            part_bytes: bytes that a thread takes at a time.
             to_rows: the direction.
 
         Raises:
-            IndexError: a place that there is not; this call has copied nothing.
-            ValueError: shapes that do not fit, or a target that is read-only; this call has copied nothing.
+            IndexError: a place does not exist; this call has copied nothing.
+            ValueError: shapes do not fit, or a target is read-only; this call has copied nothing.
         """
 
 
@@ -159,11 +161,11 @@ class RowCopier:
     Thread: any number of threads may copy at a time, as long as their blocks differ.
 
     Args:
-        layout: where bytes are within a row.
+        layout: the bytes within a row.
         device_pages: the canonical tensors, each shape (num_blocks, page_bytes), int8; rows may be strided.
         rows: the worker's part of all rows, shape (num_slots, part_bytes), int8; rows may be strided.
-        num_threads: threads that copy one transfer, the caller's included; None takes what the process may use.
-        calls: moves pages; None leaves it to numpy.
+        num_threads: threads of one transfer, including the caller's; None: as many as the process may use.
+        calls: moves pages; None: numpy does.
     """
 
     def __init__(
@@ -185,28 +187,28 @@ class RowCopier:
             for g in layout.groups
         ]
         self._num_helpers = (num_threads or min(MAX_COPY_THREADS, count_usable_cores())) - 1
-        # Stores and loads share the helpers; the lock lets one of them start the threads.
+        # Stores and loads share the helpers; the lock makes one of them start the threads.
         self._has_started = False
         self._starting = threading.Lock()
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvtier-copy-helper")
 
     def store(self, moves: Sequence[GroupMoves]) -> None:
-        """Copy device -> rows and zero the tails. Returns when the bytes are there."""
+        """Copy device -> rows and zero the tails. Returns when all bytes are copied."""
         pieces = self._plan_pieces(moves, slice(None), is_store=True)
         pieces += [tail for move in moves if (tail := self._plan_tail(move)) is not None]
         self._run(pieces)
 
     def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Copy rows -> device. Returns when the bytes are there.
+        """Copy rows -> device. Returns when all bytes are copied.
 
         Args:
             moves: what to copy.
-            places: which refs of each group; None means all of them.
+            places: refs of each group; None: all of them.
         """
         self._run(self._plan_pieces(moves, places or slice(None), is_store=False))
 
     def release(self) -> None:
-        """End the helpers and let go of tensors and rows; idempotent. There must be no copy any more."""
+        """End the helpers and drop tensors and rows; idempotent. No copy may be in flight."""
         self._helpers.shutdown()
         self._refs = []
         self._rows = self._rows[:0].copy()
@@ -252,10 +254,10 @@ class RowCopier:
         return zero_tail
 
     def _start_helpers(self) -> None:
-        """Start every helper's thread before any of them gets work, or do without them.
+        """Start every helper's thread before any of them gets work, or continue without helpers.
 
-        A thread that cannot be started in the middle of a transfer would leave its share queued: a helper could
-        take it up after the transfer was reported, and write into slots that belong to others by then.
+        If a thread failed to start in the middle of a transfer, its share would stay queued: a helper could run it
+        after the transfer was reported, and overwrite slots that hold other blocks by then.
         """
         self._has_started = True
         may_go = threading.Event()
@@ -263,14 +265,14 @@ class RowCopier:
         try:
             started = [self._helpers.submit(may_go.wait) for _ in range(self._num_helpers)]
         except RuntimeError as error:
-            logger.warning("copies are made by one thread, since no other can be started: %s", error)
+            logger.warning("copies use one thread, because no other can be started: %s", error)
             self._num_helpers = 0
         finally:
             may_go.set()
         wait(started)
 
     def _run(self, pieces: Sequence[Piece]) -> None:
-        """Carry out ``pieces``; when one fails, none is running any more by the time the error is raised."""
+        """Run ``pieces``; when one fails, raise its error after all others have ended."""
         todo = deque(pieces)
         with self._starting:
             if not self._has_started:
@@ -281,7 +283,7 @@ class RowCopier:
             spread.join()
         helpers = [self._helpers.submit(_help, todo, spread) for _ in range(num_helpers)]
         try:
-            _work_off(todo)
+            _run_pieces(todo)
         finally:
             wait(helpers)
         for helper in helpers:
@@ -289,7 +291,7 @@ class RowCopier:
 
 
 class _PageCopier:
-    """The two ends of one ref, as arrays over all device blocks and all slots."""
+    """Both sides of one ref, as arrays over all device blocks and all slots."""
 
     def __init__(self, place: PagePlace, factor: int, device_pages: Bytes, rows: Bytes) -> None:
         size_bytes = place.page_size_bytes
@@ -298,13 +300,13 @@ class _PageCopier:
         part = rows[:, place.offset_bytes : place.offset_bytes + factor * size_bytes]
         self._rows = part.reshape(len(rows), factor, size_bytes)
         self._parts = part
-        # One element a page: numpy then moves an index's page with one memcpy instead of byte by byte.
+        # One element per page: numpy then moves an indexed page with one memcpy instead of byte by byte.
         page = np.dtype((np.void, size_bytes))
         self._device_by_page = self._device.view(page)[:, 0]
         self._rows_by_page = self._rows.view(page)[:, :, 0]
 
     def share(self, places: npt.NDArray[np.int64], *, is_past_cache: bool) -> Share:
-        """Return pages that move, given block, slot and sub-block of each."""
+        """Return the share that moves these pages, given by block, slot and sub-block."""
         is_past_cache &= self.page_size_bytes >= PAST_CACHE_FROM_BYTES
         return self._device, self._parts, places, is_past_cache
 
@@ -329,7 +331,7 @@ class _PageCopier:
 
 
 class _Rectangle(NamedTuple):
-    """A run as indices into a ref's arrays; ``shape`` is what the device's blocks must be folded into."""
+    """A run as indices into a ref's arrays; the device's blocks are reshaped to ``shape``."""
 
     device_index: int | slice
     rows_index: tuple[int | slice, int | slice]
@@ -337,7 +339,7 @@ class _Rectangle(NamedTuple):
 
 
 class _Scattered(NamedTuple):
-    """Device blocks that are the same sub-block of their slots."""
+    """Device blocks that have the same sub-block number in their slots."""
 
     device_blocks: BlockIds
     slots: BlockIds
@@ -346,11 +348,11 @@ class _Scattered(NamedTuple):
 
 def _help(todo: deque[Piece], spread: CoreSpread) -> None:
     spread.join()
-    _work_off(todo)
+    _run_pieces(todo)
 
 
-def _work_off(todo: deque[Piece]) -> None:
-    """Carry out pieces until none is left; an error takes the rest away from everybody."""
+def _run_pieces(todo: deque[Piece]) -> None:
+    """Run pieces until none is left; after an error no thread takes another piece."""
     try:
         while True:
             try:
@@ -369,7 +371,7 @@ def _places_of_pages(move: GroupMoves, factor: int) -> npt.NDArray[np.int64]:
 
 
 def _batch_rectangles(runs: Sequence[Run], factor: int, max_device_blocks: int) -> Iterator[list[_Rectangle]]:
-    """Split long runs and join short ones, so that each batch is one piece's worth."""
+    """Split long runs and join short ones, so that each batch is the work of one piece."""
     batch: list[_Rectangle] = []
     num_batched = 0
     for run in runs:
@@ -399,7 +401,7 @@ def _split_run(run: Run, max_device_blocks: int) -> Iterator[Run]:
 
 
 def _make_rectangle(run: Run, factor: int) -> _Rectangle:
-    """Index with integers where one will do: numpy takes half as long to follow them as slices."""
+    """Index with integers where one is enough: numpy takes half as long for them as for slices."""
     device_block, slot, num_slots, sub_block, num_sub_blocks = run
     if num_slots == num_sub_blocks == 1:
         return _Rectangle(device_block, (slot, sub_block), None)

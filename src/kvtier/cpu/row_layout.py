@@ -1,11 +1,11 @@
-"""Where the bytes of a block are within a worker's part of a row, and what a pair of specs asks to move.
+"""Where the bytes of a block are within a worker's part of a row, and which bytes a pair of specs moves.
 
-It moves nothing and knows no tensor. A block of a group is its refs one after another, each as
-``block_size_factor`` sub-blocks, one per device block, unpadded and without gaps. What the largest group does not
-share with a smaller one is that one's tail: it belongs to no block and is zeroed when the block is stored.
+A block of a group is its refs one after another, each as ``block_size_factor`` sub-blocks, one per device block,
+unpadded and without gaps. Bytes that the largest group has beyond a smaller one are the smaller one's tail: they belong
+to no block and are zeroed when the block is stored.
 
-A store may enter the middle of an offloaded block. It then writes its own sub-blocks and the tail, nothing
-else; the other sub-blocks keep what they had, so whoever hands a slot on stores full blocks only.
+A store may begin in the middle of an offloaded block. It then writes its own sub-blocks and the tail; the other
+sub-blocks keep their bytes, so only full blocks may be stored into a slot with other content.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class PagePlace(NamedTuple):
     """One ref of a group: its tensor, and its bytes within a worker's part of a row.
 
     Attributes:
-        tensor_idx: which canonical tensor.
+        tensor_idx: index of the canonical tensor.
         page_size_bytes: bytes of one device block, unpadded.
         offset_bytes: start of its first sub-block.
     """
@@ -46,7 +46,7 @@ class GroupRows:
         places: the refs.
         used_bytes: bytes of a block of this group; the rest of the part is its tail.
         page_size_bytes: bytes of one device block over all refs.
-        num_device_blocks: the least number of blocks among the group's tensors.
+        num_device_blocks: the smallest number of blocks of the group's tensors.
     """
 
     places: tuple[PagePlace, ...]
@@ -62,7 +62,7 @@ class RowLayout:
     Attributes:
         groups: the layout of each group.
         block_size_factor: device blocks in an offloaded block.
-        part_bytes: bytes that the largest group needs.
+        part_bytes: bytes of a block of the largest group.
     """
 
     groups: tuple[GroupRows, ...]
@@ -81,7 +81,7 @@ class GroupMoves:
         group_idx: the group.
         device_blocks: shape (num_blocks,), int64.
         slots: shape (num_slots,), int64.
-        first_sub_block: where in the first slot the transfer enters.
+        first_sub_block: sub-block of the first slot at which the transfer begins.
     """
 
     group_idx: int
@@ -91,9 +91,9 @@ class GroupMoves:
 
 
 class Run(NamedTuple):
-    """Device blocks that follow one another, in slots and sub-blocks that do too.
+    """Consecutive device blocks in consecutive slots and sub-blocks.
 
-    It is a rectangle: ``num_slots`` slots, of each the sub-blocks from ``first_sub_block`` on.
+    It is a rectangle: ``num_slots`` slots, and in each the sub-blocks from ``first_sub_block`` on.
     """
 
     first_device_block: int
@@ -112,7 +112,7 @@ class SlotRange(NamedTuple):
     """Bytes of one slot, within the worker's part.
 
     Attributes:
-        nth: which of the moves' slots.
+        nth: index of the slot among the moves' slots.
         slot: its number.
         start: first byte.
         end: the byte after the last.
@@ -128,7 +128,7 @@ def plan_layout(kv_caches: CanonicalKVCaches, block_size_factor: int) -> RowLayo
     """Place every ref of every group. Pure.
 
     Raises:
-        KVCacheLayoutError: nothing to place, or a ref that its tensor cannot hold.
+        KVCacheLayoutError: there is nothing to place, or a ref does not fit its tensor.
     """
     if block_size_factor < 1:
         raise KVCacheLayoutError(f"block_size_factor={block_size_factor}: must be at least 1")
@@ -173,16 +173,16 @@ def check_page_sizes(groups: Sequence[KVGroup], kv_caches: CanonicalKVCaches) ->
 def plan_moves(
     layout: RowLayout, device: GPULoadStoreSpec, rows: CPULoadStoreSpec, num_slots: int
 ) -> list[GroupMoves]:
-    """Pair device blocks with slots, group by group; groups without blocks are left out. Pure.
+    """Pair device blocks with slots, group by group; groups without blocks are skipped. Pure.
 
     Args:
-        layout: where bytes are.
-        device: the device's end of the transfer.
-        rows: the primary tier's end: for each group as many slots as its device blocks reach into.
+        layout: the bytes within a row.
+        device: the device's side of the transfer.
+        rows: the primary tier's side: for each group as many slots as its device blocks extend over.
         num_slots: slots of the primary tier.
 
     Raises:
-        KVCacheLayoutError: the ends disagree, or name a block that does not exist.
+        KVCacheLayoutError: the sides disagree, or name a block that does not exist.
     """
     if len(device.group_sizes) != len(layout.groups):
         raise KVCacheLayoutError(
@@ -200,14 +200,14 @@ def plan_moves(
         first_sub_block = index % factor
         block_start, block_end = block_end, block_end + size
         slot_start, slot_end = slot_end, slot_end - (-(first_sub_block + size) // factor)
-        # Copies: the transfer reads them later, when the caller may have put other numbers into its arrays.
+        # Copies: the transfer reads them later, when the caller may have changed its arrays.
         blocks = device.block_ids[block_start:block_end].copy()
         slots = rows.block_ids[slot_start:slot_end].copy()
         _check_range(f"group {group_idx}: device block", blocks, layout.groups[group_idx].num_device_blocks)
         moves.append(GroupMoves(group_idx, blocks, slots, first_sub_block))
     if slot_end != len(rows.block_ids):
         raise KVCacheLayoutError(
-            f"{len(device.block_ids)} device blocks at {device.block_indices} reach into {slot_end} slots "
+            f"{len(device.block_ids)} device blocks at {device.block_indices} extend over {slot_end} slots "
             f"(factor {factor}), but {len(rows.block_ids)} slots are given: give one for each block entered"
         )
     _check_range("slot", rows.block_ids, num_slots)
@@ -215,7 +215,7 @@ def plan_moves(
 
 
 def count_bytes(layout: RowLayout, moves: Sequence[GroupMoves]) -> int:
-    """Return the bytes that ``moves`` copy, padding not counted. Pure."""
+    """Return the bytes that ``moves`` copy, without padding. Pure."""
     return sum(len(move.device_blocks) * layout.groups[move.group_idx].page_size_bytes for move in moves)
 
 
@@ -239,13 +239,13 @@ def plan_slot_ranges(
 ) -> Iterator[SlotRange]:
     """Yield the bytes that ``moves`` cover in each slot. Pure.
 
-    A slot that is covered from its first sub-block to its last is one range, with its tail if wanted.
+    A slot that is covered from its first sub-block to its last is one range, with its tail if ``has_tail``.
 
     Args:
-        layout: where bytes are in a row.
-        moves: what is moved.
-        has_tail: whether tails are wanted.
-        places: which refs, neighbours of each other; a tail goes with the group's last one.
+        layout: the bytes within a row.
+        moves: what to move.
+        has_tail: whether to include tails.
+        places: adjacent refs; a tail goes with the group's last one.
     """
     factor, group = layout.block_size_factor, layout.groups[moves.group_idx]
     chosen = group.places[places]
@@ -267,7 +267,7 @@ def plan_slot_ranges(
 
 
 def plan_runs(moves: GroupMoves, block_size_factor: int) -> list[Run]:
-    """Merge what is adjacent on both sides into as few rectangles as that takes. Pure."""
+    """Merge what is adjacent on both sides into the fewest rectangles. Pure."""
     slots, sub_blocks = locate(moves, block_size_factor)
     places = slots * block_size_factor + sub_blocks
     is_break = (np.diff(moves.device_blocks) != 1) | (np.diff(places) != 1)
@@ -322,7 +322,7 @@ def _plan_group(kv_caches: CanonicalKVCaches, group_idx: int, factor: int) -> Gr
 
 
 def _check_range(what: str, numbers: BlockIds, num_known: int) -> None:
-    """Refuse numbers out of range: numpy would count negative ones from the end and copy other blocks."""
+    """Refuse numbers out of range: numpy would count negative ones from the end and copy wrong blocks."""
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= num_known):
         worst = int(numbers.min()) if numbers.min() < 0 else int(numbers.max())
         raise KVCacheLayoutError(f"{what} {worst} does not exist: there are {num_known}, counted from 0")

@@ -1,7 +1,8 @@
-"""Maps the pages of a region before the first transfer needs them, several threads at a time.
+"""Rows of the primary tier in shared memory, mapped by all processes of an engine.
 
-It changes no byte, so that a process that joins a region in use may do it too. A first touch inside a copy costs a
-page fault per 4 KiB, which halves the copy's bandwidth.
+Pages are mapped before the first transfer needs them, by several threads: a first touch inside a copy costs a page
+fault per 4 KiB, which halves the copy's bandwidth. Mapping changes no byte, so a process that joins a region in use
+may do it.
 """
 
 import ctypes
@@ -36,16 +37,16 @@ CHUNK_BYTES = 64 << 20
 """Bytes populated with one system call. Smaller chunks balance better, larger ones make fewer calls."""
 
 MAX_PREFAULT_THREADS = 8
-"""Zeroing memory is bound by its bandwidth, which about eight cores exhaust."""
+"""Zeroing memory is bound by its bandwidth, which about eight cores saturate."""
 
 
 def prefault_pages(mapping: mmap.mmap, size_bytes: int) -> None:
-    """Make every page of the first ``size_bytes`` present and writable; their bytes stay as they are.
+    """Make every page of the first ``size_bytes`` present and writable; their bytes are unchanged.
 
     Raises:
         RegionMemoryError: the kernel has no memory for a page.
 
-    Thread: blocks the caller, not the interpreter lock, until the last page is there.
+    Thread: blocks the caller, without the interpreter lock, until the last page is present.
     """
     view = np.frombuffer(mapping, dtype=np.int8, count=size_bytes)
     starts = range(0, size_bytes, CHUNK_BYTES)
@@ -56,9 +57,9 @@ def prefault_pages(mapping: mmap.mmap, size_bytes: int) -> None:
 
 
 def _populate(chunk: npt.NDArray[np.int8]) -> None:
-    """Populate with one system call; where the kernel is too old, read a byte of each page.
+    """Populate with one system call; on older kernels, read a byte of each page.
 
-    mmap.madvise would do, but holds the interpreter lock (Python 3.11); ctypes does not.
+    Not ``mmap.madvise``, which holds the interpreter lock in Python 3.11; ctypes does not.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     address, length = ctypes.c_void_p(chunk.ctypes.data), ctypes.c_size_t(chunk.nbytes)
@@ -75,10 +76,10 @@ def _populate(chunk: npt.NDArray[np.int8]) -> None:
 class SharedOffloadRegion:
     """Rows of the primary tier in shared memory.
 
-    Thread: one thread builds, seals and cleans up; views may be used by any.
+    Thread: one thread builds, seals and cleans up; any thread may use views.
 
     Args:
-        instance_id: names the engine; its processes give the same, other engines of the user another.
+        instance_id: the engine's id, the same in all its processes, different from other engines of the user.
         total_size_bytes: bytes of all rows; must be ``row_stride * num_blocks``.
         num_blocks: slots.
         rank: this worker's number, from 0; None on the scheduler's side.
@@ -91,7 +92,7 @@ class SharedOffloadRegion:
 
     Raises:
         RegionGeometryError: the numbers do not fit together, or the region is in use with others.
-        RegionMemoryError: there is no room for it.
+        RegionMemoryError: there is no memory for it.
         RegionOwnerError: the file is another user's.
         RegionError: its creator did not finish in time.
 
@@ -151,7 +152,7 @@ class SharedOffloadRegion:
             Shape (num_blocks, tensor_page_size), int8, CPU, strided over the rows, zero-copy.
 
         Raises:
-            WorkerAreaError: this process has no part, or not so much of it left; nothing has moved.
+            WorkerAreaError: this process has no part, or less of it is left; nothing has moved.
             RegionError: the region is cleaned up.
         """
         if self.rank is None:
@@ -180,13 +181,13 @@ class SharedOffloadRegion:
         return memoryview(self.mapping()).cast("b", shape=[self.num_blocks, self.row_stride])
 
     def seal(self) -> None:
-        """Unlink the name, so that the kernel takes the memory back however the processes die; idempotent."""
+        """Unlink the name, so that the kernel frees the memory however the processes die; idempotent."""
         remove_name(self._file.path, self.identity)
 
     def cleanup(self) -> None:
-        """Give the mapping, the descriptor and, as the last process, the name back; idempotent.
+        """Release the mapping, the descriptor and, in the last process, the name; idempotent.
 
-        Memory that a view still leads to is unmapped when the last of them is gone.
+        Memory with a live view is unmapped with the last of its views.
         """
         mapping, self.mmap_obj = self.mmap_obj, None
         if mapping is None:
@@ -247,7 +248,7 @@ def plan_row_stride(cpu_page_size: int, num_workers: int, row_alignment_bytes: i
 
 
 def _map(file: RegionFile, size_bytes: int, *, is_prefaulted: bool) -> mmap.mmap:
-    """Map the rows; the file is left again when that fails."""
+    """Map the rows; on failure the file is closed again."""
     try:
         mapping = mmap.mmap(file.fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         if is_prefaulted:

@@ -1,8 +1,7 @@
 """Builds both halves of offloading to host memory alone from one configuration.
 
-It derives sizes and puts parts together; it moves no byte and keeps no books. Sizes follow from the configuration
-alone, so that all processes of an engine agree on them. A spec with secondary tiers overrides the alignment of
-rows and gives its handlers a region.
+Sizes follow from the configuration alone, so that all processes of an engine agree on them. A spec with secondary tiers
+overrides the alignment of rows and gives its handlers a region.
 """
 
 import logging
@@ -33,7 +32,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """The primary tier alone.
 
     Args:
-        config: what the engine said of itself; ``cpu_bytes_to_use`` is required.
+        config: the engine's configuration; ``cpu_bytes_to_use`` is required.
 
     Raises:
         ConfigError: ``cpu_bytes_to_use`` is missing or below one block.
@@ -88,15 +87,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         yield HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
 
     def detach_kv_caches(self) -> None:
-        """Let go of the registered tensors when begun copies have ended; rows keep their bytes. Idempotent.
+        """Drop the registered tensors when started copies have ended; rows keep their bytes. Idempotent.
 
-        Transfers are declined until ``get_handlers`` is called with the tensors that take their place.
+        Transfers are declined until ``get_handlers`` is called with new tensors.
         """
         if self._handlers is not None:
             self._handlers.detach()
 
     def make_manager(self) -> OffloadingManager:
-        """Build the scheduler side; a subclass puts more behind it."""
+        """Build the scheduler side; a subclass adds tiers."""
         return CPUOffloadingManager(
             self.num_blocks,
             cache_policy=self.eviction_policy,
@@ -106,7 +105,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
-        """Build the worker side on rows of its own; a subclass gives it a region."""
+        """Build the worker side with private rows; a subclass gives it a region."""
         return CpuGpuOffloadingHandlers(
             kv_caches, self.block_size_factor, self.num_blocks, cuda_copier=self.config.settings.cuda_copier
         )
@@ -118,7 +117,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             rank: the worker; None on the scheduler's side.
 
         Raises:
-            RegionError: it cannot be made or joined.
+            RegionError: it cannot be created or joined.
         """
         return SharedOffloadRegion(
             self._instance_id,
@@ -130,15 +129,15 @@ class CPUOffloadingSpec(OffloadingSpec):
             row_alignment_bytes=self.row_alignment_bytes,
         )
 
-    def give_rows_back(self) -> None:
-        """Give the rows' memory back where the handlers and the manager do not do it; idempotent."""
+    def release_rows(self) -> None:
+        """Free the rows' memory where the handlers and the manager do not; idempotent."""
 
     def shutdown(self) -> None:
-        # Last in, first out, whatever one of them raises: the id is free when nothing uses the rows any more.
+        # Last in, first out, even if one raises: the id becomes free when nothing uses the rows any more.
         with ExitStack() as ending:
             if self._instance_lock is not None:
                 ending.callback(self._instance_lock.release)
-            ending.callback(self.give_rows_back)
+            ending.callback(self.release_rows)
             if self._manager is not None:
                 ending.callback(self._manager.shutdown)
             if self._handlers is not None:
@@ -149,7 +148,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self.config.settings.instance_id or self.config.engine_id
 
     def _lock_instance(self) -> InstanceLock | None:
-        """Take the instance id; None where it is no more than a name that the engine gave itself."""
+        """Lock the instance id; None where it is only a name that the engine gave itself."""
         if not self.has_region and self.config.settings.instance_id is None:
             return None
         try:
@@ -157,8 +156,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         except RegionError as error:
             if self.has_region:
                 raise
-            # Private rows are safe from other engines, and containers without shared memory run them.
-            logger.warning("nobody sees to it that instance_id is used only once: %s", error)
+            # Private rows are safe from other engines, and containers without shared memory use them.
+            logger.warning("instance_id is not checked for a second use on this machine: %s", error)
             return None
         remove_dead_locks()
         return lock

@@ -1,7 +1,8 @@
-"""Keeps the books of copies that a device carries out on its own: launch now, ask later.
+"""Transfer queues, which run the copies of one direction in order: on a device queue, or on a thread.
 
-It launches nothing itself and knows no device; a queue does, and gives a ticket for each part of a copy. Because a
-queue is served in order, a copy is looked at only when the ones before it have ended, and has ended with its last part.
+``DeviceTransferQueue`` launches copies on a device queue, which returns a handle for each part of a copy, and checks
+later whether they have ended. Because the device runs them in order, it checks a copy only when the earlier ones have
+ended; a copy ends with its last part. ``CopyThread`` runs copies of CPU tensors itself.
 """
 
 import logging
@@ -27,39 +28,39 @@ class CopyHandle(Protocol):
         """Block until the copy has ended."""
 
     def publish(self) -> None:
-        """Order compute launched from now on after the copy, which may still be under way; does not block."""
+        """Order compute launched from now on after the copy, which may still run; does not block."""
 
     def elapsed_s(self) -> float:
         """Return the seconds that the copy took; it must have ended."""
 
 
 class DeviceQueue(Protocol):
-    """Carries out copies one after another."""
+    """Runs copies one after another."""
 
     def launch(self, copy: Callable[[], None]) -> CopyHandle:
-        """Launch ``copy``; when this raises, nothing of it is running any more."""
+        """Launch ``copy``; when this raises, nothing of it runs any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     job_id: TransferJobId
     num_bytes: int
-    tickets: tuple[CopyHandle, ...]
+    handles: tuple[CopyHandle, ...]
 
     @property
     def last(self) -> CopyHandle:
-        """The ticket with which the copy ends."""
-        return self.tickets[-1]
+        """The handle with which the copy ends."""
+        return self.handles[-1]
 
 
 class DeviceTransferQueue:
     """The copies of one direction on a device queue.
 
-    Thread: one thread calls; only ``wait`` and ``shutdown`` block.
+    Thread: all calls come from one thread; only ``wait`` and ``shutdown`` block.
 
     Args:
         transfer_type: the media, for the results.
-        queue: where copies are launched.
+        queue: launches copies.
     """
 
     def __init__(self, transfer_type: TransferType, queue: DeviceQueue) -> None:
@@ -73,35 +74,35 @@ class DeviceTransferQueue:
         """Launch a copy, part after part.
 
         Returns:
-            False when the lane has ended, the id is in use, or the launch failed.
+            False when the queue has shut down, the id is in use, or the launch failed.
         """
         if not self._is_accepting or any(job.job_id == job_id for job in self._open):
             return False
-        tickets: list[CopyHandle] = []
+        handles: list[CopyHandle] = []
         try:
-            tickets.extend(self._queue.launch(part) for part in parts)
-        except Exception:  # thread top: the device's runtime raises what it likes; the engine goes on
+            handles.extend(self._queue.launch(part) for part in parts)
+        except Exception:  # thread top: the device's runtime raises any type; the engine continues
             logger.exception("job %d: launching %s to %s failed", job_id, *self._transfer_type)
-            self._give_up(tickets)
+            self._wait_for_launched(handles)
             return False
-        self._open.append(_Launched(job_id, num_bytes, tuple(tickets)))
+        self._open.append(_Launched(job_id, num_bytes, tuple(handles)))
         return True
 
     def drain_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, in the order of submission; does not block."""
-        self._settle(lambda ticket: ticket.is_done())
+        self._settle(lambda handle: handle.is_done())
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
         last = max((at for at, job in enumerate(self._open) if job.job_id in job_ids), default=-1)
         waited_for = {id(job.last) for job in list(self._open)[: last + 1]}
 
-        def is_waited_for(ticket: CopyHandle) -> bool:
-            if id(ticket) not in waited_for:
+        def is_waited_for(handle: CopyHandle) -> bool:
+            if id(handle) not in waited_for:
                 return False
-            ticket.block()
+            handle.block()
             return True
 
         self._settle(is_waited_for)
@@ -110,14 +111,14 @@ class DeviceTransferQueue:
         """Order compute launched from now on after the parts up to ``part`` of each job; does not block.
 
         Returns:
-            False when one that is not reported yet is known to have failed; a part that fails later shows when the
-            job is reported. Unknown ids are ignored.
+            False when an unreported one is known to have failed; a later failure is reported with the job. Unknown ids
+            are ignored.
         """
         try:
             for job in self._open:
                 if job.job_id in job_ids:
-                    job.tickets[min(part, len(job.tickets) - 1)].publish()
-        except Exception:  # thread top: a device that failed takes each of its jobs with it
+                    job.handles[min(part, len(job.handles) - 1)].publish()
+        except Exception:  # thread top: when the device fails, all its jobs do
             logger.exception("%s to %s: the device failed", *self._transfer_type)
             self._fail_all()
         return all(result.success for result in self._finished if result.job_id in job_ids)
@@ -128,13 +129,13 @@ class DeviceTransferQueue:
         self.wait({job.job_id for job in self._open})
 
     def _settle(self, has_ended: Callable[[CopyHandle], bool]) -> None:
-        """Move jobs from open to finished, oldest first, until one has not ended."""
+        """Move ended jobs from open to finished, oldest first, up to the first that has not ended."""
         try:
             while self._open and has_ended(self._open[0].last):
                 self._open[0].last.publish()
-                elapsed_s = sum(ticket.elapsed_s() for ticket in self._open[0].tickets)
+                elapsed_s = sum(handle.elapsed_s() for handle in self._open[0].handles)
                 self._report(success=True, transfer_time=elapsed_s)
-        except Exception:  # thread top: a device that failed takes each of its jobs with it
+        except Exception:  # thread top: when the device fails, all its jobs do
             logger.exception("%s to %s: the device failed", *self._transfer_type)
             self._fail_all()
 
@@ -145,12 +146,12 @@ class DeviceTransferQueue:
         while self._open:
             self._report(success=False)
 
-    def _give_up(self, tickets: list[CopyHandle]) -> None:
-        """Let the parts end that were launched before one could not be: a declined copy writes nothing any more."""
+    def _wait_for_launched(self, handles: list[CopyHandle]) -> None:
+        """Wait for the parts that were launched before a failed one: a declined copy must not write any more."""
         try:
-            for ticket in tickets[-1:]:
-                ticket.block()
-        except Exception:  # thread top: a device that failed writes nothing any more
+            for handle in handles[-1:]:
+                handle.block()
+        except Exception:  # thread top: a failed device writes nothing any more
             logger.exception("%s to %s: the device failed", *self._transfer_type)
             self._fail_all()
 
@@ -169,12 +170,12 @@ class _Job:
 
 
 class CopyThread:
-    """The copies of one direction.
+    """The copies of one direction, run by a thread.
 
-    Mutable are the queue, the open jobs and how far they are, the results and whether jobs are accepted. All of it is
-    guarded by one condition, which is never held while bytes are copied.
+    Mutable are the queue, the open jobs and their progress, the results and whether jobs are accepted. One condition
+    guards all of them; it is never held while bytes are copied.
 
-    Thread: every public method may be called by any thread.
+    Thread: any thread may call every public method.
 
     Args:
         transfer_type: the media, for the results and the thread's name.
@@ -189,14 +190,14 @@ class CopyThread:
         self._open: dict[TransferJobId, _Job] = {}
         self._finished: list[TransferResult] = []
         self._is_accepting = True
-        # A daemon: an engine that dies of an exception must exit without having called shutdown.
+        # A daemon: an engine that dies of an exception must exit without calling shutdown.
         self._thread = threading.Thread(
             target=self._run, name=f"kvtier-copy-{'-to-'.join(transfer_type)}", daemon=True
         )
         self._thread.start()
 
     def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Queue a copy whose parts are made one after the other.
+        """Queue a copy whose parts run one after the other.
 
         Returns:
             False when the thread has ended or the id belongs to a job that is not reported yet.
@@ -217,7 +218,7 @@ class CopyThread:
             return finished
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
         with self._changed:
             self._changed.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
 
@@ -234,7 +235,7 @@ class CopyThread:
             return all(result.success for result in self._finished if result.job_id in job_ids)
 
     def shutdown(self) -> None:
-        """Let the begun copy end, fail the queued ones and end the thread; idempotent."""
+        """Finish the started copy, fail the queued ones and end the thread; idempotent."""
         with self._changed:
             self._is_accepting = False
             self._queue.clear()
@@ -245,7 +246,7 @@ class CopyThread:
         try:
             while (job := self._next_job()) is not None:
                 self._carry_out(job)
-        except BaseException:  # thread top: whatever ends the thread must end its jobs too
+        except BaseException:  # thread top: anything that ends the thread must fail its jobs
             logger.exception("copy thread %s died; its jobs fail", self._thread.name)
         finally:
             self._fail_open_jobs()
@@ -260,14 +261,14 @@ class CopyThread:
         try:
             for part in job.parts:
                 part()
-                self._note_copied(job)
+                self._on_copied(job)
         except Exception:  # thread top
             logger.exception("job %d: copying %s to %s failed", job.job_id, *self._transfer_type)
             self._report(job, success=False)
         else:
             self._report(job, success=True, transfer_time=self._clock() - start_s)
 
-    def _note_copied(self, job: _Job) -> None:
+    def _on_copied(self, job: _Job) -> None:
         with self._changed:
             job.num_copied += 1
             self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Hit ratio against capacity: one replay of the host tier for each of a geometric row of capacities.
+"""Hit ratio against capacity: one replay of the host tier for each capacity of a geometric series.
 
-It has no rule of a cache; each point is a ``replay_host`` with the production manager and policy. Policies that learn
-or refuse have no shortcut such as stack distances, so none is taken for LRU either.
+Each point is a ``replay_host`` with the production manager and policy. Policies that learn or refuse blocks allow no
+shortcut such as stack distances, so none is used for LRU either.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.trace import Trace
 
 SMALLEST_SHARE = 1 / 512
-"""Of the unique blocks. A cache below turns over within seconds on the traces that we know."""
+"""Share of the unique blocks. A smaller cache turns over within seconds on the traces that we know."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What host memory of one size finds.
+    """Hits of host memory of one size.
 
     Attributes:
         num_blocks: its capacity.
-        hit_ratio: blocks of found prefixes over all blocks named.
+        hit_ratio: blocks of found prefixes over all accessed blocks.
         writes_per_unique_block: how often a block was stored on average.
     """
 
@@ -33,10 +33,10 @@ class CurvePoint:
 def list_capacities(
     smallest_blocks: int, largest_blocks: int, steps_per_doubling: int = 1
 ) -> tuple[int, ...]:
-    """Return a geometric row from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
+    """Return a geometric series from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
 
     Raises:
-        ConfigError: the smallest is below one or above the largest, or there is no step.
+        ConfigError: the smallest is below one or above the largest, or ``steps_per_doubling`` is below one.
     """
     if not 1 <= smallest_blocks <= largest_blocks:
         raise ConfigError("smallest_blocks", smallest_blocks, f"must be from 1 to {largest_blocks}")
@@ -61,11 +61,11 @@ def draw_curve(
     Args:
         trace: the requests.
         cache_policy: registered name of the policy.
-        capacities: in blocks; None takes doublings from SMALLEST_SHARE of the unique blocks up to all of them.
+        capacities: in blocks; None: doublings from SMALLEST_SHARE of the unique blocks up to all of them.
         on_request: called after each request of each replay, for a progress bar.
 
     Raises:
-        UnknownNameError: there is no such policy.
+        UnknownNameError: the policy does not exist.
     """
     points: list[CurvePoint] = []
     for num_blocks in capacities or default_capacities(trace):

@@ -1,15 +1,15 @@
-"""Replays a trace through host memory and the tiers behind it when transfers take no time: what capacity alone can do.
+"""Evaluates mixes of tiers on a trace, without time (what capacity alone can do) or on simulated time.
 
-It has no device cache and no engine; time passes only from one arrival to the next, for deadlines and pauses. Each
-tier is a SimulatedTier over a link that is practically infinite, behind the production ``TieringOffloadingManager``,
-so cascades, promotions and write-back are its own. For each request, in the order of arrival:
+Without time there is no device cache and no engine; time passes only from one arrival to the next, for deadlines and
+pauses. Each tier is a SimulatedTier over a practically infinite link, behind the production
+``TieringOffloadingManager``, which cascades, promotes and writes back. For each request, in the order of arrival:
 
-1. The manager is told of it. Its prefix is searched as the connector searches it, again after each step, until the
-   answer is known: what a tier has of it is promoted. The hits are the leading run that is then found; the host's are
-   the run that it had before.
+1. The manager is notified of it. Its prefix is searched as the connector searches it, again after each step, until the
+   answer is final: blocks found in a tier are promoted. The hits are the leading run that is then found; the host's
+   hits are the leading run that it held before.
 2. Blocks in host memory are pinned, all are touched, missing ones are stored head to tail as in ``host_replay``, all
    are touched once more so that the head ends up most recent, the writes complete and the pins end.
-3. Steps are made until every cascade has ended.
+3. Steps follow until every cascade has ended.
 """
 
 from collections.abc import Callable
@@ -31,18 +31,21 @@ from kvtier.sim.timeline import Timeline
 from kvtier.sim.trace import BlockKeys, Trace
 
 NO_TIME = LinkSpeed(1e15, 1e15)
-"""For the tiers of a replay: a block of one byte takes a femtosecond, so that no deadline passes during a transfer."""
+"""Speed of the tiers in a replay: a block of one byte takes a femtosecond, so no deadline passes during a transfer."""
+
+OVERLOADS = ".breaker_openings"
+"""Suffix of the counters of how often a tier was skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainReplay:
-    """What a replay has found.
+    """Result of a replay.
 
     Attributes:
-        num_accesses: blocks that the requests named, repeats included.
-        num_unique_blocks: distinct ones.
-        num_hits: blocks of prefixes found in host memory or behind it.
-        num_host_hits: blocks of prefixes that host memory had by itself.
+        num_accesses: accessed blocks, repeats included.
+        num_unique_blocks: distinct accessed blocks.
+        num_hits: blocks of prefixes found in host memory or a tier.
+        num_host_hits: blocks of prefixes found in host memory alone.
         written_blocks: blocks written to each tier, by its name.
         read_blocks: blocks promoted from each tier, by its name.
     """
@@ -56,53 +59,21 @@ class ChainReplay:
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks of found prefixes over all blocks named, from 0 to 1."""
+        """Blocks of found prefixes over all accessed blocks, from 0 to 1."""
         return self.num_hits / self.num_accesses if self.num_accesses else 0.0
-
-    @property
-    def host_hit_ratio(self) -> float:
-        """The same for what host memory had by itself."""
-        return self.num_host_hits / self.num_accesses if self.num_accesses else 0.0
 
     def writes_per_unique_block(self, tier: str) -> float:
         """Return how often a block was written to ``tier`` on average."""
         return self.written_blocks[tier] / self.num_unique_blocks if self.num_unique_blocks else 0.0
 
 
-def replay_chain(
-    trace: Trace, host: HostModel, on_request: Callable[[], object] | None = None
-) -> ChainReplay:
-    """Replay ``trace`` through ``host`` and its tiers by the rules above.
-
-    Args:
-        trace: the requests.
-        host: host memory and the chain behind it; give the tiers the speed NO_TIME.
-        on_request: called after each request, for a progress bar.
-    """
-    chain = _Chain(trace, host)
-    block_keys = BlockKeys()
-    for number, request in enumerate(trace.requests):
-        chain.serve(block_keys.of(request.hash_ids), ReqContext(str(number)), request.arrival_s)
-        if on_request is not None:
-            on_request()
-    named = list(zip([model.name for model in host.tiers], chain.spec.tiers, strict=True))
-    return ChainReplay(
-        trace.num_accesses,
-        trace.num_unique_blocks,
-        chain.num_hits,
-        chain.num_host_hits,
-        {name: tier.num_written_blocks for name, tier in named},
-        {name: tier.num_read_blocks for name, tier in named},
-    )
-
-
 class _Chain:
-    """Host memory and the tiers behind it, in the middle of a replay.
+    """Host memory and the tiers behind it, during a replay.
 
     Attributes:
         spec: the managers.
         num_hits: blocks of found prefixes so far.
-        num_host_hits: those that host memory had by itself.
+        num_host_hits: those of them that host memory held by itself.
     """
 
     def __init__(self, trace: Trace, host: HostModel) -> None:
@@ -141,7 +112,7 @@ class _Chain:
         return num_found
 
     def _step(self) -> bool:
-        """End a step and let its transfers end; return whether there were any."""
+        """End a step and its transfers; return whether there were any."""
         self._is_woken = False
         self._manager.end_step()
         while self._timeline.next_s is not None:
@@ -152,20 +123,16 @@ class _Chain:
         self._is_woken = True
 
 
-OVERLOADS = ".breaker_openings"
-"""How counters end that tell how often a tier was left out."""
+class MixEvaluator(Protocol):
+    """Evaluates a mix on a trace."""
 
-
-class MixJudge(Protocol):
-    """Tells what a mix does with a trace."""
-
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
-        """Return what ``mix`` has done; ``on_request`` is called after each request."""
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return the results of ``mix``; ``on_request`` is called after each request."""
         ...
 
 
-class TimelessJudge:
-    """Replays the trace when transfers take no time. Then media differ by capacity alone, so equal ones are tried once.
+class UntimedEvaluator:
+    """Replays the trace with transfers that take no time. Media then differ by capacity alone; equal mixes run once.
 
     Args:
         trace: the requests.
@@ -177,12 +144,12 @@ class TimelessJudge:
         self._cache_policy = cache_policy
         self._known: dict[tuple[int, ...], _Replayed] = {}
 
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
-        """Return hits and traffic; times are None. Host memory costs nothing by the block: its traffic is left out."""
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return hits and traffic; times are None. Traffic of host memory costs nothing and is not counted."""
         host = mix.host_model(self._cache_policy)
         if host is None:
             return MixOutcome(0.0, {}, {})
-        largest = ROOM * max(1, self._trace.num_unique_blocks)  # in more nothing changes
+        largest = ROOM * max(1, self._trace.num_unique_blocks)  # more capacity changes nothing
         capacities = tuple(min(share.num_blocks, largest) for share in mix.shares)
         if capacities not in self._known:
             self._known[capacities] = self._replay(host, on_request)
@@ -208,12 +175,12 @@ class TimelessJudge:
 
 
 @dataclass(frozen=True, slots=True)
-class TimedJudge:
+class TimedEvaluator:
     """Serves the trace on simulated time.
 
     Attributes:
         trace: the requests.
-        engine: what serves them.
+        engine: the engine that serves them.
         cache_policy: registered name of the policy of host memory.
     """
 
@@ -221,42 +188,78 @@ class TimedJudge:
     engine: EngineModel
     cache_policy: str
 
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
         """Return hits, traffic and times."""
         host = mix.host_model(self.cache_policy)
         return outcome_of(simulate(self.trace, self.engine, host, on_request=on_request))
 
 
-class QuickJudge:
-    """Serves a mix on simulated time unless its capacity alone rules out a goal of hits.
+class ScreeningEvaluator:
+    """Evaluates a mix on simulated time, unless its capacity alone already misses a goal for hits.
 
-    Hits on simulated time are at most those without time, a token that fills no block aside, and those of the device.
+    Hits on simulated time are at most those without time plus those of the device, except for tokens of partial blocks.
 
     Args:
-        timed: serves what may reach the goal.
+        timed: evaluates mixes that may reach the goal.
         hit_ratio: the goal.
-        device_hit_ratio: what the engine finds without offloading.
+        device_hit_ratio: hits of the engine without offloading.
     """
 
-    def __init__(self, timed: TimedJudge, hit_ratio: float, device_hit_ratio: float) -> None:
+    def __init__(self, timed: TimedEvaluator, hit_ratio: float, device_hit_ratio: float) -> None:
         self._timed = timed
-        self._timeless = TimelessJudge(timed.trace, timed.cache_policy)
+        self._timeless = UntimedEvaluator(timed.trace, timed.cache_policy)
         self._hit_ratio = hit_ratio
         self._device_hit_ratio = device_hit_ratio
         trace = timed.trace
         num_prompt_tokens = sum(max(1, request.num_prompt_tokens) for request in trace.requests)
         self._fill = max(1.0, trace.num_accesses * trace.block_tokens / max(1, num_prompt_tokens))
 
-    def judge(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
-        """Return what ``mix`` does on simulated time, or without time where that is far below the goal."""
-        quick = self._timeless.judge(mix)
+    def evaluate(self, mix: Mix, on_request: Callable[[], object] | None = None) -> MixOutcome:
+        """Return the results on simulated time, or those without time where they are far below the goal."""
+        quick = self._timeless.evaluate(mix)
         if quick.hit_ratio * self._fill + self._device_hit_ratio < self._hit_ratio:
             return quick
-        return self._timed.judge(mix, on_request)
+        return self._timed.evaluate(mix, on_request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """Result of a replay; blocks of each tier, in the order of the tiers."""
+
+    hit_ratio: float
+    written_blocks: tuple[int, ...]
+    read_blocks: tuple[int, ...]
+
+
+def replay_chain(
+    trace: Trace, host: HostModel, on_request: Callable[[], object] | None = None
+) -> ChainReplay:
+    """Replay ``trace`` through ``host`` and its tiers by the rules above.
+
+    Args:
+        trace: the requests.
+        host: host memory and the chain behind it; give the tiers the speed NO_TIME.
+        on_request: called after each request, for a progress bar.
+    """
+    chain = _Chain(trace, host)
+    block_keys = BlockKeys()
+    for number, request in enumerate(trace.requests):
+        chain.serve(block_keys.of(request.hash_ids), ReqContext(str(number)), request.arrival_s)
+        if on_request is not None:
+            on_request()
+    named = list(zip([model.name for model in host.tiers], chain.spec.tiers, strict=True))
+    return ChainReplay(
+        trace.num_accesses,
+        trace.num_unique_blocks,
+        chain.num_hits,
+        chain.num_host_hits,
+        {name: tier.num_written_blocks for name, tier in named},
+        {name: tier.num_read_blocks for name, tier in named},
+    )
 
 
 def outcome_of(found: Simulation) -> MixOutcome:
-    """Return what a simulation says of a mix. Pure."""
+    """Return the results of a mix from those of a simulation. Pure."""
     total = found.total
     names = {tier.name: HOST if number == 0 else tier.name for number, tier in enumerate(found.tiers)}
     hits = sum(total.hit_tokens.values())
@@ -268,12 +271,3 @@ def outcome_of(found: Simulation) -> MixOutcome:
         found.num_saved_tokens,
         int(sum(value for name, value in found.counters.items() if name.endswith(OVERLOADS))),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Replayed:
-    """What a replay has found; the blocks of each tier, in their order."""
-
-    hit_ratio: float
-    written_blocks: tuple[int, ...]
-    read_blocks: tuple[int, ...]

@@ -1,13 +1,13 @@
-"""What keys and values of one token weigh, for a model described by its dimensions or by its ``config.json``.
+"""Bytes of keys and values per token, for a model described by its dimensions or by its ``config.json``.
 
-It reads no weights and loads no library. Three kinds of layers are told apart, for they weigh differently:
+There are three kinds of layers:
 
 - attention over the whole prompt: keys and values of each KV head, for every token;
 - attention over a window: the same, but only the last tokens of a prompt are ever read again;
-- latent attention (MLA): one compressed vector and one rotated key a token, shared by the heads.
+- latent attention (MLA): one compressed vector and one rotated key per token, shared by the heads.
 
-What a description leaves open is assumed, and each assumption is kept as a sentence. What it cannot express, such as
-recurrent states, is refused: a wrong number of bytes would make everything that is planned with it wrong.
+Each assumption about a missing value is kept as a sentence. Models that this cannot express, such as those with
+recurrent states, are refused: a wrong number of bytes would make the whole plan wrong.
 """
 
 import json
@@ -39,7 +39,7 @@ DTYPE_ALIASES = {
 }
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Where configurations of models that also see or hear keep the part with the KV cache."""
+"""Fields with the language model's part of a multimodal configuration."""
 
 CHANGING_FIELDS = (
     "num_kv_shared_layers",
@@ -48,14 +48,14 @@ CHANGING_FIELDS = (
     "compress_ratios",
     "block_configs",
 )
-"""Fields that change what a token weighs in ways that are not known here: sharing between layers, heads of two
+"""Fields that change the bytes of a token in ways that are not supported here: sharing between layers, heads of two
 sizes, the keys of an index, compressed layers, layers of different shapes."""
 
 GUIDE = "describe it with --layers, --kv-heads, --head-size and --dtype, or give --kv-bytes-per-token"
 
 
 class Reach(Enum):
-    """How much of a prompt a layer reads."""
+    """The part of a prompt that a layer reads."""
 
     WHOLE = "whole"
     WINDOW = "window"
@@ -76,9 +76,9 @@ class LayerGroup:
     """Layers of one kind.
 
     Attributes:
-        num_layers: how many.
-        bytes_per_token: of one such layer.
-        window_tokens: tokens that it reads at most; None for the whole prompt.
+        num_layers: number of layers.
+        bytes_per_token: bytes of one such layer.
+        window_tokens: tokens that it reads at most; None: the whole prompt.
     """
 
     num_layers: int
@@ -93,7 +93,7 @@ class ModelShape:
     Attributes:
         layers: its layers by kind.
         kv_dtype: type of keys and values.
-        assumptions: what the description left open, as sentences.
+        assumptions: assumptions about missing values, as sentences.
     """
 
     layers: tuple[LayerGroup, ...]
@@ -102,95 +102,32 @@ class ModelShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that a stored token takes: kvtier stores each layer's part, a window's too."""
+        """Bytes of a stored token. kvtier stores each layer's part, also of a window layer."""
         return sum(group.num_layers * group.bytes_per_token for group in self.layers)
 
     @property
     def growing_bytes_per_token(self) -> int:
-        """The part of it in layers that read the whole prompt."""
+        """Bytes of a token in layers that read the whole prompt."""
         whole = (group for group in self.layers if group.window_tokens is None)
         return sum(group.num_layers * group.bytes_per_token for group in whole)
 
     @property
     def bounded_bytes(self) -> int:
-        """Bytes of the window layers for a prompt longer than every window."""
+        """Bytes of all window layers for a prompt longer than every window."""
         return sum(
             group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
         )
 
     def load_bytes(self, num_tokens: int) -> int:
-        """Return what is loaded for a prefix of ``num_tokens``: a window layer loads its window alone. Pure."""
+        """Return the bytes to load for a prefix of ``num_tokens``; a window layer loads only its window. Pure."""
         return sum(
             group.num_layers * group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.layers
         )
 
 
-def shape_of_dimensions(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
-    """Return the shape of a model whose layers are alike and read the whole prompt. Pure.
-
-    Raises:
-        ConfigError: a dimension below one, or an unknown dtype.
-    """
-    for option, value in (("--layers", num_layers), ("--kv-heads", num_kv_heads), ("--head-size", head_size)):
-        if value < 1:
-            raise ConfigError(option, value, "must be at least 1")
-    name, size = parse_dtype("--dtype", dtype)
-    return ModelShape((LayerGroup(num_layers, 2 * num_kv_heads * head_size * size),), name)
-
-
-def shape_of_bytes(bytes_per_token: int) -> ModelShape:
-    """Return the shape of a model of which only the bytes of a token are known. Pure."""
-    return ModelShape((LayerGroup(1, bytes_per_token),), "unknown")
-
-
-def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
-    """Return the shape of the model whose ``config.json`` stands at ``path``.
-
-    Args:
-        path: the file.
-        kv_dtype: type of keys and values where it differs from the model's, for example "fp8".
-
-    Raises:
-        ConfigError: the file cannot be read, or describes no KV cache that is known here.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--config", str(path), f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(
-            "--config", str(path), f"is no JSON ({error}): give a model's config.json"
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigError("--config", str(path), "holds no object: give a model's config.json")
-    return shape_of_config(found, kv_dtype)
-
-
-def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
-    """Return the shape that a ``config.json`` describes. Pure.
-
-    Raises:
-        ConfigError: a field is missing or has a value that is not known here.
-    """
-    return _ConfigReader(config).read(kv_dtype)
-
-
-def parse_dtype(option: str, name: str) -> tuple[str, int]:
-    """Return the full name of a dtype and its bytes. Pure.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
-    full = DTYPE_ALIASES.get(name.lower(), name.lower()).removeprefix("torch.")
-    if full not in DTYPE_BYTES:
-        known = ", ".join((*DTYPE_BYTES, *DTYPE_ALIASES))
-        raise ConfigError(option, name, f"known are {known}; else give --kv-bytes-per-token")
-    return full, DTYPE_BYTES[full]
-
-
 class _ConfigReader:
-    """Reads one configuration and collects what it had to assume."""
+    """Reads one configuration and collects its assumptions."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:  # Any: JSON
         self._outer = config
@@ -204,7 +141,7 @@ class _ConfigReader:
         for field in CHANGING_FIELDS:
             if self._config.get(field):
                 raise ConfigError(
-                    field, self._config[field], f"changes the KV cache in a way unknown here: {GUIDE}"
+                    field, self._config[field], f"changes the KV cache in an unsupported way: {GUIDE}"
                 )
         num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         windows = self._windows(num_layers)
@@ -215,15 +152,15 @@ class _ConfigReader:
         )
         if any(group.window_tokens for group in groups):
             self._assumed.append(
-                "each block of a window layer is stored; of a prefix that is loaded only the window is"
+                "each block of a window layer is stored; of a loaded prefix only the window is loaded"
             )
         return ModelShape(groups, dtype, tuple(self._assumed))
 
     def _layer_elements(self) -> int:
-        """Return the numbers that a layer keeps for a token."""
+        """Return the numbers that a layer stores per token."""
         if self._config.get("kv_lora_rank") is not None:
             self._assumed.append(
-                "latent attention keeps one compressed vector a token and layer, not keys and values"
+                "latent attention stores one compressed vector per token and layer, not keys and values"
             )
             return self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
         return 2 * self._num_kv_heads() * self._head_size()
@@ -234,7 +171,7 @@ class _ConfigReader:
         for field in ("num_key_value_heads", "num_kv_heads"):
             if self._config.get(field) is not None:
                 return self._number(field)
-        self._assumed.append("the config names no KV heads: as many as attention heads")
+        self._assumed.append("the config has no number of KV heads: as many as attention heads")
         return self._num_heads()
 
     def _num_heads(self) -> int:
@@ -245,12 +182,12 @@ class _ConfigReader:
             return self._number("head_dim")
         hidden, heads = self._number("hidden_size", "n_embd", "d_model"), self._num_heads()
         if hidden % heads:
-            remedy = f"is no multiple of {heads} attention heads, and there is no head_dim: {GUIDE}"
+            remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {GUIDE}"
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
 
     def _windows(self, num_layers: int) -> list[int | None]:
-        """Return the window of each layer, None for those that read the whole prompt."""
+        """Return the window of each layer; None for layers that read the whole prompt."""
         kinds = self._config.get("layer_types")
         if kinds is not None:
             return self._windows_of_types(kinds, num_layers)
@@ -262,7 +199,7 @@ class _ConfigReader:
         ):
             if self._config.get(field):
                 raise ConfigError(
-                    field, self._config[field], f"some layers keep states, not keys and values: {GUIDE}"
+                    field, self._config[field], f"some layers store states, not keys and values: {GUIDE}"
                 )
         window = self._config.get("sliding_window")
         if not window or self._config.get("use_sliding_window") is False:
@@ -289,30 +226,91 @@ class _ConfigReader:
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)
-                raise ConfigError(
-                    "layer_types", kind, f"keeps no keys and values that are known here ({known}): {GUIDE}"
-                )
+                raise ConfigError("layer_types", kind, f"is not supported, known are {known}: {GUIDE}")
             field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
             windows.append(self._number(field) if reach is Reach.WINDOW else None)
         return windows
 
     def _dtype(self, kv_dtype: str | None) -> tuple[str, int]:
         if kv_dtype is not None:
-            self._assumed.append(f"keys and values are kept as {kv_dtype}; scales beside them weigh nothing")
+            self._assumed.append(f"keys and values are stored as {kv_dtype}; their scales take no bytes")
             return parse_dtype("--kv-dtype", kv_dtype)
         for config in (self._config, self._outer):
             for field in ("dtype", "torch_dtype"):
                 if isinstance(config.get(field), str):
                     return parse_dtype(field, config[field])
-        raise ConfigError("torch_dtype", None, "the config does not name it: give --kv-dtype")
+        raise ConfigError("torch_dtype", None, "is missing in the config: give --kv-dtype")
 
     def _number(self, field: str, *aliases: str) -> int:
-        """Return a whole number above zero under the first of these names that is there."""
+        """Return the positive integer under the first of these names that exists."""
         value = next(
             (self._config[name] for name in (field, *aliases) if self._config.get(name) is not None), None
         )
         if value is None:
-            raise ConfigError(field, None, f"the config does not have it: {GUIDE}")
+            raise ConfigError(field, None, f"is missing in the config: {GUIDE}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field, value, f"must be a whole number above zero: {GUIDE}")
+            raise ConfigError(field, value, f"must be an integer above zero: {GUIDE}")
         return value
+
+
+def shape_of_dimensions(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
+    """Return the shape of a model whose layers are alike and read the whole prompt. Pure.
+
+    Raises:
+        ConfigError: a dimension below one, or an unknown dtype.
+    """
+    for option, value in (("--layers", num_layers), ("--kv-heads", num_kv_heads), ("--head-size", head_size)):
+        if value < 1:
+            raise ConfigError(option, value, "must be at least 1")
+    name, size = parse_dtype("--dtype", dtype)
+    return ModelShape((LayerGroup(num_layers, 2 * num_kv_heads * head_size * size),), name)
+
+
+def shape_of_bytes(bytes_per_token: int) -> ModelShape:
+    """Return the shape of a model from its bytes per token alone. Pure."""
+    return ModelShape((LayerGroup(1, bytes_per_token),), "unknown")
+
+
+def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
+    """Return the shape of the model whose ``config.json`` is at ``path``.
+
+    Args:
+        path: the file.
+        kv_dtype: type of keys and values if it differs from the model's, for example "fp8".
+
+    Raises:
+        ConfigError: the file cannot be read, or describes no supported KV cache.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--config", str(path), f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ConfigError(
+            "--config", str(path), f"is not JSON ({error}): give a model's config.json"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError("--config", str(path), "is not a JSON object: give a model's config.json")
+    return shape_of_config(found, kv_dtype)
+
+
+def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
+    """Return the shape that a ``config.json`` describes. Pure.
+
+    Raises:
+        ConfigError: a field is missing or has an unsupported value.
+    """
+    return _ConfigReader(config).read(kv_dtype)
+
+
+def parse_dtype(option: str, name: str) -> tuple[str, int]:
+    """Return the full name of a dtype and its bytes. Pure.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    full = DTYPE_ALIASES.get(name.lower(), name.lower()).removeprefix("torch.")
+    if full not in DTYPE_BYTES:
+        known = ", ".join((*DTYPE_BYTES, *DTYPE_ALIASES))
+        raise ConfigError(option, name, f"must be one of {known}; or give --kv-bytes-per-token instead")
+    return full, DTYPE_BYTES[full]

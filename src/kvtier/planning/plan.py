@@ -1,6 +1,6 @@
 """A plan: what a trace needs, what each medium can do for it, and the cheapest mix that reaches a goal.
 
-It puts together what its neighbours find and prints nothing. Whatever it says of a mix was found on simulated time.
+Every shown result of a mix is from a simulation on simulated time.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s
 from kvtier.planning.capacity_curve import CurvePoint, draw_curve
-from kvtier.planning.evaluator import MixJudge, QuickJudge, TimedJudge
+from kvtier.planning.evaluator import MixEvaluator, ScreeningEvaluator, TimedEvaluator
 from kvtier.planning.model_shape import ModelShape
 from kvtier.planning.planner import MixCandidate, Row, Search, list_kinds, search
 from kvtier.planning.prices import GB, HOST, SECONDS_PER_MONTH, Medium, PriceList
@@ -20,28 +20,28 @@ from kvtier.sim.model import EngineModel
 from kvtier.sim.trace import Trace
 
 EXAMPLE_TOKENS = 8192
-"""A prefix to put times beside the break-even length: a long document or a dozen turns of a chat."""
+"""Example length beside the break-even length: a long document or a dozen turns of a chat."""
 
 Progress = Callable[[str], Callable[[], object]]
-"""Told what begins; returns what to call after each request."""
+"""Called with the name of each replay before it begins; returns a function to call after each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned.
+    """The inputs of a plan.
 
     Attributes:
         trace: the traffic.
         shape: the model's keys and values.
-        engine: what serves it.
-        prices: what media cost.
+        engine: the engine that serves the traffic.
+        prices: prices of the media.
         host: capacities of host memory to try.
         tiers: capacities of each tier to try.
         cache_policy: registered name of the policy of host memory.
-        goal: what to reach; None plans no purchase.
-        max_tiers: tiers behind host memory at most.
+        goal: the goal; None: no search.
+        max_tiers: tiers behind host memory, at most.
         num_gpus: GPUs that compute the prompts together.
-        max_shown: mixes that are shown at most.
+        max_shown: mixes to show, at most.
     """
 
     trace: Trace
@@ -59,11 +59,11 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """From which length on a prefix is loaded faster than computed.
+    """The prefix length from which loading is faster than computing.
 
     Attributes:
-        medium: where it is loaded from, by way of host memory.
-        tokens: longer prefixes are loaded faster; 0 for any length, None for no length.
+        medium: the medium that is loaded from, through host memory.
+        tokens: longer prefixes are faster to load; 0: any length, None: no length.
         example_s: seconds to load EXAMPLE_TOKENS.
         example_compute_s: seconds to compute them.
     """
@@ -75,14 +75,14 @@ class BreakEven:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """A mix that is worth showing.
+class ShownMix:
+    """A mix in the result.
 
     Attributes:
-        candidate: what the search found.
-        timed: what it does on simulated time.
+        candidate: the mix, from the search.
+        timed: its results on simulated time.
         saved_gpu_hours_per_month: GPU time that its loads save.
-        saved_usd_per_month: the same in money.
+        saved_usd_per_month: the price of that GPU time.
     """
 
     candidate: MixCandidate
@@ -93,18 +93,18 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was found.
+    """The results of a plan.
 
     Attributes:
-        bytes_per_token: keys and values of a token.
-        unique_bytes: all distinct blocks of the trace.
+        bytes_per_token: bytes of a token's keys and values.
+        unique_bytes: bytes of all distinct blocks of the trace.
         working_sets: blocks in use within windows.
-        reuse_gaps: how long blocks rest.
+        reuse_gaps: times between two uses of a block.
         curve: hits of host memory alone.
         break_evens: host memory first, then each tier.
         without: the engine with its device cache alone; None without a goal.
-        search: what the search found; None without a goal, or when the device alone reaches it.
-        shown: the cheapest mixes of each kind; when none reaches the goal the closest one.
+        search: result of the search; None without a goal, or when the device cache alone reaches it.
+        shown: the cheapest mix of each kind; the closest one when none reaches the goal.
         is_reached: whether the goal is reached; None without one.
     """
 
@@ -116,51 +116,66 @@ class Plan:
     break_evens: tuple[BreakEven, ...]
     without: MixOutcome | None = None
     search: Search | None = None
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[ShownMix, ...] = ()
     is_reached: bool | None = None
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return the values as JSON objects; null for what is infinite, as the life of an unused disk."""
+        """Return the values as JSON objects; null for infinity, such as the life of an unused disk."""
         return {name: _to_finite(value) for name, value in asdict(self).items()}
 
 
-def make_plan(question: PlanRequest, begin: Progress | None = None) -> Plan:
-    """Return the plan for ``question``.
+def make_plan(request: PlanRequest, begin: Progress | None = None) -> Plan:
+    """Return the plan for ``request``.
 
     Args:
-        question: what to plan.
-        begin: told each replay before it begins, for a progress bar.
+        request: the inputs.
+        begin: called before each replay, for a progress bar.
 
     Raises:
         ConfigError: the trace has no duration.
-        UnknownNameError: there is no such policy.
+        UnknownNameError: the policy does not exist.
     """
-    begin = begin or _be_silent
-    trace, goal = question.trace, question.goal
-    curve = draw_curve(trace, question.cache_policy, on_request=begin("hits against capacity"))
+    begin = begin or _ignore_progress
+    trace, goal = request.trace, request.goal
+    curve = draw_curve(trace, request.cache_policy, on_request=begin("hits against capacity"))
     measured = Plan(
-        bytes_per_token=question.shape.bytes_per_token,
-        unique_bytes=trace.num_unique_blocks * question.engine.block_bytes,
+        bytes_per_token=request.shape.bytes_per_token,
+        unique_bytes=trace.num_unique_blocks * request.engine.block_bytes,
         working_sets=measure_working_sets(trace),
         reuse_gaps=measure_reuse_gaps(trace),
         curve=curve,
-        break_evens=list_break_evens(question),
+        break_evens=list_break_evens(request),
     )
-    return measured if goal is None else _plan_purchase(question, goal, measured, begin)
+    return measured if goal is None else _plan_purchase(request, goal, measured, begin)
 
 
-def list_break_evens(question: PlanRequest) -> tuple[BreakEven, ...]:
+def list_break_evens(request: PlanRequest) -> tuple[BreakEven, ...]:
     """Return the break-even length of host memory and of each tier. Pure."""
-    host = question.host.medium
+    host = request.host.medium
     device_link = LinkRate(host.read_gb_s * GB, host.latency_ms / 1000)
-    media = [host, *(row.medium for row in question.tiers)]
-    return tuple(_break_even(medium, device_link, question) for medium in media)
+    media = [host, *(row.medium for row in request.tiers)]
+    return tuple(_break_even(medium, device_link, request) for medium in media)
 
 
-def _break_even(medium: Medium, device_link: LinkRate, question: PlanRequest) -> BreakEven:
-    rate = PrefillRate(1 / question.engine.prefill_tokens_per_s)
-    bytes_per_token = question.shape.bytes_per_token
-    tier_link = [] if medium.name == HOST else [medium.read_rate(question.engine.block_bytes)]
+def describe(mix: Mix, block_bytes: int) -> str:
+    """Return a mix as a short text such as "host 64 GiB + nvme 7.0 TiB". Pure."""
+    parts = (f"{one.medium.name} {format_bytes(one.num_blocks * block_bytes)}" for one in mix.shares)
+    return " + ".join(parts) or "without"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a size in the largest binary unit of which there is at least one. Pure."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{int(num_bytes < 100 and num_bytes != int(num_bytes))}f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} PiB"
+
+
+def _break_even(medium: Medium, device_link: LinkRate, request: PlanRequest) -> BreakEven:
+    rate = PrefillRate(1 / request.engine.prefill_tokens_per_s)
+    bytes_per_token = request.shape.bytes_per_token
+    tier_link = [] if medium.name == HOST else [medium.read_rate(request.engine.block_bytes)]
     links = [*tier_link, device_link]
     return BreakEven(
         medium.name,
@@ -170,27 +185,27 @@ def _break_even(medium: Medium, device_link: LinkRate, question: PlanRequest) ->
     )
 
 
-def _plan_purchase(question: PlanRequest, goal: Goal, measured: Plan, begin: Progress) -> Plan:
-    timed = TimedJudge(question.trace, question.engine, question.cache_policy)
-    without = timed.judge(Mix(()), begin("without offloading"))
+def _plan_purchase(request: PlanRequest, goal: Goal, measured: Plan, begin: Progress) -> Plan:
+    timed = TimedEvaluator(request.trace, request.engine, request.cache_policy)
+    without = timed.evaluate(Mix(()), begin("without offloading"))
     found: Search | None = None
-    shown: tuple[Shown, ...] = ()
+    shown: tuple[ShownMix, ...] = ()
     is_reached = goal.is_reached(without)
     if not is_reached:
-        judge: MixJudge = timed
+        evaluator: MixEvaluator = timed
         if goal.hit_ratio is not None:
-            judge = QuickJudge(timed, goal.hit_ratio, without.hit_ratio)
+            evaluator = ScreeningEvaluator(timed, goal.hit_ratio, without.hit_ratio)
         found = search(
-            list_kinds(question.host, question.tiers, question.max_tiers),
+            list_kinds(request.host, request.tiers, request.max_tiers),
             goal,
-            judge,
-            block_bytes=question.engine.block_bytes,
-            duration_s=question.trace.duration_s,
-            on_mix=lambda mix: begin(describe(mix, question.engine.block_bytes)),
+            evaluator,
+            block_bytes=request.engine.block_bytes,
+            duration_s=request.trace.duration_s,
+            on_mix=lambda mix: begin(describe(mix, request.engine.block_bytes)),
         )
         is_reached = bool(found.best)
-        candidates = found.best[: question.max_shown] or ((found.closest,) if found.closest else ())
-        shown = _show(question, candidates, timed, begin)
+        candidates = found.best[: request.max_shown] or ((found.closest,) if found.closest else ())
+        shown = _show(request, candidates, timed, begin)
     return Plan(
         measured.bytes_per_token,
         measured.unique_bytes,
@@ -206,34 +221,19 @@ def _plan_purchase(question: PlanRequest, goal: Goal, measured: Plan, begin: Pro
 
 
 def _show(
-    question: PlanRequest, candidates: Sequence[MixCandidate], timed: TimedJudge, begin: Progress
-) -> tuple[Shown, ...]:
-    """Serve what was only tried without time on simulated time, and count what is saved."""
-    shown: list[Shown] = []
+    request: PlanRequest, candidates: Sequence[MixCandidate], timed: TimedEvaluator, begin: Progress
+) -> tuple[ShownMix, ...]:
+    """Evaluate on simulated time what was only tried without time, and compute the savings."""
+    shown: list[ShownMix] = []
     for candidate in candidates:
         outcome = candidate.outcome
         if outcome.first_token is None:
-            name = describe(candidate.mix, question.engine.block_bytes)
-            outcome = timed.judge(candidate.mix, begin(f"{name}, timed"))
-        saved_s = (outcome.num_saved_tokens or 0) / question.engine.prefill_tokens_per_s
-        hours = saved_s / 3600 * question.num_gpus * SECONDS_PER_MONTH / question.trace.duration_s
-        shown.append(Shown(candidate, outcome, hours, hours * question.prices.gpu_usd_per_hour))
+            name = describe(candidate.mix, request.engine.block_bytes)
+            outcome = timed.evaluate(candidate.mix, begin(f"{name}, timed"))
+        saved_s = (outcome.num_saved_tokens or 0) / request.engine.prefill_tokens_per_s
+        hours = saved_s / 3600 * request.num_gpus * SECONDS_PER_MONTH / request.trace.duration_s
+        shown.append(ShownMix(candidate, outcome, hours, hours * request.prices.gpu_usd_per_hour))
     return tuple(shown)
-
-
-def describe(mix: Mix, block_bytes: int) -> str:
-    """Return a mix in a few words, such as "host 64 GiB + nvme 7.0 TiB". Pure."""
-    parts = (f"{one.medium.name} {format_bytes(one.num_blocks * block_bytes)}" for one in mix.shares)
-    return " + ".join(parts) or "without"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Return a size with the largest binary unit of which there is at least one. Pure."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.{int(num_bytes < 100 and num_bytes != int(num_bytes))}f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} PiB"
 
 
 def _to_finite(value: object) -> object:
@@ -244,6 +244,6 @@ def _to_finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _be_silent(what: str) -> Callable[[], object]:
+def _ignore_progress(what: str) -> Callable[[], object]:
     del what
     return lambda: None

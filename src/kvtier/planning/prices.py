@@ -1,7 +1,7 @@
-"""What media cost, how fast they are and how long they last: read from a file of prices, checked, never made up.
+"""Prices, speeds and lifetimes of media, read from a price file and validated.
 
-It knows no market. ``prices.toml`` beside it is what `kvtier plan` uses unless it is given another; every entry there
-says where its numbers come from and from when, and an entry without a source or a date is refused.
+`kvtier plan` uses ``prices.toml`` beside this module by default. Every entry has the source and the date of its
+numbers; an entry without them is refused.
 """
 
 import math
@@ -25,37 +25,48 @@ SECONDS_PER_DAY = 86_400
 MONTHS_PER_YEAR = 12
 
 HOST = "host"
-"""The medium that is host memory; every mix has some of it."""
+"""The name of the medium that is host memory; every mix has some of it."""
+
+_AMOUNTS = (
+    "latency_ms",
+    "usd_per_gib_month",
+    "usd_per_gib",
+    "usd_per_month",
+    "usd_per_1000_writes",
+    "usd_per_1000_reads",
+    "usd_per_gib_written",
+    "usd_per_gib_read",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """Something that keeps blocks.
+    """A medium that stores blocks.
 
     Attributes:
-        name: what tables and ``--media`` call it; "host" is host memory.
-        tier: what it is in words, and which of kvtier's tiers it is for.
+        name: its name in tables and in ``--media``; "host" is host memory.
+        tier: description, with the kvtier tier that uses it.
         date: when the numbers were published.
         source: where they were read, and which of them are assumptions.
         read_gb_s: bandwidth of reads, 10^9 bytes a second.
-        write_gb_s: bandwidth of writes.
+        write_gb_s: bandwidth of writes, 10^9 bytes a second.
         latency_ms: milliseconds until the first byte of a block.
-        streams: blocks under way at a time.
-        usd_per_gib_month: rent; 0 for what is bought.
+        streams: concurrent transfers of blocks.
+        usd_per_gib_month: rent; 0 if it is bought.
         usd_per_gib: purchase, spread over ``amortise_months`` or the time until it is worn out, if that is shorter.
         amortise_months: months that a purchase is spread over.
-        usd_per_month: paid whatever the capacity.
-        usd_per_1000_writes: for so many blocks written.
-        usd_per_1000_reads: for so many blocks read.
-        usd_per_gib_written: for the bytes of blocks written.
-        usd_per_gib_read: for the bytes of blocks read.
-        sold_in_gib: capacity is paid for in whole multiples of it.
-        max_gib: the most that can be had; None for no limit.
-        drive_writes_per_day: how often a day it may be overwritten for ``warranty_years``; None for what does not wear.
-        warranty_years: see there.
+        usd_per_month: fixed cost, independent of capacity.
+        usd_per_1000_writes: cost of 1000 written blocks.
+        usd_per_1000_reads: cost of 1000 read blocks.
+        usd_per_gib_written: cost of the bytes of written blocks.
+        usd_per_gib_read: cost of the bytes of read blocks.
+        sold_in_gib: capacity is sold in multiples of it.
+        max_gib: largest capacity; None: no limit.
+        drive_writes_per_day: rated overwrites per day during ``warranty_years``; None if it does not wear.
+        warranty_years: years of the rating.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: a value is not valid.
     """
 
     name: str
@@ -82,9 +93,7 @@ class Medium:
     def __post_init__(self) -> None:
         for name in ("name", "tier", "date", "source"):
             if not getattr(self, name).strip():
-                raise ConfigError(
-                    name, "", "every price says what it is for, where it comes from and from when"
-                )
+                raise ConfigError(name, "", "each price needs a description, a source and a date: add them")
         for name in ("read_gb_s", "write_gb_s", "streams", "amortise_months", "sold_in_gib"):
             _check(f"{self.name}.{name}", getattr(self, name), is_zero_allowed=False)
         for name in _AMOUNTS:
@@ -105,28 +114,28 @@ class Medium:
         return LinkSpeed(self.read_gb_s * GB, self.write_gb_s * GB, self.latency_ms / 1000, self.streams)
 
     def read_rate(self, block_bytes: int) -> LinkRate:
-        """Return how fast blocks come from it, for the cost model. Pure."""
+        """Return the rate of reading blocks from it, for the cost model. Pure."""
         return make_link_rate(
             self.read_gb_s * GB, self.latency_ms / 1000, part_bytes=block_bytes, num_streams=self.streams
         )
 
     def sold_bytes(self, num_bytes: int) -> int:
-        """Return the capacity that is paid for when ``num_bytes`` are used; nothing for none. Pure."""
+        """Return the sold capacity that holds ``num_bytes``; 0 for 0. Pure."""
         steps = math.ceil(num_bytes / (self.sold_in_gib * GIB))
         return math.ceil(steps * self.sold_in_gib * GIB)
 
     def largest_sold_bytes(self, max_bytes: float) -> int:
-        """Return the largest capacity of whole pieces within ``max_bytes``; nothing when not one is. Pure."""
+        """Return the largest sold capacity within ``max_bytes``; 0 when there is none. Pure."""
         return math.floor(math.floor(max_bytes / (self.sold_in_gib * GIB)) * self.sold_in_gib * GIB)
 
     def rated_write_bytes(self, num_bytes: int) -> float | None:
-        """Return the bytes that may be written to what is sold for ``num_bytes``; None when it does not wear. Pure."""
+        """Return the rated writes in bytes of what is sold for ``num_bytes``; None when it does not wear. Pure."""
         if self.drive_writes_per_day is None or self.warranty_years is None:
             return None
         return self.sold_bytes(num_bytes) * self.drive_writes_per_day * self.warranty_years * DAYS_PER_YEAR
 
     def endurance_years(self, num_bytes: int, written_bytes_per_s: float) -> float | None:
-        """Return after how long it is worn out: rated bytes over bytes written in a year.
+        """Return the years until it is worn out: rated bytes over bytes written in a year.
 
         None when it does not wear, infinity when nothing is written. Pure.
         """
@@ -137,7 +146,7 @@ class Medium:
         return rated / written if written else math.inf
 
     def capacity_usd_per_month(self, num_bytes: int, endurance_years: float | None = None) -> float:
-        """Return what a capacity costs a month before anything is read or written.
+        """Return the cost of a capacity per month, without traffic.
 
         A purchase that is worn out before it is paid off is spread over the shorter time. Pure.
         """
@@ -149,7 +158,7 @@ class Medium:
         return gib * self.usd_per_gib_month + purchase + self.usd_per_month
 
     def traffic_usd(self, *, written_blocks: float, read_blocks: float, block_bytes: int) -> float:
-        """Return what so many blocks written and read cost. Pure."""
+        """Return the cost of written and read blocks. Pure."""
         requests = written_blocks * self.usd_per_1000_writes + read_blocks * self.usd_per_1000_reads
         moved = written_blocks * self.usd_per_gib_written + read_blocks * self.usd_per_gib_read
         return requests / 1000 + moved * block_bytes / GIB
@@ -161,8 +170,8 @@ class PriceList:
 
     Attributes:
         media: by name.
-        gpu_usd_per_hour: of one GPU.
-        gpu_source: where that was read, and when.
+        gpu_usd_per_hour: price of one GPU.
+        gpu_source: source and date of that price.
     """
 
     media: Mapping[str, Medium]
@@ -170,10 +179,10 @@ class PriceList:
     gpu_source: str
 
     def choose(self, names: Sequence[str] | None) -> tuple[Medium, ...]:
-        """Return the media with these names, without host memory; all of them for None.
+        """Return the media with these names, or all for None, without host memory.
 
         Raises:
-            UnknownNameError: there is no such medium.
+            UnknownNameError: a medium does not exist.
         """
         for name in names or ():
             if name not in self.media:
@@ -182,24 +191,12 @@ class PriceList:
         return tuple(self.media[name] for name in chosen if name != HOST)
 
 
-_AMOUNTS = (
-    "latency_ms",
-    "usd_per_gib_month",
-    "usd_per_gib",
-    "usd_per_month",
-    "usd_per_1000_writes",
-    "usd_per_1000_reads",
-    "usd_per_gib_written",
-    "usd_per_gib_read",
-)
-
-
 def read_prices(path: Path | None = None) -> PriceList:
-    """Return the prices of a file; of the one that comes with kvtier for None.
+    """Return the prices of a file; None: of kvtier's own.
 
     Raises:
-        ConfigError: the file cannot be read, or an entry lacks something or cannot be.
-        UnknownNameError: an entry has a field that nobody reads.
+        ConfigError: the file cannot be read, or an entry is incomplete or not valid.
+        UnknownNameError: an entry has an unknown field.
     """
     shown = "prices.toml" if path is None else str(path)
     try:
@@ -211,15 +208,15 @@ def read_prices(path: Path | None = None) -> PriceList:
     except OSError as error:
         raise ConfigError("--prices", shown, f"cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("--prices", shown, f"is no TOML ({error})") from error
+        raise ConfigError("--prices", shown, f"is not TOML ({error})") from error
 
 
 def parse_prices(found: Mapping[str, Any]) -> PriceList:
-    """Return the prices that a file of this content holds. Pure.
+    """Return the prices of a file with this content. Pure.
 
     Raises:
         ConfigError: see ``read_prices``.
-        UnknownNameError: see there.
+        UnknownNameError: see ``read_prices``.
     """
     _check_fields("price list", found, {"gpu", "media"}, {"gpu", "media"})
     gpu, entries = found["gpu"], found["media"]
@@ -233,7 +230,7 @@ def parse_prices(found: Mapping[str, Any]) -> PriceList:
     for entry in entries:
         medium = _parse_medium(entry)
         if medium.name in media:
-            raise ConfigError("media", medium.name, "stands there twice: give each medium a name of its own")
+            raise ConfigError("media", medium.name, "is listed twice: give each medium its own name")
         media[medium.name] = medium
     if HOST not in media:
         raise ConfigError(

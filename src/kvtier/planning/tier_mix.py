@@ -1,7 +1,7 @@
-"""A mix of host memory and tiers: what it is, what it has done with a trace, what that costs a month.
+"""Mixes of host memory and tiers, their results on a trace, and their cost per month.
 
-It searches nothing and simulates nothing. Costs are those of ``Medium``: capacity as it is sold, requests and bytes at
-the rate of the trace, wear of disks at the rate of the trace's writes.
+Costs are those of ``Medium``: capacity as it is sold, requests and bytes at the rate of the trace, wear of disks at the
+trace's rate of writes.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ class Share:
     """Blocks on one medium.
 
     Attributes:
-        medium: where.
-        num_blocks: how many.
+        medium: the medium.
+        num_blocks: number of blocks.
     """
 
     medium: Medium
@@ -29,17 +29,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Host memory and the tiers behind it, fastest first; no share at all is an engine without offloading."""
+    """Host memory and the tiers behind it, fastest first; without shares, an engine without offloading."""
 
     shares: tuple[Share, ...]
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The names of its media, in the order in which they are asked."""
+        """The names of its media, in the order of lookups."""
         return tuple(share.medium.name for share in self.shares)
 
     def host_model(self, cache_policy: str) -> HostModel | None:
-        """Return what to simulate; None without offloading."""
+        """Return the model to simulate; None without offloading."""
         if not self.shares:
             return None
         host, *tiers = self.shares
@@ -47,21 +47,21 @@ class Mix:
         return HostModel(host.num_blocks, cache_policy, speed=host.medium.speed, tiers=models)
 
     def capacity_usd_per_month(self, block_bytes: int) -> float:
-        """Return what it costs before a block is moved and if no disk wears out: no bill is below it. Pure."""
+        """Return the cost without traffic and wear, a lower bound of the bill. Pure."""
         return sum(one.medium.capacity_usd_per_month(one.num_blocks * block_bytes) for one in self.shares)
 
 
 @dataclass(frozen=True, slots=True)
 class MixOutcome:
-    """What a mix has done with a trace.
+    """The results of a mix on a trace.
 
     Attributes:
         hit_ratio: share of the prompts that need not be computed, from 0 to 1.
         written_blocks: blocks written to each medium, by its name.
-        read_blocks: blocks read from it.
+        read_blocks: blocks read from each medium, by its name.
         first_token: time to first token; None where time was not simulated.
         num_saved_tokens: tokens loaded instead of computed; None where time was not simulated.
-        num_overloads: times that a tier could not keep up and was left out for a while.
+        num_overloads: how often a tier was overloaded and skipped for some seconds.
     """
 
     hit_ratio: float
@@ -74,14 +74,14 @@ class MixOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a plan must reach.
+    """The goal of a plan.
 
     Attributes:
-        hit_ratio: at least this share of the prompts need not be computed; None for no such goal.
-        first_token_p90_s: nine requests in ten have their first token after so many seconds; None for no such goal.
+        hit_ratio: at least this share of the prompts need not be computed; None: no such goal.
+        first_token_p90_s: 90th percentile of the time to first token, at most; None: no such goal.
 
     Raises:
-        ConfigError: a value that cannot be a goal.
+        ConfigError: a value is not valid.
     """
 
     hit_ratio: float | None = None
@@ -94,7 +94,7 @@ class Goal:
             raise ConfigError("--ttft-p90", self.first_token_p90_s, "must be a time above zero")
 
     def shortfall(self, outcome: MixOutcome) -> float:
-        """Return by which share of the goal ``outcome`` misses it, the worst of several; 0 when it is reached. Pure."""
+        """Return by which share ``outcome`` misses the goal, the worst of several; 0 when it reaches it. Pure."""
         missed = [0.0]
         if self.hit_ratio is not None:
             missed.append((self.hit_ratio - outcome.hit_ratio) / self.hit_ratio)
@@ -113,11 +113,11 @@ class MediumBill:
 
     Attributes:
         name: the medium.
-        used_bytes: capacity that blocks are kept in.
+        used_bytes: capacity that holds blocks.
         sold_bytes: capacity that is paid for.
-        usd_per_month: what it costs.
+        usd_per_month: its cost.
         written_bytes_per_day: bytes written to it at the rate of the trace.
-        endurance_years: after how long it is worn out; None for what does not wear.
+        endurance_years: years until it is worn out; None if it does not wear.
     """
 
     name: str
@@ -130,10 +130,10 @@ class MediumBill:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a mix costs a month when the traffic of the trace goes on around the clock.
+    """The cost of a mix per month if the traffic of the trace continues around the clock.
 
     Attributes:
-        media: its parts, in the order in which they are asked.
+        media: its parts, in the order of lookups.
     """
 
     media: tuple[MediumBill, ...]
@@ -145,22 +145,27 @@ class Bill:
 
 
 def make_bill(mix: Mix, outcome: MixOutcome, *, block_bytes: int, duration_s: float) -> Bill:
-    """Return what ``mix`` costs. Pure.
+    """Return the cost of ``mix``. Pure.
 
     Args:
-        mix: what is bought.
-        outcome: what it did.
+        mix: the mix.
+        outcome: its results on the trace.
         block_bytes: bytes of a block.
-        duration_s: how long the trace is, from its first arrival to its last.
+        duration_s: duration of the trace, from its first arrival to its last.
 
     Raises:
-        ConfigError: the trace has no duration: there is no rate to go on with.
+        ConfigError: the trace has no duration, so it has no rate.
     """
     if not duration_s > 0:
         raise ConfigError(
-            "trace", duration_s, "all requests came at one instant: there is no rate to plan with"
+            "trace", duration_s, "all requests arrive at the same time: give a trace with a duration"
         )
     return Bill(tuple(_bill_share(share, outcome, block_bytes, duration_s) for share in mix.shares))
+
+
+def name_of(kind: tuple[str, ...]) -> str:
+    """Return a kind of mix in words. Pure."""
+    return " + ".join(kind) if kind else "without"
 
 
 def _bill_share(share: Share, outcome: MixOutcome, block_bytes: int, duration_s: float) -> MediumBill:
@@ -180,8 +185,3 @@ def _bill_share(share: Share, outcome: MixOutcome, block_bytes: int, duration_s:
         written_bytes_per_s * SECONDS_PER_DAY,
         endurance_years,
     )
-
-
-def name_of(kind: tuple[str, ...]) -> str:
-    """Return a kind of mix in words. Pure."""
-    return " + ".join(kind) if kind else "without"

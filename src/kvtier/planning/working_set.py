@@ -1,8 +1,9 @@
-"""How much of a trace is in use at a time, and how long its blocks rest between uses.
+"""The working set of a trace, and the times between two uses of a block.
 
-It replays nothing and knows no cache. The working set of a window is the set of distinct blocks that requests have
-named within the last so many seconds: a cache of that size, if it never evicted a wrong block, would find whatever
-comes back within the window. Windows slide: every instant is looked at, not only multiples of the window.
+The working set of a window is the set of distinct blocks that requests accessed within the last so many seconds. A
+cache of that size that never evicted a wrong block would find everything that is reused within the window. Windows
+slide:
+every instant is considered, not only multiples of the window.
 
 Source: P. J. Denning, "The Working Set Model for Program Behavior", Communications of the ACM, 1968.
 """
@@ -17,20 +18,20 @@ from kvtier.errors import ConfigError
 from kvtier.sim.trace import Trace
 
 DEFAULT_WINDOWS_S = (60.0, 300.0, 900.0, 3600.0)
-"""A typing user, a conversation, a meeting, a working hour."""
+"""A user who types, a conversation, a meeting, a working hour."""
 
 PERCENTS = (10, 50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Distinct blocks named within a window.
+    """Distinct blocks accessed within a window.
 
     Attributes:
         window_s: length of the window.
         mean_blocks: mean over the time from the first arrival to the last.
         peak_blocks: the most at any instant.
-        peak_s: when that was first reached, from the start of the trace.
+        peak_s: time of the first peak, from the start of the trace.
         is_cut: whether the trace is shorter than the window, so that the peak is only a lower bound.
     """
 
@@ -47,7 +48,7 @@ class ReuseGaps:
 
     Attributes:
         num_reuses: how many there are.
-        percentiles_s: percent -> at most so long for that many reuses in a hundred; empty without any.
+        percentiles_s: percent -> that percentile of the times; empty without reuses.
     """
 
     num_reuses: int
@@ -64,13 +65,13 @@ def measure_working_sets(
     """
     for window_s in windows_s:
         if not window_s > 0:
-            raise ConfigError("window_s", window_s, "a window takes more than zero seconds")
+            raise ConfigError("window_s", window_s, "must be above zero")
     blocks, times_s = _list_accesses(trace)
     return tuple(_measure(window_s, blocks, times_s) for window_s in windows_s)
 
 
 def measure_reuse_gaps(trace: Trace) -> ReuseGaps:
-    """Return how long blocks rest between uses; percentiles by the nearest rank. Pure."""
+    """Return the times between two uses of a block; percentiles by the nearest rank. Pure."""
     blocks, times_s = _list_accesses(trace)
     gaps_s = np.sort(np.diff(times_s)[np.diff(blocks) == 0])
     if not len(gaps_s):
@@ -91,7 +92,7 @@ def _list_accesses(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.float64]
 
 
 def _measure(window_s: float, blocks: NDArray[np.int64], times_s: NDArray[np.float64]) -> WorkingSet:
-    """Count the blocks in use: each is from an access on, until the window after its last one has passed."""
+    """Count the blocks in use: each from an access until the window after its last access has passed."""
     if not len(times_s):
         return WorkingSet(window_s, 0.0, 0, 0.0, is_cut=False)
     begin_s, end_s = float(times_s.min()), float(times_s.max())
@@ -100,7 +101,7 @@ def _measure(window_s: float, blocks: NDArray[np.int64], times_s: NDArray[np.flo
     enters = np.append([True], leaves[:-1])
     moments_s = np.concatenate((times_s[enters], times_s[leaves] + window_s))
     changes = np.concatenate((np.ones(enters.sum(), np.int64), -np.ones(leaves.sum(), np.int64)))
-    # At one instant blocks enter before others leave: a window holds both of its ends.
+    # At one instant blocks enter before others leave: a window includes both of its ends.
     order = np.lexsort((-changes, moments_s))
     moments_s, counts = moments_s[order], np.cumsum(changes[order])
     peak = int(np.argmax(counts))

@@ -1,9 +1,8 @@
-"""Belady's bound: the most hits that any order of eviction can reach on a stream of accesses known in advance.
+"""Belady's bound: the most hits that any order of eviction can reach on a known stream of accesses.
 
-It is no policy: it looks into the future. When room is needed the held block leaves whose next access is farthest
-away; no other choice, made with whatever knowledge, loses fewer hits. On the keys of chained blocks the bound needs
-no word about prefixes: in each request a block is accessed after those before it, so its next access is later than
-theirs, and of one prefix the tail leaves first.
+The bound needs the future: when room is needed it evicts the block whose next access is farthest away, and no other
+choice loses fewer hits. Chained blocks need no special rule: in each request a block is accessed after those before it,
+so its next access is later than theirs, and the tail of a prefix is evicted first.
 
 Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", IBM Systems Journal, 1966.
 """
@@ -18,16 +17,16 @@ from kvtier.sim.request import SimulatedRequest
 def count_belady_hits(
     accesses: Sequence[Hashable], cache_capacity: int, is_counted: Sequence[bool] | None = None
 ) -> int:
-    """Return how many of ``accesses`` find their block held, at best. Pure.
+    """Return how many of ``accesses`` find their block in the cache, at best. Pure.
 
-    Every miss takes its block in, as it must when a store comes before the next access. Time grows with the length
-    times its logarithm, memory with the length.
+    Every miss inserts its block, as a store before the next access does. Time grows with the length times its
+    logarithm, memory with the length.
 
     Args:
-        accesses: block names in the order in which they are asked for.
-        cache_capacity: blocks that are held at most.
-        is_counted: for each access whether finding its block counts; None when each does. The others take their
-            block in as any miss, and no block is worth holding for them.
+        accesses: block names in the order of access.
+        cache_capacity: blocks in the cache, at most.
+        is_counted: for each access whether a hit counts; None: each does. The others insert their block like any
+            miss, and no block is worth keeping for them.
 
     Raises:
         ValueError: ``cache_capacity`` is below one.
@@ -37,7 +36,7 @@ def count_belady_hits(
     counted = [True] * len(accesses) if is_counted is None else is_counted
     never = len(accesses)
     next_accesses = [at if at < never and counted[at] else never for at in list_next_accesses(accesses)]
-    # The last access of each held block. An entry of the heap that is not of the last access is of the past.
+    # The last access of each cached block. An entry of the heap for an earlier access is outdated.
     last_of: dict[Hashable, int] = {}
     farthest: list[tuple[int, int]] = []  # as negated positions
     num_hits = 0
@@ -55,7 +54,7 @@ def count_belady_hits(
 
 
 def list_next_accesses(accesses: Sequence[Hashable]) -> list[int]:
-    """Return for each access the position of the next one of the same block; the length when there is none. Pure."""
+    """Return for each access the position of the next one to the same block, or the length when there is none. Pure."""
     next_accesses = [0] * len(accesses)
     seen: dict[Hashable, int] = {}
     for position in range(len(accesses) - 1, -1, -1):
@@ -73,7 +72,7 @@ def count_bound_tokens(
     Args:
         admitted: the requests in the order of their admission.
         engine: its device cache.
-        host: host memory and the tiers behind it; None for the device cache alone.
+        host: host memory and the tiers behind it; None: the device cache alone.
     """
     num_blocks = engine.num_device_blocks
     if host is not None:

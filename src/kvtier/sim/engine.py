@@ -1,16 +1,15 @@
 """A serving engine on simulated time, around the production connector.
 
-It computes nothing and decides nothing about offloading: what is found, promoted, loaded, stored and cascaded is the
-answer of ``OffloadingConnectorScheduler`` and of the managers behind it. The engine's own rules are these, modelled on
-vLLM's and simpler where a trace says no more:
+``OffloadingConnectorScheduler`` and the managers behind it decide what is found, promoted, loaded, stored and cascaded.
+The engine's own rules are modelled on vLLM's, and simpler where a trace has no information:
 
-- Requests come at their times and wait in that order. A request starts when fewer than ``max_running`` run and the
-  device has blocks for its prompt and its answer; nobody is pre-empted. One whose blocks are in flight is passed by
-  others.
-- Prompts are computed one after another at ``prefill_tokens_per_s``, ``max_step_tokens`` a step. The first token is
-  there when the prompt is; then each request generates at ``decode_tokens_per_s``, undisturbed by the others.
-- A step is made whenever something has happened: a request came, a prompt's part was computed, a transfer ended. While
-  a request waits for blocks there is one each ``HEARTBEAT_S`` too, so that deadlines and pauses pass.
+- Requests arrive at their times and wait in that order. A request starts when fewer than ``max_running`` run and the
+  device has blocks for its prompt and its answer; no request is pre-empted. A request whose blocks are in flight is
+  overtaken by others.
+- Prompts are computed one after another at ``prefill_tokens_per_s``, ``max_step_tokens`` a step. The first token exists
+  when the prompt is computed; then each request generates at ``decode_tokens_per_s``, independent of the others.
+- A step runs after each event: an arrival, a computed part of a prompt, the end of a transfer. While a request waits
+  for blocks a step also runs every ``HEARTBEAT_S``, so that deadlines and pauses pass.
 """
 
 from collections import deque
@@ -28,8 +27,8 @@ from kvtier.sim.timeline import Timeline
 from kvtier.sim.worker import SimulatedWorker
 
 HEARTBEAT_S = 0.05
-"""Seconds between steps while a request waits and nothing else happens: about a step of a large model that decodes.
-Shorter costs time for nothing; longer blurs the deadline of a waiting request."""
+"""Seconds between steps while a request waits and nothing else happens: about a decode step of a large model. Shorter
+costs time without benefit; longer blurs the deadline of a waiting request."""
 
 NOTHING = StepOutput()
 
@@ -39,17 +38,17 @@ class SimulatedEngine:
 
     Args:
         model: the engine.
-        host: what is behind it; None leaves offloading out.
-        on_finished: told each request that has its whole answer, and each that never fits.
-        num_keys: full blocks that the requests have, at most; None when nobody has counted.
-        on_advance: told, before time moves on, until when nothing will change.
+        host: host memory and tiers; None: no offloading.
+        on_finished: called with each request that has its whole answer, and each that never fits.
+        num_keys: full blocks that the requests have, at most; None: unknown.
+        on_advance: called, before time advances, with the time until which nothing changes.
 
     Attributes:
         timeline: the time.
         spec: the managers; None without offloading.
         worker: the links; None without offloading.
         num_rejected: requests that need more device blocks than there are.
-        admitted: requests in the order in which they got device blocks: what each had found is counted then.
+        admitted: requests in the order in which they got device blocks, each with its hits.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class SimulatedEngine:
             timeline.advance_to(until_s)
 
     def stats(self) -> dict[str, float]:
-        """Return what the connector and the managers have counted; nothing without offloading."""
+        """Return the counters of the connector and the managers; empty without offloading."""
         return {} if self._connector is None else self._connector.stats()
 
     @property
@@ -129,7 +128,7 @@ class SimulatedEngine:
             self.worker.after_flush(partial(self._compute, output))
 
     def _wake(self) -> None:
-        """Note that something has happened which the next step is for."""
+        """Request a step."""
         self._has_news = True
 
     def _take_reports(self) -> None:
@@ -170,7 +169,7 @@ class SimulatedEngine:
         self._has_undecided = bool(undecided)
 
     def _find_on_device(self, request: SimulatedRequest) -> list[int]:
-        """Return the device blocks of the request's prefix; in any case one token is left to compute."""
+        """Return the device blocks of the request's prefix; at least one token is left to compute."""
         num_tokens = request.num_prompt_tokens - self._model.is_last_block_computed
         num_usable = num_tokens // self._model.block_tokens
         return self._pool.find_prefix(request.block_hashes[:num_usable])
@@ -197,7 +196,7 @@ class SimulatedEngine:
         self._loading[request.request_id] = request
 
     def _plan_compute(self) -> StepOutput:
-        """Return the next part of a prompt to compute, unless one is being computed."""
+        """Return the next part of a prompt to compute; nothing while one is being computed."""
         if self._computing is not None or not self._to_compute:
             return NOTHING
         request = self._computing = self._to_compute[0]
@@ -221,7 +220,7 @@ class SimulatedEngine:
 
     def _end_compute(self, num_tokens: int, duration_s: float) -> None:
         request = self._computing
-        assert request is not None, "a step has ended that computed nothing"
+        assert request is not None, "the step that ended computed a part of a request"
         self._computing = None
         self._has_news = True
         request.num_computed_tokens += num_tokens
@@ -254,9 +253,9 @@ class SimulatedEngine:
         return -(-num_tokens // self._model.block_tokens)
 
     def _name(self, request: SimulatedRequest, num_tokens: int, first_token: int = 0) -> None:
-        """Let the request's full blocks within ``num_tokens`` be found by others, as vLLM does when it schedules.
+        """Register the request's full blocks within ``num_tokens`` for others, as vLLM does when it schedules.
 
-        Those that end before ``first_token`` have been named.
+        Blocks that end before ``first_token`` are registered already.
         """
         first = first_token // self._model.block_tokens
         num_full = min(num_tokens // self._model.block_tokens, len(request.block_hashes))

@@ -1,16 +1,16 @@
 """How full each place was, and what had been written to it, at evenly spaced times of a simulation.
 
-It plans no events, so a simulation goes the same way with it: between two events nothing changes, so the engine says
-until when that holds and the recorder reads once for all samples that are due before. A run may turn out a thousand
-times as long as its trace; so every second sample is dropped when there are too many.
+The recorder plans no events, so it does not change a simulation: between two events nothing changes, so the engine
+reports until when that holds, and the recorder reads once for all samples that are due before. A run may take a
+thousand times as long as its trace, so every second sample is dropped when there are too many.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 MAX_SAMPLES = 200
-"""More points than a picture shows apart, and few enough that the numbers of a run stay some kilobytes. Even, so that
-half of them are evenly spaced too."""
+"""More points than a picture can show, and few enough that a result stays some kilobytes. Even, so that half of them
+are evenly spaced too."""
 
 FIRST_INTERVAL_S = 1.0
 """Seconds between samples at first; it doubles. Shorter begins with reads that are dropped, longer leaves a short run
@@ -22,8 +22,8 @@ class Reading:
     """Numbers of one moment, by the name of the place.
 
     Attributes:
-        held_blocks: blocks that each place holds, transfers under way included.
-        written_blocks: blocks written to each place since the beginning; the device is written by computing.
+        held_blocks: blocks that each place holds, transfers in flight included.
+        written_blocks: blocks written to each place since the start; computing writes to the device.
     """
 
     held_blocks: Mapping[str, int]
@@ -35,9 +35,9 @@ class History:
     """Readings in columns, at most MAX_SAMPLES and one of the end.
 
     Attributes:
-        at_s: when each was taken, on the clock of the trace.
-        held_blocks: the numbers of each place, one for each time.
-        written_blocks: the same for what had been written.
+        at_s: time of each reading, on the clock of the trace.
+        held_blocks: the numbers of each place, one per time.
+        written_blocks: the same for written blocks.
     """
 
     at_s: tuple[float, ...] = ()
@@ -49,8 +49,8 @@ class HistoryRecorder:
     """Takes the samples of one run.
 
     Args:
-        begin_s: when the first one is due.
-        read: gives the numbers now.
+        begin_s: time of the first sample.
+        read: returns the numbers of now.
     """
 
     def __init__(self, begin_s: float, read: Callable[[], Reading]) -> None:
@@ -60,8 +60,8 @@ class HistoryRecorder:
         self._next_s = begin_s
         self._samples: list[tuple[float, Reading]] = []
 
-    def note_until(self, when_s: float) -> None:
-        """Take what is due until ``when_s``; nothing changes before that."""
+    def record_until(self, when_s: float) -> None:
+        """Take the samples that are due until ``when_s``; nothing changes before that."""
         if self._next_s > when_s:
             return
         reading = self._read()
@@ -74,7 +74,7 @@ class HistoryRecorder:
             self._next_s = self._begin_s + len(self._samples) * self._interval_s
 
     def finish(self, now_s: float) -> History:
-        """Return the samples and one of now, when the run has ended."""
+        """Return the samples and one of now, at the end of the run."""
         samples = [*self._samples, (max(now_s, self._begin_s), self._read())]
 
         def columns(read: Callable[[Reading], Mapping[str, int]]) -> dict[str, tuple[int, ...]]:

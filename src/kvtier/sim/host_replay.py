@@ -1,7 +1,25 @@
-"""What clients say with the requests of a replayed trace, where the trace tells how turns ended.
+"""Replays a trace through the primary tier alone, without time: which prefixes would have been found.
 
-It guesses nothing that a client could not know by the rule that is chosen. A turn goes on the latest one whose whole
-prompt begins its own.
+There is no device cache and no transfer; the clock shows the requests' arrival times. Each request finds the host as
+the last one left it, and cold starts count. ``CPUOffloadingManager`` and its registered policy are driven with the
+calls of
+the connector, except after a refusal: the connector halves what it offers and retries in the next step, the replay
+continues block by block. For each request, in the order of arrival:
+
+0. The manager is notified of the request, for policies that learn from requests, with its hints (``client_hints``; by
+   default none).
+1. Each block of the request is looked up. The hits are p, the length of the leading run that is held.
+2. Held blocks are pinned, also those behind the first miss, and all blocks are touched.
+3. Missing blocks are stored from head to tail: in one call, and when the manager has no room for all of them block by
+   block until the first refusal. Then the writes complete and the pins end. With ``chunk_blocks`` this is done for so
+   many blocks of the prompt at a time, like an engine that computes a long prompt in steps.
+
+The prefix hit ratio is the sum of p over the number of all accessed blocks. A capacity given as a fraction of the
+unique blocks is rounded to the nearest block, half to even. ``TouchOrder`` is the order of the blocks of one request.
+A touch makes its first key the most recent, but stores rank in the order of the call; so with TAIL_FIRST the request's
+keys are
+touched once more after its stores, as the connector does, before the writes complete: for policies that count uses, a
+touch of a write in flight is still the first use.
 """
 
 from collections.abc import Callable
@@ -19,20 +37,20 @@ STOPS = {StopReason.TOOL_USE: "tool_use", StopReason.END_TURN: "end_turn"}
 
 
 class ClientHints(Enum):
-    """What clients know when they send a request."""
+    """What clients know and send as hints with a request."""
 
     NONE = "none"
-    """They say nothing."""
+    """Nothing."""
 
     AS_LAST_TURN = "as_last_turn"
-    """They expect this turn to end as their last one did; nothing of a first turn, and nothing of lengths."""
+    """That this turn ends as their last one did. No hint for a first turn, and none about lengths."""
 
     FORESEEN = "foreseen"
-    """They know how this turn will end and how long its answer will be: a bound on what hints can do."""
+    """How this turn will end and how long its answer will be: an upper bound for the use of hints."""
 
 
 class Clients:
-    """The clients of a trace.
+    """The clients of a trace. A request continues the latest turn whose whole prompt is its prefix.
 
     Args:
         known: what they know.
@@ -43,24 +61,20 @@ class Clients:
         self._stop_after: dict[int, StopReason] = {}
 
     def hints_of(self, request: TraceRequest) -> dict[str, Any] | None:  # Any: the type of kv_transfer_params
-        """Return what is said with a request, None for nothing; requests come in the order of their arrival."""
+        """Return the hints of a request, None without any; requests come in the order of their arrival."""
         if self._known is ClientHints.NONE:
             return None
         if self._known is ClientHints.FORESEEN:
-            return _said(request.stop) | {"expected_output_tokens": request.num_output_tokens}
+            return _hint_of(request.stop) | {"expected_output_tokens": request.num_output_tokens}
         before = next((each for each in reversed(request.hash_ids) if each in self._stop_after), None)
-        hints = _said(StopReason.UNKNOWN if before is None else self._stop_after[before])
+        hints = _hint_of(StopReason.UNKNOWN if before is None else self._stop_after[before])
         if request.hash_ids:
             self._stop_after[request.hash_ids[-1]] = request.stop
         return hints
 
 
-def _said(stop: StopReason) -> dict[str, Any]:  # Any: the type of kv_transfer_params
-    return {"expected_stop": STOPS[stop]} if stop in STOPS else {}
-
-
 class TouchOrder(Enum):
-    """How the blocks of one request are ranked, the last named being the most recent."""
+    """The order in which the blocks of one request are touched and stored; the last one is the most recent."""
 
     TAIL_FIRST = "tail_first"
     """Touches and stores from the tail to the head: the head ends up most recent."""
@@ -74,16 +88,16 @@ class TouchOrder(Enum):
 
 @dataclass(frozen=True, slots=True)
 class HostCache:
-    """The primary tier that a trace is replayed through.
+    """The primary tier of a replay.
 
     Attributes:
         num_blocks: its capacity.
         cache_policy: registered name of the eviction policy.
-        touch_order: how the blocks of one request are ranked.
+        touch_order: order of the blocks of one request.
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
-        chunk_blocks: blocks of a prompt that are stored at a time; None for all of them.
-        client_hints: what clients say of their requests.
+        chunk_blocks: blocks of a prompt that are stored at a time; None: all.
+        client_hints: which hints clients send.
     """
 
     num_blocks: int
@@ -97,15 +111,15 @@ class HostCache:
 
 @dataclass(frozen=True, slots=True)
 class HostReplay:
-    """What a replay has found.
+    """Result of a replay.
 
     Attributes:
-        num_requests: requests replayed.
-        num_accesses: blocks they named, repeats included.
-        num_unique_blocks: distinct blocks they named.
+        num_requests: replayed requests.
+        num_accesses: accessed blocks, repeats included.
+        num_unique_blocks: distinct accessed blocks.
         num_hits: blocks of held prefixes.
         num_stored: blocks written to the host.
-        num_evicted: blocks that left it.
+        num_evicted: blocks evicted from it.
     """
 
     num_requests: int
@@ -117,7 +131,7 @@ class HostReplay:
 
     @property
     def hit_ratio(self) -> float:
-        """Blocks of held prefixes over all blocks named, from 0 to 1."""
+        """Blocks of held prefixes over all accessed blocks, from 0 to 1."""
         return self.num_hits / self.num_accesses if self.num_accesses else 0.0
 
     @property
@@ -130,10 +144,12 @@ def blocks_of_share(trace: Trace, share: float) -> int:
     """Return a capacity of ``share`` of the trace's unique blocks, rounded to the nearest block, at least one.
 
     Raises:
-        ConfigError: ``share`` is no finite number above zero.
+        ConfigError: ``share`` is not a finite number above zero.
     """
     if not 0 < share < float("inf"):
-        raise ConfigError("share", share, "a capacity is a fraction of the unique blocks above zero")
+        raise ConfigError(
+            "share", share, "must be a finite number above zero, as a share of the unique blocks"
+        )
     return max(1, round(share * trace.num_unique_blocks))
 
 
@@ -142,15 +158,15 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
 
     Args:
         trace: the requests.
-        cache: the primary tier; it begins empty.
+        cache: the primary tier; it starts empty.
         on_request: called after each request, for a progress bar.
 
     Raises:
         ConfigError: the capacity or a chunk is below one block.
-        UnknownNameError: there is no such policy.
+        UnknownNameError: the policy does not exist.
     """
     if cache.chunk_blocks is not None and cache.chunk_blocks < 1:
-        raise ConfigError("chunk_blocks", cache.chunk_blocks, "a chunk has at least one block")
+        raise ConfigError("chunk_blocks", cache.chunk_blocks, "must be at least 1")
     now_s = 0.0
     manager = CPUOffloadingManager(
         cache.num_blocks,
@@ -210,7 +226,7 @@ def serve(
 def prepare_stores(
     manager: OffloadingManager, missing: list[OffloadKey], context: ReqContext
 ) -> list[OffloadKey]:
-    """Reserve slots for ``missing``, head to tail, as far as they fit, and return the keys to write."""
+    """Reserve slots for ``missing``, head to tail, as many as fit, and return the keys to write."""
     output = manager.prepare_store(missing, context)
     if output is not None:
         return output.keys_to_store
@@ -221,3 +237,7 @@ def prepare_stores(
             break
         stored += output.keys_to_store
     return stored
+
+
+def _hint_of(stop: StopReason) -> dict[str, Any]:  # Any: the type of kv_transfer_params
+    return {"expected_stop": STOPS[stop]} if stop in STOPS else {}

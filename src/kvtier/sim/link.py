@@ -1,14 +1,13 @@
-"""A link that blocks move over, as a queue with servers: bandwidth, latency, transfers at the same time.
+"""A link that blocks move over, as a queue with servers: bandwidth, latency, concurrent transfers.
 
-It moves no byte and knows no tier. The model: a link has ``num_streams`` servers and one pipe. A part of a job takes a
-free server, reads before writes and each kind in the order of submission, as the threads of a real tier do. It waits
-out the latency, which overlaps with that of the others, then goes through the pipe at full bandwidth behind whoever was
-there before. So one stream with latency is slow, many streams hide the latency, and no number of streams is faster than
-the bandwidth.
+The model: a link has ``num_streams`` servers and one pipe. A part of a job takes a free server, reads before writes and
+each kind in the order of submission, as the threads of a real tier do. It waits for the latency, concurrently with
+other parts, then goes through the pipe at full bandwidth, behind the parts that arrived there earlier. So one stream
+with latency is slow, many streams hide the latency, and no number of streams is faster than the bandwidth.
 
-Parts end in the order in which they begin, for there is one pipe. So a link keeps the ends of what is under way in a
-queue of its own and follows them later, with what began at each, when somebody looks or when a job may end. The
-timeline gets one event for the end of a job and one shortly before it, not one for a part.
+Parts end in the order in which they begin, because there is one pipe. So a link keeps the end times of started parts in
+its own queue and catches up with them later, when its state is read or when a job may end. The timeline gets one event
+for the end of a job and one shortly before it, not one per part.
 """
 
 from collections import deque
@@ -19,8 +18,8 @@ from kvtier.errors import ConfigError
 from kvtier.sim.timeline import Timeline
 
 ROUNDING_RATIO = 1e-9
-"""How much earlier than computed a link looks after a job, as a share of the time: a sum of a million times is off by
-less. Zero could come too late; larger looks again before the end, for nothing."""
+"""How much earlier than computed a link catches up with a job, as a share of the time: the rounding error of a million
+additions is smaller. Zero could be too late; larger catches up before the end, in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class LinkSpeed:
         read_bytes_per_s: bandwidth of reads when nothing is written.
         write_bytes_per_s: bandwidth of writes when nothing is read.
         latency_s: seconds until a part's first byte moves.
-        num_streams: parts that are under way at the same time.
+        num_streams: concurrent parts.
 
     Raises:
         ConfigError: a bandwidth or the number of streams is not above zero, or the latency is negative.
@@ -45,11 +44,11 @@ class LinkSpeed:
     def __post_init__(self) -> None:
         for name in ("read_bytes_per_s", "write_bytes_per_s"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(name, getattr(self, name), "a bandwidth is a finite number above zero")
+                raise ConfigError(name, getattr(self, name), "must be a finite number above zero")
         if not 0 <= self.latency_s < float("inf"):
-            raise ConfigError("latency_s", self.latency_s, "a latency is a finite number from zero")
+            raise ConfigError("latency_s", self.latency_s, "must be a finite number from zero")
         if self.num_streams < 1:
-            raise ConfigError("num_streams", self.num_streams, "a link has at least one stream")
+            raise ConfigError("num_streams", self.num_streams, "must be at least 1")
 
 
 @dataclass(slots=True)
@@ -68,13 +67,13 @@ class _Job:
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """What has gone over a link.
+    """Traffic of a link.
 
     Attributes:
         read_bytes: bytes read.
         written_bytes: bytes written.
         busy_s: seconds in which the pipe moved bytes.
-        max_queued_parts: the most parts that have waited for a server at once.
+        max_queued_parts: the most parts that waited for a server at once.
     """
 
     read_bytes: int = 0
@@ -87,11 +86,11 @@ class Link:
     """One link. Used from one thread, on simulated time.
 
     Args:
-        timeline: where the ends of transfers are planned.
-        speed: how fast it is.
+        timeline: schedules the ends of transfers.
+        speed: its bandwidths, latency and streams.
 
     Attributes:
-        traffic: what has gone over it; parts count from their beginning.
+        traffic: its traffic; parts count from their start.
     """
 
     def __init__(self, timeline: Timeline, speed: LinkSpeed) -> None:
@@ -99,12 +98,12 @@ class Link:
         self._speed = speed
         self._reads: deque[_Job] = deque()
         self._writes: deque[_Job] = deque()
-        # Parts under way and when each ends. INVARIANT: soonest first.
+        # Started parts and their end times. INVARIANT: soonest first.
         self._under_way: deque[tuple[float, _Job]] = deque()
         self._num_queued = 0
         self._pipe_free_s = 0.0
-        self._next_look_s: float | None = None
-        self._look_number = 0
+        self._next_catch_up_s: float | None = None
+        self._catch_up_number = 0
         self.traffic = LinkTraffic()
 
     def submit(
@@ -113,60 +112,60 @@ class Link:
         """Queue a job.
 
         Args:
-            is_read: which way.
-            num_parts: pieces that other jobs may come between; a job of none ends at once.
+            is_read: the direction.
+            num_parts: pieces between which parts of other jobs may run; a job without parts ends at once.
             part_bytes: bytes of each.
-            on_end: told, once, how many parts have moved: all of them, or fewer when the job was given up.
+            on_end: called once with the number of moved parts: all of them, or fewer when the job was dropped.
         """
         if num_parts == 0:
             on_end(0)
             return
-        self._follow()
+        self._catch_up()
         now_s = self._timeline()
         moving_s = self._moving_s(part_bytes, is_read=is_read)
         job = _Job(is_read, num_parts, part_bytes, on_end, now_s, moving_s)
         (self._reads if is_read else self._writes).append(job)
         self._num_queued += num_parts
         self._begin_parts(now_s)
-        self._plan_to_follow()
+        self._schedule_catch_up()
         self.traffic.max_queued_parts = max(self.traffic.max_queued_parts, self._num_queued)
 
     def change_speed(self, speed: LinkSpeed) -> None:
-        """Be as fast as ``speed`` from the next part on; those under way end when they were to end."""
-        self._follow()
+        """Use ``speed`` from the next part on; parts in flight end as scheduled."""
+        self._catch_up()
         self._speed = speed
         for job in (*self._reads, *self._writes):
             job.moving_s = self._moving_s(job.part_bytes, is_read=job.is_read)
         self._begin_parts(self._timeline())
-        self._plan_to_follow()
+        self._schedule_catch_up()
 
     def oldest_wait_s(self) -> float:
-        """Return the age in seconds of the oldest job none of whose parts has begun, 0 when there is none."""
-        self._follow()
+        """Return the age in seconds of the oldest job without a started part, 0 when there is none."""
+        self._catch_up()
         waiting = [job.submitted_s for job in (*self._reads, *self._writes) if job.num_begun == 0]
         return self._timeline() - min(waiting) if waiting else 0.0
 
-    def give_up_older_than(self, age_s: float) -> None:
-        """Drop the parts of jobs of at least that age that have not begun; those under way still end."""
-        self._follow()
+    def drop_older_than(self, age_s: float) -> None:
+        """Drop the parts that have not started of jobs of at least that age; parts in flight still end."""
+        self._catch_up()
         now_s = self._timeline()
         for queue in (self._reads, self._writes):
-            # Oldest first, and a part of a job that has begun is at the head.
+            # Oldest first; parts of a started job are at the head.
             while queue and queue[0].submitted_s + age_s <= now_s:
                 job = queue.popleft()
                 self._num_queued -= job.num_parts - job.num_begun
                 job.num_parts = job.num_begun
                 for end_s in [end_s for end_s, moving in self._under_way if moving is job][-1:]:
-                    self._timeline.at(end_s, self._follow_on)
+                    self._timeline.at(end_s, self._catch_up_and_schedule)
                 if job.num_ended == job.num_parts:
                     job.on_end(job.num_parts)
-        self._plan_to_follow()
+        self._schedule_catch_up()
 
     def _moving_s(self, part_bytes: int, *, is_read: bool) -> float:
         return part_bytes / (self._speed.read_bytes_per_s if is_read else self._speed.write_bytes_per_s)
 
-    def _follow(self) -> None:
-        """Catch up with the parts that have ended until now, and with those that began in their places."""
+    def _catch_up(self) -> None:
+        """Process the parts that have ended until now, and those that started in their places."""
         now_s = self._timeline()
         under_way = self._under_way
         while under_way and under_way[0][0] <= now_s:
@@ -177,38 +176,38 @@ class Link:
             if job.num_ended == job.num_parts:
                 job.on_end(job.num_parts)
 
-    def _look(self) -> None:
-        self._next_look_s = None
-        self._follow_on()
+    def _run_catch_up(self) -> None:
+        self._next_catch_up_s = None
+        self._catch_up_and_schedule()
 
-    def _follow_on(self) -> None:
-        self._follow()
-        self._plan_to_follow()
+    def _catch_up_and_schedule(self) -> None:
+        self._catch_up()
+        self._schedule_catch_up()
 
-    def _plan_to_follow(self) -> None:
-        """Plan to look again before the next job's last part can have ended, for its end needs an event."""
+    def _schedule_catch_up(self) -> None:
+        """Schedule an event before the next job's last part can end, because its end needs an event."""
         queue = self._reads or self._writes
         if not queue:
-            self._cancel_look()
+            self._cancel_catch_up()
             return
         job, under_way = queue[0], self._under_way
         num_to_begin = job.num_parts - job.num_begun
-        # The last part begins when so many have ended, and ends when the pipe has moved all of them: no sooner.
+        # The last part starts when enough others have ended, and ends not before the pipe has moved all of them.
         begins_s = under_way[min(num_to_begin, len(under_way)) - 1][0]
         moved_s = self._pipe_free_s + num_to_begin * job.moving_s
         next_s = max(begins_s, moved_s - ROUNDING_RATIO * moved_s)
-        if next_s != self._next_look_s:
-            self._cancel_look()
-            self._next_look_s = next_s
-            self._look_number = self._timeline.at(next_s, self._look)
+        if next_s != self._next_catch_up_s:
+            self._cancel_catch_up()
+            self._next_catch_up_s = next_s
+            self._catch_up_number = self._timeline.at(next_s, self._run_catch_up)
 
-    def _cancel_look(self) -> None:
-        if self._next_look_s is not None:
-            self._next_look_s = None
-            self._timeline.cancel(self._look_number)
+    def _cancel_catch_up(self) -> None:
+        if self._next_catch_up_s is not None:
+            self._next_catch_up_s = None
+            self._timeline.cancel(self._catch_up_number)
 
     def _begin_parts(self, now_s: float) -> None:
-        """Give free servers the next parts, reads first; the last part of a job gets an event for its end."""
+        """Start parts on free servers, reads first; the last part of a job gets an event for its end."""
         traffic, under_way, free_s = self.traffic, self._under_way, self._pipe_free_s
         num_streams, arrives_s = self._speed.num_streams, now_s + self._speed.latency_s
         while len(under_way) < num_streams and (queue := self._reads or self._writes):
@@ -225,5 +224,5 @@ class Link:
             num_begun = job.num_begun = job.num_begun + 1
             if num_begun == job.num_parts:
                 queue.popleft()
-                self._timeline.at(free_s, self._follow_on)
+                self._timeline.at(free_s, self._catch_up_and_schedule)
         self._pipe_free_s = free_s

@@ -1,4 +1,4 @@
-"""What is simulated: an engine, the host memory beside it, and the tiers behind that. Values only."""
+"""The simulated system as values: an engine, the host memory beside it, and the tiers behind that."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,10 @@ from kvtier.sim.link import LinkSpeed
 from kvtier.sim.tier import TierModel
 
 PCIE_BYTES_PER_S = 25e9
-"""Bytes a second between device and pinned host memory over 16 lanes of PCIe 4, less protocol."""
+"""Bytes per second between device and pinned host memory over 16 lanes of PCIe 4, without protocol overhead."""
+
+RESERVED_NAMES = ("CPU", "device", "computed", "host")
+"""Other origins of tokens in a result, and the name of host memory in a sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +23,10 @@ class EngineModel:
         block_bytes: bytes of keys and values of a block, all layers and workers together.
         num_device_blocks: blocks of the device cache.
         max_running: requests that hold device blocks at the same time.
-        prefill_tokens_per_s: prompt tokens computed in a second, all requests together.
-        decode_tokens_per_s: tokens that each running request generates in a second.
+        prefill_tokens_per_s: prompt tokens computed per second, all requests together.
+        decode_tokens_per_s: tokens that each running request generates per second.
         max_step_tokens: prompt tokens computed in one step; longer prompts take several.
-        is_last_block_computed: whether of a prompt of whole blocks that the device holds the last block is computed
+        is_last_block_computed: whether the last block of a prompt of whole blocks that the device holds is computed
             again, as in vLLM; otherwise only its last token is, as in the embedded engine.
 
     Raises:
@@ -52,15 +55,15 @@ class HostModel:
     Attributes:
         num_blocks: blocks of host memory.
         cache_policy: registered name of its eviction policy.
-        speed: the link to the device; each direction has one of its own.
-        tiers: the secondary tiers, in the order in which they are asked.
+        speed: the link to the device; each direction has its own.
+        tiers: the secondary tiers, in the order of lookups.
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
         lookup_deadline_s: seconds a request may wait for promotions.
-        load_if: whether a hit is loaded that would sooner be computed.
+        load_if: whether to load a hit that would be faster to compute.
 
     Raises:
-        ConfigError: two tiers have one name, or one that a result uses, or the threshold is negative.
+        ConfigError: two tiers have the same name or a reserved one, or the threshold is negative.
     """
 
     num_blocks: int
@@ -78,11 +81,7 @@ class HostModel:
         names = [tier.name for tier in self.tiers]
         for name in names:
             if names.count(name) > 1 or name in RESERVED_NAMES:
-                remedy = f"each tier of a chain needs a name of its own, none of {', '.join(RESERVED_NAMES)}"
+                remedy = f"each tier of a chain needs its own name, none of {', '.join(RESERVED_NAMES)}"
                 raise ConfigError("name", name, remedy)
         if self.store_threshold < 0:
-            raise ConfigError("store_threshold", self.store_threshold, "must be a whole number from 0")
-
-
-RESERVED_NAMES = ("CPU", "device", "computed", "host")
-"""Where tokens of a result come from that no secondary tier had, and what a sweep calls host memory."""
+            raise ConfigError("store_threshold", self.store_threshold, "must be an integer from 0")

@@ -1,7 +1,7 @@
-"""What a simulation has found: hits by source, times, traffic of each tier, all over time.
+"""The results of a simulation: hits by origin, times, traffic of each tier, history.
 
-It simulates nothing. Tokens count once: those the device had, those that were loaded, by the tier they came from, and
-the rest, which were computed. All values are plain, so that ``to_json`` loses nothing.
+Each token counts once: for the device cache, for the tier it was loaded from, or as computed. All values are plain, so
+that ``to_json`` loses nothing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,25 +12,25 @@ from kvtier.sim.history import History
 from kvtier.sim.request import SimulatedRequest
 
 MAX_PERIODS = 10_000
-"""A week of minutes. A trace with one timestamp of another unit would make millions of periods, nearly all empty; fewer
-would blur the burst that a long trace is searched for."""
+"""A week of minutes. A timestamp in a wrong unit would make millions of periods, nearly all empty; fewer periods would
+blur the bursts of a long trace."""
 
 MAX_QUANTILES = 200
-"""Steps of half a percent: the last in a hundred still show. More would make files longer and no picture finer."""
+"""Steps of half a percent, which still show the last percentile. More would only make files longer."""
 
 DEVICE = "device"
-"""The source of tokens that the device cache had."""
+"""The origin of tokens that the device cache held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How a time is spread over requests, in seconds; zeros when there were none.
+    """Distribution of a time over requests, in seconds; zeros when there were none.
 
     Attributes:
         mean_s: the mean.
         p50_s: the median.
-        p90_s: at most so long for nine requests in ten.
-        p99_s: at most so long for 99 in a hundred.
+        p90_s: the 90th percentile.
+        p99_s: the 99th percentile.
         max_s: the longest.
     """
 
@@ -43,18 +43,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """What one tier has done.
+    """Traffic of one tier.
 
     Attributes:
         name: "CPU" for host memory, else the tier's own.
         capacity_blocks: blocks it can hold.
-        num_written_blocks: blocks written to it, from whatever side.
+        num_written_blocks: blocks written to it, from any side.
         written_bytes: the same in bytes.
         num_read_blocks: blocks read from it: loads to the device for host memory, promotions for the others.
         read_bytes: the same in bytes.
         writes_per_unique_block: blocks written over distinct full blocks of the trace.
         busy_ratio: share of the time in which its link moved bytes; of host memory's two links the busier.
-        max_queued_blocks: the most blocks, of host memory transfers, that have waited for its link at once.
+        max_queued_blocks: the most blocks that waited for its link at once; transfers for host memory.
     """
 
     name: str
@@ -70,13 +70,13 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """The requests that came within one stretch of time.
+    """The requests that arrived in one stretch of time.
 
     Attributes:
-        begin_s: when it begins.
-        num_requests: how many came.
+        begin_s: its start.
+        num_requests: requests.
         num_prompt_tokens: tokens of their prompts.
-        hit_tokens: those that were not computed, by source.
+        hit_tokens: tokens that were not computed, by origin.
         first_token: time from arrival to first token.
         queue: time from arrival to device blocks.
     """
@@ -91,21 +91,21 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a simulation has found.
+    """Result of a simulation.
 
     Attributes:
-        total: all requests that were served, as one period.
+        total: all served requests, as one period.
         periods: the same, split by arrival into stretches of equal length.
-        period_s: that length: what was asked for, or more where there would be over MAX_PERIODS.
+        period_s: that length: the requested one, or longer where there would be over MAX_PERIODS.
         num_rejected: requests that need more device blocks than there are; they are in no period.
-        duration_s: from the first arrival until the last transfer had ended.
-        tiers: host memory, then the secondary tiers in the order in which they are asked.
-        counters: what the production connector and managers have counted, by their names.
+        duration_s: from the first arrival until the last transfer ended.
+        tiers: host memory, then the secondary tiers in the order of lookups.
+        counters: counters of the production connector and managers, by name.
         first_token_quantiles_s: number i of n is the time within which a share of (i + 1) / n of the served requests
             had their first token; one for each request, at most MAX_QUANTILES.
         history: how full device, host memory and tiers were, and what had been written to them.
-        num_bound_tokens: the most tokens that need not have been computed, had the future been known and all memory
-            been one (``kvtier.sim.bound``); None when nobody has asked for it.
+        num_bound_tokens: the most tokens that need not have been computed, with a known future and all memory in one
+            (``kvtier.sim.bound``); None: not computed.
     """
 
     total: Period
@@ -121,12 +121,12 @@ class Simulation:
 
     @property
     def saved_ratio(self) -> float:
-        """Share of the prompt tokens that were not computed, whatever had them, from 0 to 1."""
+        """Share of the prompt tokens that were not computed, from any origin, from 0 to 1."""
         return sum(self.hit_ratio(source) for source in self.total.hit_tokens)
 
     @property
     def bound_ratio(self) -> float | None:
-        """The most that ``saved_ratio`` could have been; None when nobody has asked for it."""
+        """The upper bound of ``saved_ratio``; None: not computed."""
         if self.num_bound_tokens is None:
             return None
         total = self.total
@@ -134,11 +134,11 @@ class Simulation:
 
     @property
     def num_saved_tokens(self) -> int:
-        """Tokens that were loaded instead of computed; what the device had is not offloading's merit."""
+        """Tokens that were loaded instead of computed, without those of the device cache."""
         return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
 
     def hit_ratio(self, source: str) -> float:
-        """Return the share of prompt tokens that ``source`` had, from 0 to 1."""
+        """Return the share of prompt tokens from ``source``, from 0 to 1."""
         total = self.total
         return total.hit_tokens.get(source, 0) / total.num_prompt_tokens if total.num_prompt_tokens else 0.0
 
@@ -148,7 +148,7 @@ class Simulation:
 
 
 def spread_of(times_s: Iterable[float]) -> Spread:
-    """Return the spread of ``times_s``; percentiles by the nearest rank. Pure."""
+    """Return the distribution of ``times_s``; percentiles by the nearest rank. Pure."""
     ordered = sorted(times_s)
     if not ordered:
         return Spread(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -183,15 +183,15 @@ def summarise(requests: Sequence[SimulatedRequest], begin_s: float = 0.0) -> Per
 
 
 def choose_period(requests: Sequence[SimulatedRequest], period_s: float) -> float:
-    """Return ``period_s``, or the length that makes at most MAX_PERIODS of the arrivals, if that is longer. Pure."""
+    """Return ``period_s``, or the length that splits the arrivals into MAX_PERIODS if that is longer. Pure."""
     arrivals_s = [request.arrival_s for request in requests]
     span_s = max(arrivals_s, default=0.0) - min(arrivals_s, default=0.0)
-    # Neither the first period nor the last need be full.
+    # The first and the last period may be partly filled.
     return max(period_s, span_s / (MAX_PERIODS - 2))
 
 
 def split_into_periods(requests: Iterable[SimulatedRequest], period_s: float) -> tuple[Period, ...]:
-    """Return ``requests`` by arrival; between the first arrival and the last there are periods without any. Pure."""
+    """Return ``requests`` by arrival, with the empty periods between the first arrival and the last. Pure."""
     by_period: dict[int, list[SimulatedRequest]] = {}
     for request in requests:
         by_period.setdefault(int(request.arrival_s // period_s), []).append(request)

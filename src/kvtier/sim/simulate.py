@@ -1,7 +1,4 @@
-"""Simulates an engine that serves a trace, and says what came of it.
-
-It has no rule of its own. Nothing is drawn by chance, so there is no seed: equal input gives an equal result.
-"""
+"""Simulates an engine that serves a trace. Deterministic: equal input gives equal results."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +24,12 @@ from kvtier.sim.results import (
 from kvtier.sim.trace import Trace
 
 DEFAULT_PERIOD_S = 60.0
-"""Seconds of a period of the result. Shorter ones have few requests each; longer ones hide a burst."""
+"""Length in seconds of a period of the result. Shorter ones have few requests each; longer ones hide a burst."""
 
 
-YOUNG_OBJECTS = 20_000
-"""New objects after which the garbage collector looks through them. A simulation makes none that refer to each other in
-a circle, so it looks in vain; at Python's 700 that takes a twentieth of the time."""
+YOUNG_GENERATION_OBJECTS = 20_000
+"""New objects between two garbage collections of the youngest generation. A simulation makes no reference cycles; with
+Python's default of 700, collecting takes a twentieth of the time."""
 
 
 def simulate(
@@ -48,22 +45,22 @@ def simulate(
 
     Args:
         trace: the requests.
-        engine: the engine; its blocks are as long as the trace's.
-        host: host memory and the tiers behind it; None for an engine without offloading.
-        period_s: length of the periods of the result; they are longer where there would be over MAX_PERIODS.
+        engine: the engine; its blocks must have the trace's length.
+        host: host memory and the tiers behind it; None: an engine without offloading.
+        period_s: length of the periods of the result; longer where there would be over MAX_PERIODS.
         on_request: called after each request, for a progress bar.
-        finds_bound: whether to look for the bound that no policy exceeds; takes about a tenth longer.
+        finds_bound: whether to compute the upper bound of hits; takes about a tenth longer.
 
     Raises:
-        ConfigError: the blocks differ in length, or a period has none.
+        ConfigError: the blocks differ in length, or ``period_s`` is not above zero.
 
-    Effects: while it runs the process's garbage collector leaves older objects alone (``gc.freeze``).
+    Effects: while it runs the garbage collector skips all objects that existed before (``gc.freeze``).
     """
     if engine.block_tokens != trace.block_tokens:
-        remedy = f"the trace names blocks of {trace.block_tokens} tokens: give the engine the same"
+        remedy = f"the trace has blocks of {trace.block_tokens} tokens: give the engine the same length"
         raise ConfigError("block_tokens", engine.block_tokens, remedy)
     if not period_s > 0:
-        raise ConfigError("period_s", period_s, "a period takes more than zero seconds")
+        raise ConfigError("period_s", period_s, "must be above zero")
     served: list[SimulatedRequest] = []
 
     def note(request: SimulatedRequest) -> None:
@@ -79,8 +76,10 @@ def simulate(
     num_unique = hash_of.cache_info().currsize
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
-    simulated = SimulatedEngine(_bound_device(engine, requests), host, note, num_unique, recorder.note_until)
-    with _old_objects_left_alone():
+    simulated = SimulatedEngine(
+        _bound_device(engine, requests), host, note, num_unique, recorder.record_until
+    )
+    with _old_objects_frozen():
         simulated.run(requests)
     duration_s = simulated.timeline() - begin_s
     chosen_s = choose_period(served, period_s)
@@ -99,18 +98,18 @@ def simulate(
 
 
 @contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Keep what exists now, a trace and the books of each slot, from being visited by each full garbage collection.
+def _old_objects_frozen() -> Iterator[None]:
+    """Exclude the existing objects, such as a trace and its tables, from full garbage collections.
 
-    Effects: The process collects less often. None when somebody else has frozen objects, for they would be thawed
-        with these.
+    Effects: the process collects less often. Does nothing if objects are frozen already, because the end would thaw
+        those too.
     """
     if gc.get_freeze_count():
         yield
         return
     thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(max(YOUNG_OBJECTS, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
+    gc.set_threshold(max(YOUNG_GENERATION_OBJECTS, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
@@ -131,7 +130,7 @@ def _read(simulated: SimulatedEngine, host: HostModel | None) -> Reading:
 
 
 def _bound_device(engine: EngineModel, requests: Sequence[SimulatedRequest]) -> EngineModel:
-    """Return ``engine`` with no more device blocks than all requests together could ever take. Pure."""
+    """Return ``engine`` with no more device blocks than all requests together could use. Pure."""
     num_tokens = (request.num_prompt_tokens + request.num_output_tokens for request in requests)
     num_blocks = sum(-(-number // engine.block_tokens) for number in num_tokens)
     return replace(engine, num_device_blocks=min(engine.num_device_blocks, max(1, num_blocks)))
@@ -140,7 +139,7 @@ def _bound_device(engine: EngineModel, requests: Sequence[SimulatedRequest]) -> 
 def _traffic_of(
     simulated: SimulatedEngine, engine: EngineModel, host: HostModel, num_unique: int, duration_s: float
 ) -> tuple[TierTraffic, ...]:
-    """Return what host memory and each tier behind it have done."""
+    """Return the traffic of host memory and each tier behind it."""
     assert simulated.worker is not None and simulated.spec is not None, "there is a host"  # noqa: PT018
     counters = simulated.stats()
     to_device, to_host = simulated.worker.to_device.traffic, simulated.worker.to_host.traffic

@@ -1,6 +1,6 @@
-"""The offloading back end of a simulated engine: production managers over rows without bytes, and no handlers.
+"""The offloading back end of a simulated engine: production managers over one-byte rows, and no handlers.
 
-It moves nothing. The primary's rows are one byte each: managers and budgets only compare shares of them.
+Managers and byte budgets only compare shares of the rows, so a row needs no real size.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +18,13 @@ from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 ROOM = 2
-"""Books for so many times the blocks of a trace behave as any larger ones: nothing ever has to leave, and more than an
-eighth stays free, below which write-back begins. One would write back what never leaves; more costs memory."""
+"""The tables hold at most this many times the blocks of a trace, which behaves like any larger capacity: nothing is
+evicted, and more than an eighth stays free, below which write-back begins. A factor of one would write back blocks that
+are never evicted; a larger one takes memory."""
 
 
 class RowsWithoutBytes:
-    """One byte for each block, and the same one for all, in place of host memory.
+    """Stands for host memory: one shared byte as every block's row.
 
     Args:
         num_blocks: rows.
@@ -41,18 +42,18 @@ class RowsWithoutBytes:
 
 
 class SimulatedSpec(OffloadingSpec):
-    """Builds what the production connector drives.
+    """Builds the managers and tiers that the production connector drives.
 
     Args:
         engine: the engine.
-        host: the primary tier and what is behind it.
+        host: the primary tier and the tiers behind it.
         timeline: the clock of the managers and tiers.
-        wake: called when a tier has a job to report.
-        num_keys: blocks that the trace has, at most. Books are kept for ROOM times as many, whatever the capacities;
+        wake: called when a tier has a finished job.
+        num_keys: blocks of the trace, at most. Tables are sized for ROOM times as many, whatever the capacities;
             budgets stay shares of the capacity.
 
     Attributes:
-        tiers: the secondary tiers, in the order in which they are asked.
+        tiers: the secondary tiers, in the order of lookups.
     """
 
     def __init__(

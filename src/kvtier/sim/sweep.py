@@ -1,7 +1,7 @@
 """Simulates one trace many times: without offloading, and with each policy at each size of one place.
 
-It has no rule of a simulation. ``plan_cases`` says what is to be simulated, ``run_cases`` does it, in processes of its
-own if asked; the results are in the order of the cases and equal however many processes there were.
+``plan_cases`` returns the cases, ``run_cases`` simulates them, in several processes if requested. The results are in
+the order of the cases and do not depend on the number of processes.
 """
 
 import os
@@ -24,16 +24,16 @@ from kvtier.sim.trace import Trace
 
 HOST = "host"
 WITHOUT = "without"
-"""Stands where a policy's name would: the same engine without offloading."""
+"""In place of a policy's name: the same engine without offloading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One capacity of what is swept.
+    """One capacity of the swept place.
 
     Attributes:
         num_blocks: the capacity.
-        label: what people call it, such as "64GiB".
+        label: its name for users, such as "64GiB".
     """
 
     num_blocks: int
@@ -49,7 +49,7 @@ class Sweep:
         sizes: its capacities, ascending.
 
     Raises:
-        ConfigError: there is none, or one is not above the one before.
+        ConfigError: there is no size, or one is not above the one before.
     """
 
     place: str
@@ -57,7 +57,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise ConfigError("sizes", "", "a sweep has at least one size")
+            raise ConfigError("sizes", "", "give at least one size")
         for smaller, size in pairwise(self.sizes):
             if size.num_blocks <= smaller.num_blocks:
                 remedy = f"must hold more blocks than {smaller.label}, which holds {smaller.num_blocks}"
@@ -69,10 +69,10 @@ class Case:
     """One simulation of several.
 
     Attributes:
-        policy: of host memory; WITHOUT for none.
-        engine: what serves.
-        host: what is behind it; None without offloading.
-        size: of the swept place; None when nothing is swept, or when the swept place has no part in it.
+        policy: of host memory; WITHOUT: no offloading.
+        engine: the engine.
+        host: host memory and tiers; None without offloading.
+        size: of the swept place; None without a sweep, or when the case does not depend on the swept place.
     """
 
     policy: str
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What to call it: the policy, and the size where there are several."""
+        """Name of the case: the policy, and the size if there are several."""
         return f"{self.policy} at {self.size.label}" if self.size else self.policy
 
 
@@ -93,12 +93,12 @@ def plan_cases(
 
     Args:
         engine: the engine.
-        host: host memory and tiers; its own policy does not count.
+        host: host memory and tiers; its own policy is ignored.
         policies: registered names.
-        sweep: the place to vary; the engine without offloading has one case unless it is the device's memory.
+        sweep: the place to vary; the engine without offloading has one case unless the place is the device.
 
     Raises:
-        UnknownNameError: there is no such place.
+        UnknownNameError: the place does not exist.
     """
     hosts = [replace(host, cache_policy=policy) for policy in policies]
     without = Case(WITHOUT, engine, None)
@@ -119,7 +119,7 @@ def resize(
     """Return both with another capacity of ``place``: "device", "host" or a tier's name. Pure.
 
     Raises:
-        UnknownNameError: there is no such place.
+        UnknownNameError: the place does not exist.
     """
     names = [tier.name for tier in host.tiers]
     if place == DEVICE:
@@ -144,13 +144,13 @@ def run_cases(
     Args:
         trace: the requests.
         cases: what to simulate.
-        num_processes: how many at a time; 1 takes this process.
-        on_requests: told, for a progress bar, how many more requests of a case are done: one at a time in this
-            process, all at once from another.
+        num_processes: concurrent processes; 1: this process.
+        on_requests: called with a case and its number of newly finished requests, for a progress bar: one at a time
+            in this process, all at once from another.
 
     Raises:
-        ConfigError: the trace's blocks have another length than an engine's, or there is no process.
-        SimulationDiedError: a process has ended before its simulation.
+        ConfigError: the trace's blocks have another length than an engine's, or ``num_processes`` is below 1.
+        SimulationDiedError: a process ended before its simulation.
     """
     if num_processes < 1:
         raise ConfigError("num_processes", num_processes, "must be at least 1")
@@ -175,7 +175,7 @@ def _run_in_processes(
             on_requests(case, len(trace.requests))
 
     others = set(active_children())
-    # A spawned process begins clean: a forked one would inherit the locks of the caller's threads as they are.
+    # A spawned process starts clean: a forked one would inherit locks that other threads hold.
     with ProcessPoolExecutor(num_processes, get_context("spawn"), _end_with_parent) as executor:
         futures = []
         for case in cases:
@@ -188,20 +188,20 @@ def _run_in_processes(
             raise SimulationDiedError(num_processes) from error
         except BaseException:
             executor.shutdown(wait=False, cancel_futures=True)
-            # Leaving the block waits for simulations that have begun, which may take minutes.
+            # Leaving the block waits for running simulations, which may take minutes.
             for process in set(active_children()) - others:
                 process.terminate()
             raise
 
 
 def _end_with_parent() -> None:
-    """Let an interrupt from the keyboard end this process at once and without a traceback: its parent tells.
+    """Make an interrupt from the keyboard end this process at once, without a traceback.
 
-    A parent that is killed tells nothing, and an executor's process would wait for more work from it for ever.
+    Also end it when its parent is killed: an executor's process would otherwise wait for work for ever.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
-    assert parent is not None, "it is run in a process of its own"
+    assert parent is not None, "called in a child process"
     threading.Thread(target=_end_after, args=(parent,), name="kvtier-sweep-end", daemon=True).start()
 
 

@@ -1,9 +1,9 @@
 """A secondary tier without bytes whose jobs end on simulated time.
 
-It decides nothing that production code decides: which blocks it holds and which leave is up to the manager and policy
-of the primary tier, used as this tier's directory; when its jobs end is up to a Link. The production
-``TieringOffloadingManager`` drives it, breaker, budget and back-off included. Like a real tier it writes no block
-that it holds already, does not evict what it is reading, and ends jobs that nobody has begun after their time-out.
+The manager and policy of the primary tier serve as its directory and decide which blocks it holds and evicts; a Link
+decides when its jobs end. The production ``TieringOffloadingManager`` drives it, breaker, budget and back-off included.
+Like a real tier it does not write blocks that it already holds, does not evict blocks that it is reading, and ends jobs
+that have not started after their time-out.
 """
 
 import re
@@ -27,14 +27,14 @@ class TierModel:
     """A secondary tier to simulate.
 
     Attributes:
-        name: what it is called in results, of letters, digits, "_" and "-"; unique in its chain.
+        name: its name in results, of letters, digits, "_" and "-"; unique in its chain.
         num_blocks: its capacity.
         speed: the link to it.
-        cache_policy: registered name of the policy that orders it.
-        settings: the settings that every tier has. Budgets in bytes count one byte for a block.
+        cache_policy: registered name of its eviction policy.
+        settings: the common tier settings. Budgets in bytes count one byte per block.
 
     Raises:
-        ConfigError: the name has other characters: a dot would cut it in the names of counters.
+        ConfigError: the name has other characters; a dot would split it in the names of counters.
     """
 
     name: str
@@ -45,24 +45,24 @@ class TierModel:
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is None:
-            raise ConfigError("name", self.name, 'a tier is named with letters, digits, "_" and "-"')
+            raise ConfigError("name", self.name, 'must consist of letters, digits, "_" and "-"')
 
 
 class SimulatedTier(SecondaryTierManager, RequestAware):
-    """One tier of a simulation. ``make_tier`` builds it under its own name.
+    """One tier of a simulation. ``make_tier`` builds it with its own tier type.
 
     Args:
-        config: what the simulated engine says of itself.
+        config: the configuration of the simulated engine.
         primary_kv_view: the primary's rows; never read or written.
-        model: what is simulated.
-        timeline: when its jobs end.
+        model: the tier to simulate.
+        timeline: schedules the ends of its jobs.
         block_bytes: bytes of a block.
-        wake: called when a job has ended: the next poll will report it.
+        wake: called when a job has ended, so that the next poll reports it.
 
     Attributes:
-        link: the way to it.
-        num_written_blocks: blocks that its link has written; those that were given up before are not among them.
-        num_read_blocks: blocks that its link has read.
+        link: its link.
+        num_written_blocks: blocks written over its link, without those of dropped jobs.
+        num_read_blocks: blocks read over its link.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
 
     def _submit(self, job: JobMetadata, moving: list[OffloadKey], on_end: Callable[[int], object]) -> None:
         overdue_s = self._timeline() + self.settings.job_timeout_s
-        overdue = self._timeline.at(overdue_s, self._give_up_overdue)
+        overdue = self._timeline.at(overdue_s, self._drop_overdue)
 
         def end(num_moved: int) -> None:
             self._timeline.cancel(overdue)
@@ -151,8 +151,8 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
             is_read=job.is_promotion, num_parts=len(moving), part_bytes=self._block_bytes, on_end=end
         )
 
-    def _give_up_overdue(self) -> None:
-        self.link.give_up_older_than(self.settings.job_timeout_s)
+    def _drop_overdue(self) -> None:
+        self.link.drop_older_than(self.settings.job_timeout_s)
 
     def _end_store(self, job: JobMetadata, missing: list[OffloadKey], num_moved: int) -> None:
         self.num_written_blocks += num_moved
@@ -169,7 +169,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
         self._report(job, held[:num_moved], is_fault=num_moved < len(held))
 
     def _report(self, job: JobMetadata, arrived: Sequence[OffloadKey], *, is_fault: bool) -> None:
-        """Report a job, of whose blocks ``arrived`` have come."""
+        """Report a job of which the blocks ``arrived`` were moved."""
         if len(arrived) == len(job.keys):
             self._results.append(JobResult(job.job_id, success=True))
         else:
@@ -187,10 +187,10 @@ def make_tier(
     block_bytes: int,
     wake: Callable[[], object],
 ) -> SimulatedTier:
-    """Return a tier whose type is ``model.name``, so that managers and results tell tiers of a chain apart."""
+    """Return a tier whose type is ``model.name``, so that managers and results distinguish the tiers of a chain."""
 
     class NamedTier(SimulatedTier):
-        """A simulated tier under its own name."""
+        """A simulated tier with its own tier type."""
 
         @staticmethod
         def get_tier_type() -> str:

@@ -1,7 +1,6 @@
-"""Simulated time: a clock that moves from one event to the next.
+"""Simulated time: a clock that advances from one event to the next.
 
-It sleeps never and knows nothing of what happens. Events of one instant run in the order in which they were planned, so
-that a simulation gives the same result each time.
+Events of one instant run in the order in which they were scheduled, so a simulation gives the same result each time.
 """
 
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from kvtier.errors import InvariantError
 
 
 class Timeline:
-    """The time now, and what is planned for later. Call it to read it, as any clock of kvtier's."""
+    """The time now and the scheduled events. Call it to read the time, like any clock of kvtier's."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        # By time, then by planning. A number without an action was cancelled: taking it out of a heap costs a pass.
+        # By time, then by order of scheduling. A number without an action was cancelled: removing it costs a pass.
         self._times: list[tuple[float, int]] = []
         self._actions: dict[int, Callable[[], object]] = {}
         self._numbers = count()
@@ -26,31 +25,33 @@ class Timeline:
         return self._now_s
 
     def at(self, when_s: float, action: Callable[[], object]) -> int:
-        """Plan ``action`` for ``when_s`` and return its number, for ``cancel``.
+        """Schedule ``action`` for ``when_s`` and return its number, for ``cancel``.
 
         Raises:
-            InvariantError: that is in the past.
+            InvariantError: ``when_s`` is in the past.
         """
         if when_s < self._now_s:
-            raise InvariantError(f"an event is planned for {when_s} s at {self._now_s} s: time runs forward")
+            raise InvariantError(
+                f"an event is scheduled for {when_s} s at {self._now_s} s: time cannot run backwards"
+            )
         number = next(self._numbers)
         self._actions[number] = action
         heappush(self._times, (when_s, number))
         return number
 
     def cancel(self, number: int) -> None:
-        """Forget an event; one that has run or was forgotten before is ignored."""
+        """Cancel an event; one that has run or was cancelled before is ignored."""
         self._actions.pop(number, None)
 
     @property
     def next_s(self) -> float | None:
-        """When the next event is planned, None when nothing is."""
+        """Time of the next event, None without one."""
         while self._times and self._times[0][1] not in self._actions:
             heappop(self._times)
         return self._times[0][0] if self._times else None
 
     def advance_to(self, when_s: float) -> None:
-        """Move to ``when_s`` and run what is planned until then, each event at its own time."""
+        """Advance to ``when_s`` and run the events until then, each at its own time."""
         times, actions = self._times, self._actions
         while times and times[0][0] <= when_s:
             time_s, number = heappop(times)

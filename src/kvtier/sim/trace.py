@@ -1,7 +1,7 @@
-"""A request trace: who asked when, how long, and which blocks the prompts share.
+"""A request trace: arrival times, lengths, and which blocks the prompts share.
 
-It reads no file and replays nothing. A trace has no text: each full or last partial block of a prompt is one id, and
-equal ids mean equal content and equal prefix, so that an id is all that a key needs.
+A trace has no text: each full or last partial block of a prompt is one id, and equal ids mean equal content and equal
+prefix, so an id suffices to make a key.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,10 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request, as it was recorded.
+    """One recorded request.
 
     Attributes:
-        arrival_s: when it came, from the start of the trace.
+        arrival_s: arrival time, from the start of the trace.
         num_prompt_tokens: length of its prompt.
         num_output_tokens: length of its answer.
         hash_ids: one id for each block of the prompt, head first; the last one may stand for a partial block.
@@ -54,16 +54,8 @@ class Trace:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
 
 
-def make_trace(requests: Iterable[TraceRequest], block_tokens: int) -> Trace:
-    """Return a trace of ``requests``, ordered by arrival; those of one instant keep their order. Pure."""
-    ordered = tuple(sorted(requests, key=lambda request: request.arrival_s))
-    num_accesses = sum(len(request.hash_ids) for request in ordered)
-    unique = {hash_id for request in ordered for hash_id in request.hash_ids}
-    return Trace(ordered, block_tokens, num_accesses, len(unique))
-
-
 class BlockKeys:
-    """The key of each id, made once: a trace names the same blocks again and again."""
+    """The key of each id, made once, because a trace has the same blocks again and again."""
 
     def __init__(self) -> None:
         self._keys: dict[int, OffloadKey] = {}
@@ -79,3 +71,11 @@ class BlockKeys:
     def _make(self, hash_id: int) -> OffloadKey:
         key = self._keys[hash_id] = make_offload_key(hash_id.to_bytes(ID_BYTES, "big"), 0)
         return key
+
+
+def make_trace(requests: Iterable[TraceRequest], block_tokens: int) -> Trace:
+    """Return a trace of ``requests``, sorted by arrival; those of one instant keep their order. Pure."""
+    ordered = tuple(sorted(requests, key=lambda request: request.arrival_s))
+    num_accesses = sum(len(request.hash_ids) for request in ordered)
+    unique = {hash_id for request in ordered for hash_id in request.hash_ids}
+    return Trace(ordered, block_tokens, num_accesses, len(unique))

@@ -1,1 +1,1 @@
-"""Shipped for implementers: contract suites to inherit, fault-injecting wrappers, a manual clock."""
+"""For authors of tiers, policies and managers: contract suites to inherit, fault-injecting wrappers, a manual clock."""

@@ -1,4 +1,4 @@
-"""A clock that moves only when told to, for tests of deadlines and time-outs."""
+"""A clock that only moves when a test advances it, for tests of deadlines and time-outs."""
 
 
 class ManualClock:
@@ -22,5 +22,5 @@ class ManualClock:
             ValueError: ``seconds`` is negative.
         """
         if seconds < 0:
-            raise ValueError(f"advance({seconds}): a clock does not run backwards, give zero or more seconds")
+            raise ValueError(f"advance({seconds}): a clock cannot run backwards, give zero or more seconds")
         self._now_s += seconds

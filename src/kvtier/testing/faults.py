@@ -1,7 +1,6 @@
-"""A tier around a tier that fails on purpose: slow, failing, lying about results, losing blocks.
+"""A tier around a tier that fails on purpose: it is slow, fails, reports false results, loses blocks.
 
-It adds no storage of its own. Which fault happens when is drawn from the random source it is given, or set by
-the test through its fields, so that every failure can be repeated.
+Faults are drawn from the given random source, or set by the test through fields, so that every failure can be repeated.
 """
 
 import random
@@ -16,21 +15,21 @@ from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
 @dataclass(slots=True)
 class Faults:
-    """How often each fault happens, as probabilities from 0 to 1.
+    """Probability of each fault, from 0 to 1.
 
     Attributes:
         refuse_ratio: a submit raises and nothing is started.
         fail_ratio: a job is not carried out and reported as failed.
-        delay_ratio: at a poll, a job that is due stays for a later one; its bytes move only then.
-        unknown_ratio: at a poll, a result for a job that nobody submitted is reported too.
+        delay_ratio: at a poll, a due job is postponed; its bytes move only then.
+        unknown_ratio: at a poll, a result for an unknown job is reported too.
         repeat_ratio: a result is reported a second time.
-        lookup_none_ratio: a lookup is answered None.
+        lookup_none_ratio: a lookup returns None.
         lookup_raise_ratio: a lookup raises.
         lose_ratio: at a load, one of its blocks is gone.
         poll_raise_ratio: a poll raises.
-        claims_everything: every lookup is answered True, whatever the inner tier holds.
+        claims_everything: every lookup returns True, whatever the inner tier holds.
         claims_success: a job that failed in parts is reported as a success, with the parts.
-        refuses_to_end: a shutdown says that threads are still running.
+        refuses_to_end: a shutdown reports that threads are still running.
     """
 
     refuse_ratio: float = 0.0
@@ -48,15 +47,15 @@ class Faults:
 
 
 class FaultyTier(WrappedTier):
-    """Passes everything on to another tier, but for its faults.
+    """Forwards every call to another tier, except for its faults.
 
-    A delayed job reaches the inner tier late, so its slots are really read or written late: a manager that
-    gives a slot away before the report gets foreign bytes in it.
+    A delayed job reaches the inner tier late, so its slots are really read or written late: a manager that reuses a
+    slot before the report gets wrong bytes in it.
 
     Args:
         inner: the tier that does the work; it must end a job in its submit (not simulate_async).
-        faults: how often what happens; may be changed at any time.
-        rng: where chance comes from.
+        faults: how often each fault happens; may be changed at any time.
+        rng: random source.
     """
 
     def __init__(self, inner: SecondaryTierManager, faults: Faults, rng: random.Random) -> None:
@@ -139,14 +138,14 @@ class FaultyTier(WrappedTier):
             self._results.extend(self.inner.get_finished())
 
     def _finish_before_reset(self, job: JobMetadata) -> JobResult:
-        """End a job of an older epoch: a load still writes its slots and claims success."""
+        """End a job of an older epoch: a load still writes its slots and reports success."""
         if job.is_promotion:
             for slot in job.block_ids.tolist():
                 self._spoil(slot)
         return JobResult(job.job_id, success=job.is_promotion)
 
     def _load(self, job: JobMetadata) -> JobResult:
-        """Load through the inner tier; a lost block's slot gets rubbish and is reported as failed."""
+        """Load through the inner tier; a lost block's slot gets random bytes and is reported as failed."""
         self.inner.submit_load(job)
         (result,) = self.inner.get_finished()
         if not self._happens(self.faults.lose_ratio):

@@ -1,7 +1,7 @@
-"""The promises of device <-> primary handlers, as a suite of tests to inherit.
+"""The contract of device <-> primary handlers, as a suite of tests to inherit.
 
-It knows no implementation: a subclass says how its handlers are built and which device they serve. Random transfers
-(several groups, empty ones, partial blocks, padded pages) are compared byte by byte with a few lines of numpy.
+A subclass builds its handlers and names the device they serve. Random transfers (several groups, empty ones, partial
+blocks, padded pages) are compared byte by byte with a few lines of numpy::
 
     class TestMyHandlers(HandlerSuite):
         def make_handlers(self, kv_caches, block_size_factor, num_cpu_blocks):
@@ -43,7 +43,7 @@ class Handlers(Protocol):
     rows: torch.Tensor
 
     def shutdown(self) -> None:
-        """End both directions."""
+        """Shut down both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class GroupCase:
     """One group of a transfer.
 
     Attributes:
-        page_sizes: unpadded bytes of each ref; each has a tensor of its own.
-        padding: bytes that each tensor's pages have more.
-        device_blocks: what moves.
+        page_sizes: unpadded bytes of each ref; each has its own tensor.
+        padding: additional bytes of each tensor's pages.
+        device_blocks: the blocks to move.
         first_index: index within the request of the first of them.
-        slots: where it moves.
+        slots: their slots.
     """
 
     page_sizes: tuple[int, ...]
@@ -96,14 +96,14 @@ class CopyCase:
         return CanonicalKVCaches(tensors, refs)
 
     def specs(self) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-        """Return both ends of the transfer."""
+        """Return both sides of the transfer."""
         blocks = [block for group in self.groups for block in group.device_blocks]
         sizes = [len(group.device_blocks) for group in self.groups]
         device = GPULoadStoreSpec(blocks, sizes, [group.first_index for group in self.groups])
         return device, CPULoadStoreSpec([slot for group in self.groups for slot in group.slots])
 
     def pieces(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (tensor, device block, slot, start in the part, bytes) of every page that moves."""
+        """Yield (tensor, device block, slot, start in the part, bytes) of every page to move."""
         first_tensor = 0
         for group in self.groups:
             offset = 0
@@ -116,7 +116,7 @@ class CopyCase:
 
     @property
     def num_bytes(self) -> int:
-        """Unpadded bytes that move."""
+        """Unpadded bytes to move."""
         return sum(size for _, _, _, _, size in self.pieces())
 
 
@@ -147,10 +147,10 @@ TWO_BLOCKS = CopyCase((GroupCase((64, 32), 8, (2, 0), 0, (1, 3)),), 1, 4, 4)
 
 
 class HandlerSuite:
-    """What every pair of handlers must do.
+    """The contract of a pair of handlers. Inherit it and implement make_handlers.
 
     Attributes:
-        device: where the suite puts the KV cache.
+        device: the device of the KV cache.
     """
 
     device = "cpu"
@@ -163,7 +163,7 @@ class HandlerSuite:
 
     @contextmanager
     def open(self, case: CopyCase) -> Iterator[tuple[Handlers, CanonicalKVCaches]]:
-        """Build a case's cache and handlers, and shut them down in the end."""
+        """Build a case's cache and handlers, and shut them down at the end."""
         caches = case.make_caches(self.device)
         handlers = self.make_handlers(caches, case.factor, case.num_slots)
         try:

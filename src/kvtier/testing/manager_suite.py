@@ -1,13 +1,12 @@
 """The contract of an OffloadingManager over one primary tier, as tests to inherit.
 
-It asks nothing about secondary tiers: a manager with tiers behind it inherits this with none of them. A
-manager's test is a class that says how to make one::
+A manager with secondary tiers inherits it with an empty list of tiers. A manager's test is a class that makes one::
 
     class TestMine(ManagerSuite):
         def make_manager(self, num_blocks: int, *, enable_events: bool = False) -> OffloadingManager:
             return MyManager(num_blocks, enable_events=enable_events)
 
-``check()`` of the manager, where it has one, runs after every test's last step and wherever a law is at stake.
+``check()`` of the manager, if it has one, runs after every test's last step and where an invariant is at stake.
 """
 
 from collections.abc import Sequence
@@ -41,28 +40,28 @@ def slots_of(spec: LoadStoreSpec) -> list[int]:
 
 
 def prepared(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
-    """Prepare a store that must find room."""
+    """Prepare a store for which there must be room."""
     output = manager.prepare_store(keys, REQUEST)
     assert output is not None, f"no room for {len(keys)} keys"
     return output
 
 
 def store(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
-    """Store ``keys`` to the end; there must be room."""
+    """Store ``keys`` completely; there must be room."""
     output = prepared(manager, keys)
     manager.complete_store(keys, REQUEST)
     return output
 
 
 def check(manager: OffloadingManager) -> None:
-    """Run the manager's own recount, if it has one."""
+    """Run the manager's own check, if it has one."""
     recount = getattr(manager, "check", None)
     if recount is not None:
         recount()
 
 
 class ManagerSuite:
-    """What every manager must do. Inherit it and implement make_manager."""
+    """The contract of every manager. Inherit it and implement make_manager."""
 
     def make_manager(self, num_blocks: int, *, enable_events: bool = False) -> OffloadingManager:
         """Return an empty manager with LRU order.
@@ -74,7 +73,7 @@ class ManagerSuite:
         raise NotImplementedError
 
     def test_a_block_is_absent_then_in_flight_then_ready(self) -> None:
-        """Lookup answers False, None, True along a store."""
+        """Lookup returns False, None, True in the course of a store."""
         manager = self.make_manager(2)
         (key,) = keys_of(1)
         answers = [manager.lookup(key, REQUEST)]
@@ -105,7 +104,7 @@ class ManagerSuite:
         check(manager)
 
     def test_nothing_missing_is_an_empty_output(self) -> None:
-        """A store of held keys is not refused, not even in a full tier."""
+        """A store of held keys is not refused, even in a full tier."""
         manager = self.make_manager(1)
         store(manager, keys_of(1))
         output = prepared(manager, keys_of(1))
@@ -121,7 +120,7 @@ class ManagerSuite:
         check(manager)
 
     def test_a_key_of_the_call_is_never_evicted_for_it(self) -> None:
-        """Held keys named in the call stay, though they are the oldest."""
+        """Held keys named in the call stay, even if they are the oldest."""
         manager = self.make_manager(3)
         store(manager, keys_of(1, 2, 3))
         assert store(manager, keys_of(1, 4)).evicted_keys == keys_of(2)
@@ -130,7 +129,7 @@ class ManagerSuite:
         check(manager)
 
     def test_no_room_is_none_and_changes_nothing(self) -> None:
-        """A refused store leaves blocks, order and events as they were."""
+        """A refused store leaves blocks, order and events unchanged."""
         manager = self.make_manager(3, enable_events=True)
         store(manager, keys_of(1, 2, 3))
         manager.prepare_load(keys_of(1), REQUEST)
@@ -149,7 +148,7 @@ class ManagerSuite:
         check(manager)
 
     def test_a_failed_store_frees_its_slots_and_spares_ready_keys(self) -> None:
-        """success=False drops in-flight keys only, and their slots are used again."""
+        """success=False drops in-flight keys only, and their slots are reused."""
         manager = self.make_manager(3)
         store(manager, keys_of(1))
         prepared(manager, keys_of(2, 3))
@@ -221,7 +220,7 @@ class ManagerSuite:
         check(manager)
 
     def test_events_say_what_was_stored_and_evicted(self) -> None:
-        """Evicted keys are announced with the prepare, stored ones with the complete; each event is told once."""
+        """Evicted keys are announced at prepare, stored ones at complete; each event is drained once."""
         manager = self.make_manager(2, enable_events=True)
         store(manager, keys_of(1, 2))
         prepared(manager, keys_of(3))
@@ -235,7 +234,7 @@ class ManagerSuite:
         assert list(manager.take_events()) == []
 
     def test_a_failed_store_is_no_event(self) -> None:
-        """Blocks that never became ready were never there."""
+        """Blocks that never became ready are not announced."""
         manager = self.make_manager(2, enable_events=True)
         prepared(manager, keys_of(1))
         manager.complete_store(keys_of(1), REQUEST, success=False)
@@ -249,7 +248,7 @@ class ManagerSuite:
         assert list(manager.take_events()) == []
 
     def test_a_reset_forgets_every_block(self) -> None:
-        """Nothing is found afterwards, and every slot can be used."""
+        """No block is found afterwards, and every slot is free."""
         manager = self.make_manager(3)
         store(manager, keys_of(1, 2, 3))
         manager.reset()
@@ -259,7 +258,7 @@ class ManagerSuite:
         check(manager)
 
     def test_a_reset_keeps_slots_in_use_from_others_until_reported(self) -> None:
-        """A slot that is written or read stays reserved; its report frees it and makes nothing visible."""
+        """A slot that is being written or read stays reserved; its report frees it and makes nothing visible."""
         manager = self.make_manager(3)
         store(manager, keys_of(1, 2))
         manager.prepare_load(keys_of(1), REQUEST)
@@ -288,7 +287,7 @@ class ManagerSuite:
         check(manager)
 
     def test_the_default_abilities_answer(self) -> None:
-        """A plain manager waits for nobody, has counters, and ends more than once."""
+        """A plain manager never reports waiting, has counters, and can be shut down twice."""
         manager = self.make_manager(2)
         manager.end_step()
         manager.request_finished(REQUEST)

@@ -1,8 +1,7 @@
 """Random use of an eviction policy against a plain dictionary, as a Hypothesis state machine to inherit.
 
-It knows no algorithm: it plays a manager that stores, fails, pins, protects and evicts, and checks after each step
-that the policy holds what the dictionary holds, gives up no busy block, and previews what it does. A new policy's
-test is::
+It plays a manager that stores, fails, pins, protects and evicts. After each step it checks that the policy holds what
+the dictionary holds, evicts no busy block, and previews its evictions correctly. A new policy's test is::
 
     class MyMachine(PolicyMachine):
         def make_policy(self, cache_capacity: int) -> CachePolicy:
@@ -32,7 +31,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @initialize(cache_capacity=st.integers(1, 8))
     def start(self, cache_capacity: int) -> None:
-        """Begin with an empty policy."""
+        """Start with an empty policy."""
         self.capacity = cache_capacity
         self.policy = self.make_policy(cache_capacity)
         self.getter = self.policy.getter()
@@ -41,7 +40,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=key_lists, is_touched=st.booleans(), stays_in_flight=rarely)
     def store(self, keys: list[OffloadKey], is_touched: bool, stays_in_flight: bool) -> None:
-        """Write what is missing of a request, when there is room, and put the request in order."""
+        """Write the missing blocks of a request, if there is room, and touch the request."""
         missing = [key for key in dict.fromkeys(keys) if key not in self.held]
         num_to_evict = len(self.held) + len(missing) - self.capacity
         if not self.has_evicted(max(0, num_to_evict), keys):
@@ -57,7 +56,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(keys=key_lists, success=st.sampled_from([True, False]))
     def finish_writes(self, keys: list[OffloadKey], success: bool) -> None:
-        """End writes in flight."""
+        """Complete writes in flight."""
         for key in dict.fromkeys(keys):
             block = self.held.get(key)
             if block is None or block.is_ready:
@@ -70,17 +69,17 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def finish_all_writes(self) -> None:
-        """End all of them well."""
+        """Complete all of them successfully."""
         self.finish_writes(KEYS, success=True)
 
     @rule(keys=key_lists)
     def touch(self, keys: list[OffloadKey]) -> None:
-        """Use blocks, held or not, some of them named twice."""
+        """Touch blocks, held or not, some of them named twice."""
         self.policy.touch(keys)
 
     @rule(key=st.sampled_from(KEYS), times=st.integers(1, 4))
     def use_again(self, key: OffloadKey, times: int) -> None:
-        """Use one block again and again."""
+        """Touch one block several times."""
         for _ in range(times):
             self.policy.touch([key])
 
@@ -104,20 +103,20 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(is_meant=rarely)
     def clear(self, is_meant: bool) -> None:
-        """Forget everything, seldom: a policy shows what it is when it is full and has been for a while."""
+        """Clear the policy, rarely: most behaviour shows only after the policy has been full for some time."""
         if is_meant:
             self.policy.clear()
             self.held.clear()
 
     @invariant()
     def the_policy_holds_what_is_held(self) -> None:
-        """Its own check agrees, and lookups find each block and no other."""
+        """The policy's own check passes, and lookups find each held block and no other."""
         self.policy.check(self.held)
         for key in KEYS:
             assert self.policy.get(key) is self.getter(key) is self.held.get(key)
 
     def has_evicted(self, n: int, protected: list[OffloadKey]) -> bool:
-        """Evict all of ``n`` idle blocks or none; the preview has said which, when nothing was protected."""
+        """Evict all of ``n`` idle blocks or none; compare with the preview unless blocks were protected."""
         idle = {key for key, block in self.held.items() if block.ref_cnt == 0}
         preview = self.policy.next_victims(n) if isinstance(self.policy, EvictionPreview) else None
         victims = self.policy.evict(n, set(protected))

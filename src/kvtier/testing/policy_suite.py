@@ -1,6 +1,6 @@
-"""The contract of an eviction policy as tests to inherit, and a fixed trace to count hits on.
+"""The contract of an eviction policy as tests to inherit, and a fixed trace for golden hit counts.
 
-It tests no manager. A new policy's test is a class that inherits PolicySuite and says how to make the policy::
+A new policy's test is a class that inherits PolicySuite and makes the policy::
 
     class TestMine(PolicySuite):
         golden_hits: ClassVar[dict[int, int]] = {64: 1234}
@@ -26,10 +26,10 @@ def key_of(number: int) -> OffloadKey:
 
 
 def make_trace(seed: int, length: int = TRACE_LENGTH) -> list[OffloadKey]:
-    """Return accesses in which a few keys are hot, the hot ones drift, and long scans pass through. Pure.
+    """Return accesses with a few hot keys that drift, and long scans. Pure.
 
     Args:
-        seed: same seed, same trace; it uses ``random()`` alone, which Python keeps stable.
+        seed: equal seeds give equal traces; only ``random()`` is used, which Python keeps stable.
         length: accesses.
     """
     draw = random.Random(seed).random  # noqa: S311 - a workload, not a secret
@@ -75,13 +75,13 @@ def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey], first_slot: in
 
 
 class PolicySuite:
-    """What every policy must do. Inherit it, implement make_policy, give golden hit counts."""
+    """The contract of every policy. Inherit it, implement make_policy, add golden hit counts."""
 
     golden_hits: ClassVar[dict[int, int]] = {}
-    """Hits on ``make_trace(seed=1)`` for some capacities; a change of them is a change of the algorithm."""
+    """Hits on ``make_trace(seed=1)`` for some capacities; they change only when the algorithm changes."""
 
     orders_by_use: ClassVar[bool] = True
-    """Whether a touch of ready blocks reorders them at once; False where the order is that of insertion."""
+    """Whether a touch of ready blocks reorders them at once; False if the order is that of insertion."""
 
     def make_policy(self, cache_capacity: int) -> CachePolicy:
         """Return an empty policy for ``cache_capacity`` blocks."""
@@ -105,7 +105,7 @@ class PolicySuite:
         assert evicted_keys(single, 4) == evicted_keys(batched, 4)
 
     def test_what_would_leave_next_is_what_leaves(self) -> None:
-        """A preview names what evict then takes, in its order, and changes nothing; busy blocks are left out."""
+        """A preview lists what evict then takes, in order, and changes nothing; busy blocks are not in it."""
         policy = self.make_policy(64)
         if not isinstance(policy, EvictionPreview):
             return
@@ -133,7 +133,7 @@ class PolicySuite:
         assert getter(key_of(1)) is block
 
     def test_remove_forgets_a_key_and_ignores_unknown_ones(self) -> None:
-        """A removed key is not held; removing it again is no error."""
+        """A removed key is not held; removing it again is not an error."""
         policy = self.make_policy(4)
         insert_ready(policy, [key_of(1)])
         policy.remove(key_of(1))
@@ -142,7 +142,7 @@ class PolicySuite:
         policy.check({})
 
     def test_evicts_exactly_n(self) -> None:
-        """What evict returns has left, all else stays."""
+        """Returned blocks have left, all others stay."""
         policy = self.make_policy(4)
         keys = [key_of(number) for number in range(4)]
         blocks = dict(zip(keys, insert_ready(policy, keys), strict=True))
@@ -161,7 +161,7 @@ class PolicySuite:
         assert policy.evict(0, {key_of(1)}) == []
 
     def test_too_few_to_evict_is_none_and_changes_nothing(self) -> None:
-        """One block short of n: nobody leaves, and the order is as before."""
+        """One block short of n: no block is evicted, and the order is unchanged."""
         asked, reference = self.make_policy(4), self.make_policy(4)
         keys = [key_of(number) for number in range(4)]
         for policy in (asked, reference):
@@ -171,7 +171,7 @@ class PolicySuite:
         assert evicted_keys(asked, 4) == evicted_keys(reference, 4)
 
     def test_pinned_and_in_flight_blocks_stay(self) -> None:
-        """Only idle blocks leave, wherever the others stand in the order."""
+        """Only idle blocks are evicted, whatever their place in the order."""
         policy = self.make_policy(4)
         keys = [key_of(number) for number in range(4)]
         blocks = insert_ready(policy, keys)
@@ -180,7 +180,7 @@ class PolicySuite:
         assert set(evicted_keys(policy, 2)) == {keys[1], keys[3]}
 
     def test_evicts_whenever_an_idle_block_exists(self) -> None:
-        """Each single block can be forced out by protecting the others, touched or not."""
+        """Each single block can be evicted when the others are protected, touched or not."""
         for idle in range(4):
             policy = self.make_policy(4)
             keys = [key_of(number) for number in range(4)]
@@ -189,7 +189,7 @@ class PolicySuite:
             assert evicted_keys(policy, 1, {key for key in keys if key != keys[idle]}) == [keys[idle]]
 
     def test_the_tail_of_a_stored_prefix_leaves_first(self) -> None:
-        """Touched once while its writes are in flight, as whoever stores it does, a prefix loses its end first."""
+        """A prefix that is touched once while its writes are in flight, as by a store, loses its end first."""
         policy = self.make_policy(4)
         keys = [key_of(number) for number in range(4)]
         blocks = [BlockStatus(number) for number in range(4)]
@@ -200,7 +200,7 @@ class PolicySuite:
         assert evicted_keys(policy, 4) == keys[::-1]
 
     def test_busy_blocks_are_victims_again_once_they_are_idle(self) -> None:
-        """Evictions that had to pass pinned and protected blocks lose none of them: later all can leave."""
+        """Evictions that skip pinned and protected blocks lose none of them: later all can be evicted."""
         policy = self.make_policy(8)
         keys = [key_of(number) for number in range(8)]
         blocks = insert_ready(policy, keys)
@@ -215,7 +215,7 @@ class PolicySuite:
         policy.check({})
 
     def test_a_key_that_comes_back_is_a_block_like_any_other(self) -> None:
-        """What a policy remembers of keys that left keeps no block from being held, removed or evicted."""
+        """A policy's memory of evicted keys keeps no block from being held, removed or evicted."""
         policy = self.make_policy(4)
         held: dict[OffloadKey, BlockStatus] = {}
         for number in [*range(12), *range(12), *range(11, -1, -1)]:
@@ -242,14 +242,14 @@ class PolicySuite:
         assert evicted_keys(policy, 4) == keys[::-1]
 
     def test_touching_unknown_keys_holds_nothing(self) -> None:
-        """A touch of keys that are not held is no error and stores nothing."""
+        """A touch of keys that are not held is not an error and stores nothing."""
         policy = self.make_policy(2)
         policy.touch([key_of(1), key_of(2)])
         policy.check({})
         assert policy.evict(1, frozenset()) is None
 
     def test_clear_leaves_nothing_behind(self) -> None:
-        """After clear() the policy decides like a new one."""
+        """After clear() the policy behaves like a new one."""
         trace = make_trace(seed=2, length=2_000)
         used = self.make_policy(32)
         replay(used, trace)
@@ -283,7 +283,7 @@ class PolicySuite:
             policy.check(held)
 
     def test_golden_hit_counts(self) -> None:
-        """The policy hits exactly as often on the fixed trace as when it was written."""
+        """The policy has exactly the recorded number of hits on the fixed trace."""
         trace = make_trace(seed=1)
         found = {capacity: replay(self.make_policy(capacity), trace) for capacity in self.golden_hits}
         assert found == self.golden_hits

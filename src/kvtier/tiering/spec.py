@@ -82,7 +82,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if self._region is not None:
             self._region.seal()
 
-    def give_rows_back(self) -> None:
+    def release_rows(self) -> None:
         if self._region is not None:
             self._region.cleanup()
 

@@ -186,7 +186,7 @@ def test_a_file_that_no_benchmark_has_written_is_refused_by_name(tmp_path: Path,
     path = tmp_path / "settings.json"
     path.write_text(text)
 
-    with pytest.raises(ValueError, match=f"{path}: no benchmark has written it"):
+    with pytest.raises(ValueError, match=f"{path}: is not a benchmark's file"):
         compare_folders(tmp_path, tmp_path)
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from kvtier.cli.demo.conversation import ConversationShape, Document, open_conversation, plan_conversations
+from kvtier.cli.demo.conversation import ConversationShape, Document, make_opening, plan_conversations
 from kvtier.errors import ConfigError
 
 DOCUMENTS = [Document("a.md", b"alpha " * 50), Document("b.md", b"beta " * 10)]
@@ -33,7 +33,7 @@ def test_only_the_first_turn_brings_the_passage() -> None:
 
 
 def test_passages_have_the_length_asked_for_and_begin_differently_within_a_block() -> None:
-    passages = [open_conversation(DOCUMENTS, number, 700) for number in range(12)]
+    passages = [make_opening(DOCUMENTS, number, 700) for number in range(12)]
 
     assert {len(passage) for passage in passages} == {700}
     assert all(one[:16] != other[:16] for one, other in pairwise(passages))

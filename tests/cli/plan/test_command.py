@@ -97,7 +97,7 @@ def test_without_a_goal_it_says_what_the_trace_needs(
     rows = [line.split() for line in printed.splitlines()]
     assert status == 0
     assert "256 bytes a token; 24 requests in 23 s name 2.2 MiB of distinct blocks" in printed
-    assert "a block that comes back does so after p10 6 s, p50 6 s" in printed
+    assert "blocks that are used again are used after p10 6 s, p50 6 s" in printed
     assert ["1", "min", "2.0", "MiB", ">=", "2.2", "MiB", "5", "s"] in rows
     assert ["2.2", "MiB", "75.0%", "1.00", "25"] in rows
     assert [row[:2] for row in rows if row[:1] == ["host"]] == [["host", "0"]]
@@ -130,7 +130,7 @@ def test_a_goal_out_of_reach_is_status_1_and_says_by_how_much(
     assert "90.0% hits and first token within 0.01 s for nine requests in ten: no mix reaches it" in printed
     assert " points short and first token after " in printed
     assert (
-        "falls short at its largest, or with less host memory than would do alone: host, host + disk"
+        "not enough at its largest, or with less host memory than would do alone: host, host + disk"
         in printed
     )
 
@@ -198,12 +198,12 @@ def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["--layers", "2"], "--config="),
         (["--hit-ratio", "30"], "--hit-ratio=30.0: must be above 0"),
-        (["--ttft-p90", "soon"], "--ttft-p90='soon': a time is"),
+        (["--ttft-p90", "soon"], "--ttft-p90='soon': must be a number"),
         (["--ttft-p90", "0"], "--ttft-p90=0.0"),
         (["--media", "tape"], "unknown medium for --media 'tape'"),
         (["--policy", "lr"], "unknown eviction policy for --policy 'lr'"),
         (["--dtype", "fp8"], "--dtype='fp8': goes with --layers"),
-        (["--kv-dtype", "fp3"], "--kv-dtype='fp3': known are"),
+        (["--kv-dtype", "fp3"], "--kv-dtype='fp3': must be one of"),
         (["--max-tiers", "9"], "--max-tiers=9"),
         (["--gpus", "0"], "--gpus=0"),
         (["--host-max", "1KiB"], "--host-max=1024: must be at least"),
@@ -214,7 +214,7 @@ def test_help_tells_nothing_of_the_code(capsys: pytest.CaptureFixture[str]) -> N
         (["--decode", "0"], "--decode=0.0"),
         (["--max-running", "0"], "--max-running=0"),
         (["--format", "moon"], "unknown trace format for --format 'moon'"),
-        (["--device", "1KiB"], "--device='1KiB': a block"),
+        (["--device", "1KiB"], "--device='1KiB': is smaller than a block"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
@@ -236,7 +236,7 @@ def test_a_field_that_is_missing_in_a_config_is_named_with_a_remedy(
 
     assert run(trace, config) == 2
     assert (
-        "num_hidden_layers=None: the config does not have it: describe it with --layers"
+        "num_hidden_layers=None: is missing in the config: describe it with --layers"
         in capsys.readouterr().err
     )
 

@@ -1,4 +1,4 @@
-"""Options of ``kvtier plan`` become a question, or are refused with what was expected."""
+"""Options of ``kvtier plan`` become a request, or are refused with what was expected."""
 
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
         (model(layers=3, kv_heads=2), "--head-size=None: is missing"),
         (model(kv_bytes="1KiB", dtype="fp8"), "--dtype='fp8': goes with --layers"),
         (model(kv_bytes="much"), "--kv-bytes-per-token='much'"),
-        (model(layers=3, kv_heads=2, head_size=4, dtype="fp3"), "--dtype='fp3': known are"),
-        (model(layers=3, kv_heads=2, head_size=4, kv_dtype="fp3"), "--kv-dtype='fp3': known are"),
+        (model(layers=3, kv_heads=2, head_size=4, dtype="fp3"), "--dtype='fp3': must be one of"),
+        (model(layers=3, kv_heads=2, head_size=4, kv_dtype="fp3"), "--kv-dtype='fp3': must be one of"),
     ],
 )
 def test_a_model_described_twice_or_by_half_is_refused(options: ModelOptions, message: str) -> None:

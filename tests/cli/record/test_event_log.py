@@ -44,7 +44,7 @@ def test_a_store_is_written_without_tokens_names_and_true_hashes(log: KVEventLog
         "ownership": "secret-owner",
         "invented_later": "secret",
     }
-    log.take(batch(0, stored([11, b"\x0b" * 32], 10, group_idx=0, **secrets)))
+    log.add(batch(0, stored([11, b"\x0b" * 32], 10, group_idx=0, **secrets)))
     log.close()
 
     (line,) = read(path)
@@ -64,7 +64,7 @@ def test_the_simulator_reads_the_same_requests_from_the_log_as_from_the_events(
     plain = tmp_path / "plain"
     plain.write_text("".join(f"{json.dumps({'ts': 9.0 * n, 'events': [e]})}\n" for n, e in enumerate(events)))
     for number, event in enumerate(events):
-        log.take(batch(number, event, time_s=1000 + 9.0 * number))
+        log.add(batch(number, event, time_s=1000 + 9.0 * number))
     log.close()
 
     salted, expected = read_trace(path), read_trace(plain)
@@ -73,11 +73,11 @@ def test_the_simulator_reads_the_same_requests_from_the_log_as_from_the_events(
 
 
 def test_older_releases_write_events_as_lists(log: KVEventLog, path: Path) -> None:
-    log.take(
+    log.add(
         batch(0, ["BlockStored", [1, 2], None, [TOKEN] * 8, 4, None, "GPU"], ["BlockRemoved", [1], "GPU"])
     )
-    log.take(batch(1, ["AllBlocksCleared"]))
-    log.take(batch(2, stored([1, 2])))
+    log.add(batch(1, ["AllBlocksCleared"]))
+    log.add(batch(2, stored([1, 2])))
     log.close()
 
     first, cleared, same = read(path)
@@ -88,7 +88,7 @@ def test_older_releases_write_events_as_lists(log: KVEventLog, path: Path) -> No
 
 def test_times_are_from_the_first_batch(log: KVEventLog, path: Path) -> None:
     for number, time_s in enumerate((1.7e9, 1.7e9 + 2.5, 1.7e9 - 1)):
-        log.take(batch(number, stored([number]), time_s=time_s))
+        log.add(batch(number, stored([number]), time_s=time_s))
     log.close()
 
     assert [line["ts"] for line in read(path)] == [0.0, 2.5, 0.0]
@@ -96,7 +96,7 @@ def test_times_are_from_the_first_batch(log: KVEventLog, path: Path) -> None:
 
 def test_what_was_not_heard_is_counted(log: KVEventLog) -> None:
     for sequence in (7, 8, 11, 12, 0, 1):
-        log.take(batch(sequence, stored([sequence])))
+        log.add(batch(sequence, stored([sequence])))
 
     counts = log.counts
     assert (counts.first_sequence, counts.num_batches) == (7, 6)
@@ -105,11 +105,11 @@ def test_what_was_not_heard_is_counted(log: KVEventLog) -> None:
 
 def test_one_log_is_of_one_replica(log: KVEventLog, path: Path) -> None:
     for sequence, rank in ((0, 1), (0, 0), (1, 1), (1, 0)):
-        log.take(batch(sequence, stored([sequence]), rank=rank))
+        log.add(batch(sequence, stored([sequence]), rank=rank))
     log.close()
 
     assert len(read(path)) == 2
-    assert (log.counts.rank, log.counts.num_foreign_batches, log.counts.num_missing_batches) == (1, 2, 0)
+    assert (log.counts.rank, log.counts.num_other_rank_batches, log.counts.num_missing_batches) == (1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_one_log_is_of_one_replica(log: KVEventLog, path: Path) -> None:
     ],
 )
 def test_what_is_no_known_event_is_left_out_and_counted(log: KVEventLog, path: Path, event: Event) -> None:
-    log.take(batch(0, event, stored([1])))
+    log.add(batch(0, event, stored([1])))
     log.close()
 
     (line,) = read(path)
     assert len(line["events"]) == 1
-    assert log.counts.num_left_out_events == 1
+    assert log.counts.num_skipped_events == 1
     assert "secret" not in path.read_text()
 
 
 def test_a_medium_is_a_word_and_nothing_else(log: KVEventLog, path: Path) -> None:
     for number, medium in enumerate((None, "CPU", "fs", "the secret of this prompt", 7)):
-        log.take(batch(number, stored([1], medium=medium)))
+        log.add(batch(number, stored([1], medium=medium)))
     log.close()
 
     assert [line["events"][0]["medium"] for line in read(path)] == [None, "CPU", "fs", "other", "other"]
@@ -151,7 +151,7 @@ def test_a_full_log_takes_no_more_and_is_within_its_limit(path: Path) -> None:
     log = KVEventLog(TraceFile(path, 5000), SALT)
     chance = random.Random(0)
     for number in range(100):
-        log.take(batch(number, stored([chance.getrandbits(64) for _ in range(5)])))
+        log.add(batch(number, stored([chance.getrandbits(64) for _ in range(5)])))
     log.close()
 
     assert log.is_full

@@ -14,7 +14,7 @@ from tests.cli.record.publisher import TOKEN, free_endpoint, payload_of, publish
 
 from kvtier.cli.main import main
 from kvtier.cli.record.event_log import decode_batch
-from kvtier.cli.record.listening import Listening, listen
+from kvtier.cli.record.listening import ListenOptions, listen
 from kvtier.errors import ConfigError, EventMessageError
 from kvtier.recording.trace_file import TraceFile
 from kvtier.recording.trace_salt import draw_salt
@@ -73,7 +73,7 @@ def test_messages_of_another_service_are_told_and_left_out(
 
     assert status == 0
     assert_is_a_log(out)
-    assert "no message of a KV-event publisher" in capfd.readouterr().err
+    assert "not a message of a KV-event publisher" in capfd.readouterr().err
 
 
 def test_silence_ends_after_the_given_time_with_nothing_recorded(
@@ -82,7 +82,7 @@ def test_silence_ends_after_the_given_time_with_nothing_recorded(
     out, endpoint = tmp_path / "events", free_endpoint()
 
     assert main(["record", str(out), "--kv-events", endpoint, "--seconds", "0.2"]) == 1
-    assert f"nothing was heard from {endpoint}, nothing is recorded" in capfd.readouterr().err
+    assert f"nothing was received from {endpoint}, nothing is recorded" in capfd.readouterr().err
     assert not out.exists(), "the next try would be told to name a new file"
 
 
@@ -138,7 +138,7 @@ class FullDisk(TraceFile):
 def test_a_disk_that_is_full_is_told_in_one_sentence(tmp_path: Path, num_lines: int) -> None:
     file = FullDisk(tmp_path / "events.gz", num_lines)
     with publishing() as endpoint, pytest.raises(ConfigError, match="cannot be written: No space left"):
-        listen(Listening(endpoint, is_bound=False, max_s=None, max_batches=3), file, draw_salt(), print)
+        listen(ListenOptions(endpoint, is_bound=False, max_s=None, max_batches=3), file, draw_salt(), print)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

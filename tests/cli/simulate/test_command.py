@@ -180,7 +180,7 @@ def test_a_hit_that_computes_sooner_is_computed_where_that_was_asked_for(
     # Nobody knows at the first return how fast the tier is, at the second it is known to be slower.
     assert "lru: 1,536 tokens found in fs and computed, which was faster" in capsys.readouterr().out
     assert "connector.not_loaded_tokens.fs" in page.read_text()
-    assert "a hit that would sooner be computed is computed" in page.read_text()
+    assert "a hit that would be faster to compute is computed" in page.read_text()
     assert json.loads(numbers.read_text())["lru"]["counters"]["connector.not_loaded_tokens.fs"] == 1536
 
 
@@ -219,7 +219,7 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
     ("arguments", "message"),
     [
         (["--tier", "fs"], "--tier='fs': must be NAME"),
-        (["--device", "1KiB"], "--device='1KiB': a block"),
+        (["--device", "1KiB"], "--device='1KiB': is smaller than a block"),
         (["--policy", "lr"], "unknown eviction policy"),
         (["--format", "moon"], "unknown trace format for --format 'moon'"),
         (["--json", "/no/such/place/numbers.json"], "--json="),
@@ -235,10 +235,10 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--prefill", "0"], "--prefill=0.0: must be a finite number above zero"),
         (["--decode", "inf"], "--decode=inf"),
         (["--max-running", "0"], "--max-running=0"),
-        (["--store-threshold=-1"], "--store-threshold=-1: must be a whole number"),
+        (["--store-threshold=-1"], "--store-threshold=-1: must be an integer"),
         (["--tier", "fs:1GiB:3GB/s:1ms:0"], "--tier='fs:1GiB:3GB/s:1ms:0': STREAMS must be"),
         (["--tier", "host:1GiB:3GB/s"], "--tier='host': each tier"),
-        (["--tier", "a b:1GiB:3GB/s"], "--tier='a b': a tier is named"),
+        (["--tier", "a b:1GiB:3GB/s"], "--tier='a b': must consist of"),
         (["--requests", "0"], "--requests=0"),
     ],
 )

@@ -40,15 +40,15 @@ def test_a_tier_is_a_name_a_capacity_and_a_speed(text: str, tier: TierModel) -> 
         ("fs", "must be NAME:CAPACITY:BANDWIDTH"),
         (":1GiB:1GB/s", "must be NAME:CAPACITY:BANDWIDTH"),
         ("fs:1GiB:1GB/s:1ms:8:9", "must be NAME:CAPACITY:BANDWIDTH"),
-        ("fs:1GiB:1GB", "a bandwidth ends in /s"),
+        ("fs:1GiB:1GB", "BANDWIDTH must end in /s"),
         ("fs:1GiB:fast/s", "whole number of bytes from 1"),
         ("fs:much:1GB/s", "whole number of bytes from 1"),
         ("a[/b]:1GiB:1GB/s", "letters, digits"),
         ("a.b:1GiB:1GB/s", "letters, digits"),
-        ("fs:99:1GB/s", "a block of the trace has 100 bytes"),
-        ("fs:1GiB:1GB/s:soon", "a latency is a number with us, ms or s"),
-        ("fs:1GiB:1GB/s:1ms:many", "STREAMS must be a whole number"),
-        ("fs:1GiB:1GB/s:1ms:0", "STREAMS must be a whole number from 1"),
+        ("fs:99:1GB/s", "is smaller than a block of the trace .100 bytes"),
+        ("fs:1GiB:1GB/s:soon", "LATENCY must be a number with us, ms or s"),
+        ("fs:1GiB:1GB/s:1ms:many", "STREAMS must be an integer"),
+        ("fs:1GiB:1GB/s:1ms:0", "STREAMS must be an integer from 1"),
     ],
 )
 def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
@@ -97,7 +97,7 @@ def test_the_engine_s_blocks_are_the_trace_s() -> None:
 
 
 def test_a_size_below_a_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--host='1KiB': a block of the trace has 4096 bytes"):
+    with pytest.raises(ConfigError, match=r"--host='1KiB': is smaller than a block of the trace .4096 bytes"):
         blocks_of("--host", "1KiB", 4096)
 
 

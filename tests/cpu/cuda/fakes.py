@@ -115,7 +115,7 @@ class FakePinning:
         self.undone.append(address)
         return SUCCESS if self.registered.pop(address, None) is not None else INVALID_VALUE
 
-    def forget_error(self) -> None:
+    def clear_error(self) -> None:
         self.error = SUCCESS
 
 

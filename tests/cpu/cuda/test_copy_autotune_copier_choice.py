@@ -43,13 +43,13 @@ class Way:
         load_s: what its loads take.
         fault: "drop" leaves the last span out, "raise" raises, "large" raises once a transfer is larger than a
             proof's; of stores only where it ends in " stores".
-        objection: why it cannot be used.
+        unusable_reason: why it cannot be used.
     """
 
     store_s: float = 1.0
     load_s: float = 1.0
     fault: str | None = None
-    objection: str | None = None
+    unusable_reason: str | None = None
 
 
 class FaultyLauncher:
@@ -98,7 +98,7 @@ class Start:
                 lambda memories: FaultyLauncher(memories, way, self.watch), layout, pages, rows, chunk
             )
 
-        return CopyMethod(name, build, way.objection)
+        return CopyMethod(name, build, way.unusable_reason)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ class Start:
         ({BATCH: Way(), RUNS: Way(2, 2)}, (BATCH, BATCH)),
         ({BATCH: Way(2, 1), RUNS: Way(1, 2)}, (RUNS, BATCH)),
         ({BATCH: Way(1.04, 1.1), KERNEL: Way(1, 1)}, (BATCH, KERNEL)),
-        ({BATCH: Way(objection="no driver"), RUNS: Way(9, 9)}, (RUNS, RUNS)),
+        ({BATCH: Way(unusable_reason="no driver"), RUNS: Way(9, 9)}, (RUNS, RUNS)),
         ({BATCH: Way(fault="raise"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
         ({BATCH: Way(fault="drop"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
         ({BATCH: Way(fault="large"), STAGED: Way(9, 9)}, (STAGED, STAGED)),
@@ -124,14 +124,19 @@ def test_what_was_chosen_is_logged_with_its_rates_and_what_was_not_with_its_reas
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    ways = {BATCH: Way(fault="drop"), RUNS: Way(), STAGED: Way(2, 2), KERNEL: Way(objection="no Triton")}
+    ways = {
+        BATCH: Way(fault="drop"),
+        RUNS: Way(),
+        STAGED: Way(2, 2),
+        KERNEL: Way(unusable_reason="no Triton"),
+    }
 
     Start(ways).choose()
 
     assert "stores are made with 'runs'; measured runs" in caplog.text
     assert "staged 0.0 GB/s" in caplog.text
-    assert "loads with 'batch' are passed over: group 0: pages have other bytes" in caplog.text
-    assert "copies with 'kernel' are passed over: no Triton" in caplog.text
+    assert "loads with 'batch' are skipped: group 0: pages have wrong bytes" in caplog.text
+    assert "copies with 'kernel' are skipped: no Triton" in caplog.text
 
 
 def test_a_way_that_was_asked_for_is_taken_though_others_are_faster() -> None:
@@ -141,8 +146,8 @@ def test_a_way_that_was_asked_for_is_taken_though_others_are_faster() -> None:
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        (Way(objection="the driver is too old"), "cuda_copier='batch': the driver is too old"),
-        (Way(fault="drop"), "stores fail: group 0: rows have other bytes"),
+        (Way(unusable_reason="the driver is too old"), "cuda_copier='batch': the driver is too old"),
+        (Way(fault="drop"), "stores fail: group 0: rows have wrong bytes"),
         (Way(fault="raise"), "stores fail: RuntimeError: CUDA error: not supported"),
     ],
 )

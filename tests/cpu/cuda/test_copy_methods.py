@@ -54,11 +54,11 @@ def test_the_default_stream_is_refused_before_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_there", "has_call", "objection"),
+    ("is_there", "has_call", "unusable_reason"),
     [(False, False, "cannot be imported"), (True, False, "older than CUDA 12.8"), (True, True, None)],
 )
 def test_bindings_that_cannot_be_used_are_found_out(
-    is_there: bool, has_call: bool, objection: str | None, monkeypatch: pytest.MonkeyPatch
+    is_there: bool, has_call: bool, unusable_reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("runtime")
     if has_call:
@@ -68,15 +68,15 @@ def test_bindings_that_cannot_be_used_are_found_out(
 
     found, why = find_batch_bindings()
 
-    assert (why is None) == (objection is None)
-    assert objection is None or objection in str(why)
+    assert (why is None) == (unusable_reason is None)
+    assert unusable_reason is None or unusable_reason in str(why)
     assert (found is module) == has_call
 
 
 def test_the_bindings_that_are_installed_take_the_arguments() -> None:
-    bindings, objection = find_batch_bindings()
-    if objection is not None:
-        pytest.skip(objection)
+    bindings, unusable_reason = find_batch_bindings()
+    if unusable_reason is not None:
+        pytest.skip(unusable_reason)
     pages, rows = torch.arange(16, dtype=torch.int8), torch.zeros(16, dtype=torch.int8)
     launcher = BatchLauncher(Memories([pages], rows), bindings, lambda: 7)
     if torch.cuda.is_available():

@@ -50,9 +50,9 @@ def test_without_triton_the_kernel_is_objected_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "kvtier.cpu.cuda.copy_kernel", raising=False)
 
-    _, objection = find_kernel(torch.device("cpu"))
+    _, unusable_reason = find_kernel(torch.device("cpu"))
 
-    assert "Triton cannot be imported" in str(objection)
+    assert "Triton cannot be imported" in str(unusable_reason)
 
 
 def test_an_array_arrives_on_the_device() -> None:

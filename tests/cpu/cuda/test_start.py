@@ -55,7 +55,7 @@ def test_where_the_rows_are_not_pinned_the_trial_is_not_and_no_kernel_is_tried(
     choose(pinning, is_pinned=False)
 
     assert len(pinning.calls) == 1
-    assert "copies with 'kernel' are passed over: the rows are not pinned" in caplog.text
+    assert "copies with 'kernel' are skipped: the rows are not pinned" in caplog.text
 
 
 def test_scratch_rows_that_cannot_be_pinned_leave_the_choice_unproven(

@@ -79,9 +79,9 @@ def test_a_copy_waits_for_compute_and_compute_for_the_copy_and_the_host_for_noth
     recorder = Recorder()
     queue = StreamQueue(torch.device("cuda"), recorder)
 
-    ticket = queue.launch(lambda: recorder.calls.append(f"copy on {recorder.current}"))
-    assert ticket.is_done()
-    ticket.publish()
+    handle = queue.launch(lambda: recorder.calls.append(f"copy on {recorder.current}"))
+    assert handle.is_done()
+    handle.publish()
 
     assert recorder.calls == [
         "copies waits for compute",
@@ -92,7 +92,7 @@ def test_a_copy_waits_for_compute_and_compute_for_the_copy_and_the_host_for_noth
         "compute waits for event 2",
     ]
     assert recorder.current == "compute"
-    assert ticket.elapsed_s() == 1.5
+    assert handle.elapsed_s() == 1.5
 
 
 def test_waiting_for_a_copy_waits_for_its_last_event() -> None:

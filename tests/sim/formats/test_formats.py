@@ -107,13 +107,13 @@ def test_every_format_is_registered_under_the_name_of_its_file() -> None:
         ("timestamp", 10**400, "timestamp must be a number from 0 to 1e.16"),
         ("timestamp", 1.1e16, "timestamp must be a number from 0"),
         ("timestamp", True, "timestamp must be a number from 0"),
-        ("input_length", 1.5, "input_length must be a whole number"),
-        ("output_length", 10**400, "output_length must be a whole number from 0 to 2"),
-        ("output_length", -1, "output_length must be a whole number"),
+        ("input_length", 1.5, "input_length must be an integer"),
+        ("output_length", 10**400, "output_length must be an integer from 0 to 2"),
+        ("output_length", -1, "output_length must be an integer"),
         ("hash_ids", 3, "hash_ids must be a list"),
-        ("hash_ids", [3, "4"], "each of hash_ids must be a whole number"),
-        ("hash_ids", [3, -4], "each of hash_ids must be a whole number"),
-        ("hash_ids", [3, 2**63], "each of hash_ids must be a whole number"),
+        ("hash_ids", [3, "4"], "each of hash_ids must be an integer"),
+        ("hash_ids", [3, -4], "each of hash_ids must be an integer"),
+        ("hash_ids", [3, 2**63], "each of hash_ids must be an integer"),
         ("hash_ids", [3], None),
         ("hash_ids", [], "a prompt of 600 tokens has 1 or 2 ids of 512 tokens"),
         ("hash_ids", [3, 4, 5], "a prompt of 600 tokens has 1 or 2 ids of 512 tokens"),
@@ -162,7 +162,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "no JSON"), ("[1]", "must be a JSON object"), ("[" * 200_000, "no JSON")]
+    ("text", "message"), [("{", "not JSON"), ("[1]", "must be a JSON object"), ("[" * 200_000, "not JSON")]
 )
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
@@ -187,5 +187,5 @@ def test_a_missing_and_a_damaged_file_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(TraceError, match="damaged or cut short"):
+    with pytest.raises(TraceError, match="damaged or truncated"):
         read_trace(damaged)

@@ -100,7 +100,7 @@ def test_the_block_size_is_the_log_s_own(tmp_path: Path) -> None:
         ([stored([70], block_size=0)], "block_size of a store"),
         ([stored([70]), stored([71], block_size=32)], "began with blocks of 16 tokens"),
         ([{**stored([]), "block_hashes": 7}], "block_hashes must be a list"),
-        ([stored([[1]])], "a block hash must be a whole number or text"),
+        ([stored([[1]])], "a block hash must be an integer or text"),
     ],
 )
 def test_a_bad_event_is_refused(tmp_path: Path, events: object, message: str) -> None:
@@ -112,5 +112,5 @@ def test_a_bad_event_is_refused(tmp_path: Path, events: object, message: str) ->
 
 
 def test_blocks_that_are_their_own_ancestors_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"events.jsonl:2: .*go round in a circle"):
+    with pytest.raises(TraceError, match=r"events.jsonl:2: .*form a cycle"):
         chains(tmp_path, (1.0, [stored([70], 71), stored([71], 70)]), (60.0, [stored([72], 70)]))

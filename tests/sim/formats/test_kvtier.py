@@ -106,7 +106,7 @@ def test_cut_at_any_byte_the_whole_lines_before_are_read(
 
     assert counts == sorted(counts)
     assert set(counts) == {0, 1, 2, 3}
-    assert "ends within line 2: its writer was killed; what stands before is read" in caplog.text
+    assert "ends within line 2: its writer was killed; the lines before are read" in caplog.text
 
 
 def test_a_recording_that_did_not_end_in_order_has_no_end(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_line_that_is_cut_in_the_middle_of_the_file_is_refused(tmp_path: Path)
     texts[2] = texts[2][:20]
     (tmp_path / "damaged").write_text("".join(f"{text}\n" for text in texts))
 
-    with pytest.raises(TraceError, match=r"damaged:3: .*no JSON"):
+    with pytest.raises(TraceError, match=r"damaged:3: .*not JSON"):
         read_trace(tmp_path / "damaged")
 
 

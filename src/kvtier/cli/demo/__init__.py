@@ -1,1 +1,1 @@
-"""``kvtier demo``: a real model whose prefixes outlive its device memory, measured against the same without kvtier."""
+"""``kvtier demo``: serve a real model with a device pool that is too small, with kvtier and without it."""

@@ -1,7 +1,6 @@
-"""The place behind the demo's tier: a directory, a file in it, or a server that the demo starts for itself.
+"""The storage behind the demo's tier: a directory, a file in it, or a server that the demo starts.
 
-It builds no tier. A server is a program of ``kvtier.cli.demo.servers`` in a process of its own, which both of the
-demo's engines use.
+A server is a program of ``kvtier.cli.demo.servers`` in its own process. Both engines of the demo use the same one.
 """
 
 import json
@@ -18,13 +17,13 @@ from kvtier.errors import TierError
 from kvtier.tiering.factory import TIERS, own_setting_names
 
 FILE_CAPACITY = "16GiB"
-"""What a tier may keep on the disk. Every block of the default demo takes a hundredth of it; a long trace evicts."""
+"""Disk space for a tier. The default demo needs a hundredth of it; a long trace evicts."""
 
 SLAB_CAPACITY = "1GiB"
-"""What the slab allocates at its start."""
+"""What the slab file allocates at its start."""
 
 SERVERS = {"valkey": "valkey", "obj": "seaweed", "mooncake": "mooncake"}
-"""Tiers that need a server, each with the program that runs one."""
+"""Tiers that need a server -> the program that runs it."""
 
 STOP_S = 15.0
 
@@ -33,24 +32,24 @@ Settings = dict[str, Any]  # Any: a tier's JSON
 
 @contextmanager
 def open_backend(tier: str, directory: Path) -> Iterator[Settings]:
-    """Yield the settings of ``tier`` for a place in ``directory``; a server runs as long as the block.
+    """Yield the settings of ``tier`` for a location in ``directory``; a server runs until the block ends.
 
     Raises:
-        TierError: the server cannot be started; it says why.
+        TierError: the server cannot be started; the message has its last line of output.
     """
     if tier in SERVERS:
-        with own_server(tier, SERVERS[tier], directory / tier) as settings:
+        with run_server(tier, SERVERS[tier], directory / tier) as settings:
             yield settings
     elif tier == "slab":
         yield {"path": str(directory / "blocks.slab"), "capacity_bytes": SLAB_CAPACITY}
     else:
-        yield place_of(tier, directory)
+        yield location_settings(tier, directory)
 
 
-def place_of(tier: str, directory: Path) -> Settings:
-    """Return where a tier of one's own keeps its blocks, as far as its arguments are named like those of fs and slab.
+def location_settings(tier: str, directory: Path) -> Settings:
+    """Return the location settings for a tier class of the user's, named like those of fs and slab.
 
-    What else it wants to know comes from ``--tier-setting``.
+    Its other settings come from ``--tier-setting``.
     """
     offered = {
         "root_dir": str(directory),
@@ -62,8 +61,8 @@ def place_of(tier: str, directory: Path) -> Settings:
 
 
 @contextmanager
-def own_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
-    """Start a server in ``directory`` and yield what a tier must know of it; it ends with the block.
+def run_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
+    """Start a server in ``directory`` and yield the tier settings that reach it; the server ends with the block.
 
     Effects:
         Sets environment variables that the server's client needs, for this process and its children.
@@ -79,7 +78,7 @@ def own_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
             stderr=log,
             text=True,
             env=os.environ | {"PYTHONPATH": search_path},
-            # Ctrl-C reaches a whole process group; the server is ended from here, after the engines.
+            # Ctrl-C reaches a whole process group; this process ends the server itself, after the engines.
             start_new_session=True,
         )
     with process:
@@ -88,10 +87,12 @@ def own_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
             line = next((line for line in process.stdout if line.startswith("{")), None)
             if line is None:
                 said = messages.read_text(errors="replace").strip().splitlines()
-                raise TierError(tier, f"its server did not start: {said[-1] if said else 'it said nothing'}")
-            place = json.loads(line)
-            os.environ.update(place["environment"])
-            yield place["settings"]
+                raise TierError(
+                    tier, f"its server did not start: {said[-1] if said else 'it printed nothing'}"
+                )
+            server = json.loads(line)
+            os.environ.update(server["environment"])
+            yield server["settings"]
         finally:
             _end(process)
 

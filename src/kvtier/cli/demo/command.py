@@ -1,6 +1,6 @@
-"""Sizes a device pool for planned turns: room for the longest prompt and little more, so that the others spill.
+"""``kvtier demo``: parse the options, size the device pool, run the demo and print its report.
 
-It serves nothing; the answers' tokens count though nobody knows them yet.
+The device pool has room for the longest prompt and its answer and little more, so that the other conversations spill.
 """
 
 import json
@@ -35,11 +35,13 @@ from kvtier.errors import ConfigError
 from kvtier.tiering.factory import check_tier_config
 
 BLOCK_TOKENS = 16
-"""Tokens in a device block: the engine's default, which the demo does not change."""
+"""Tokens in a device block: the engine's default."""
 
 SPARE_RATIO = 1.1
-"""Pool over longest prompt. A pool that only just holds one prompt never shows a hit on the device; one that holds
-several shows little else."""
+"""Pool over longest prompt. A pool for exactly one prompt never shows a hit on the device; a pool for several shows
+little else."""
+
+DIFFERENT_TOKENS_STATUS = 1
 
 
 def choose_device_blocks(turns: Iterable[Turn], num_asked: int | None) -> int:
@@ -47,16 +49,16 @@ def choose_device_blocks(turns: Iterable[Turn], num_asked: int | None) -> int:
 
     Args:
         turns: every turn.
-        num_asked: what the user wants; None takes a little more than the longest prompt.
+        num_asked: the user's choice; None: a little more than the longest prompt needs.
 
     Raises:
-        ConfigError: the longest prompt and its answer do not fit what the user wants.
+        ConfigError: the longest prompt and its answer do not fit into ``num_asked`` blocks.
     """
     num_needed = -(-count_longest_tokens(turns) // BLOCK_TOKENS)
     if num_asked is None:
         return int(num_needed * SPARE_RATIO) + 1
     if num_asked < num_needed:
-        remedy = f"must be at least {num_needed}: the longest prompt and its answer need as many"
+        remedy = f"must be at least {num_needed}: the longest prompt and its answer need that many"
         raise ConfigError("--device-blocks", num_asked, remedy)
     return num_asked
 
@@ -69,26 +71,23 @@ def count_longest_tokens(turns: Iterable[Turn]) -> int:
     return max(totals.values(), default=0)
 
 
-DIFFERENT_TOKENS_STATUS = 1
-
-
 def demo(
     docs: Annotated[
-        Path | None, typer.Option(help="Documents to talk about; kvtier's own by default.")
+        Path | None, typer.Option(help="Documents of the conversations; default: kvtier's own.")
     ] = None,
     conversations: Annotated[int, typer.Option(help="Conversations, each about a document.")] = 5,
     turns: Annotated[int, typer.Option(help="Turns of each conversation.")] = 4,
-    document_tokens: Annotated[int, typer.Option(help="Tokens of the passage each is about.")] = 1000,
+    document_tokens: Annotated[int, typer.Option(help="Tokens of each document that are quoted.")] = 1000,
     answer_tokens: Annotated[int, typer.Option(help="Tokens generated in each turn, at most.")] = 8,
     trace: Annotated[
         Path | None, typer.Option(help="Serve a request trace instead of conversations.")
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 40,
-    scale: Annotated[float, typer.Option(help="What the trace's lengths are multiplied by.")] = 0.03125,
+    scale: Annotated[float, typer.Option(help="Factor for the lengths in the trace.")] = 0.03125,
     model: Annotated[str | None, typer.Option(help="A local model; by default a random Llama.")] = None,
     layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 10,
     hidden: Annotated[int, typer.Option(help="Width of the random model.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Seed of its weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random model's weights.")] = 0,
     device_blocks: Annotated[
         int | None, typer.Option(help="Blocks of 16 tokens in the device pool; by default just enough.")
     ] = None,
@@ -97,17 +96,17 @@ def demo(
         str, typer.Option(help=f"The tier behind host memory: {', '.join(TIER_TYPES)}, package.module:Class.")
     ] = "fs",
     tier_setting: Annotated[
-        list[str] | None, typer.Option(help=f"A setting of the tier, any number: {TIER_SETTING_FORM}.")
+        list[str] | None, typer.Option(help=f"A setting of the tier, repeatable: {TIER_SETTING_FORM}.")
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The tier's directory; by default one removed at the end.")
+        Path | None, typer.Option("--dir", help="The tier's directory; default: one removed at the end.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time to first token per turn.")] = None,
 ) -> None:
-    """Answer a multi-turn workload with a device pool that is too small for it, with kvtier and without.
+    """Serve a multi-turn workload with a device pool that is too small for it, with kvtier and without.
 
-    The same engine serves it twice: with its own prefix cache alone, then with host memory and a tier behind.
+    The same engine serves the workload twice: with its own prefix cache alone, then with host memory and a tier.
     A new process then serves the last turns again. Tokens are bytes. Exit status 1 when any answer differs.
     """
     settings = {name: _plain(value) for name, value in locals().items()}
@@ -124,12 +123,14 @@ def demo(
     with (
         ended_like_interrupted(),
         open_directory(directory) as tier_directory,
-        open_backend(tier, tier_directory.path) as place,
+        open_backend(tier, tier_directory.path) as tier_location,
     ):
-        set_up = SetUp(model_options, pools, {**place, **given})
+        set_up = SetUp(model_options, pools, {**tier_location, **given})
         check_tier_config({**set_up.tier_settings, "type": tier})
         with show_progress(Console(stderr=True)) as begin_stage:
-            from kvtier.cli.demo.runner import run_demo  # its imports take seconds; wrong arguments need none
+            from kvtier.cli.demo.runner import (
+                run_demo,
+            )  # its imports take seconds; invalid arguments need none
 
             report = run_demo(set_up, tier_directory, planned, settings, begin_stage)
     publish(report, json_file, plot)
@@ -138,7 +139,7 @@ def demo(
 
 
 def publish(report: Report, json_file: Path | None, plot_file: Path | None) -> None:
-    """Print the report and write the files that were asked for.
+    """Print the report and write the requested files.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -155,7 +156,7 @@ def publish(report: Report, json_file: Path | None, plot_file: Path | None) -> N
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yield a function that opens a stage under a progress bar of its own."""
+    """Yield a function that begins a stage with its own progress bar."""
     columns = (TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
 

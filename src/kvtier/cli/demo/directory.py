@@ -1,7 +1,7 @@
-"""The directory of the demo's secondary tier: the user's own, or a temporary one that does not survive its owner.
+"""The directory of the demo's secondary tier: the user's own, or a temporary one that is removed at the end.
 
-It knows nothing of the tier's files. A temporary directory is locked as long as a process uses it. The lock goes
-with the process however that dies, and the next demo removes what it finds unlocked.
+A temporary directory is locked while a process uses it. The kernel drops the lock when the process dies, and the next
+demo removes the directories that are not locked.
 """
 
 import fcntl
@@ -24,7 +24,7 @@ class TierDirectory:
 
     Attributes:
         path: the directory.
-        lock_fds: descriptors that keep a temporary directory; a child that uses it inherits them.
+        lock_fds: descriptors that hold the lock on a temporary directory; a child that uses it inherits them.
     """
 
     path: Path
@@ -33,10 +33,10 @@ class TierDirectory:
 
 @contextmanager
 def open_directory(directory: Path | None) -> Iterator[TierDirectory]:
-    """Yield ``directory``, made when missing and left there, or a temporary one, removed at the end.
+    """Yield ``directory``, created if missing and kept, or a temporary one, removed at the end.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: it cannot be created or written.
     """
     if directory is not None:
         _require_writable(directory)
@@ -53,7 +53,7 @@ def open_directory(directory: Path | None) -> Iterator[TierDirectory]:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the temporary directories of this user's demos that nobody uses any more."""
+    """Remove the temporary directories of this user's demos that no process holds."""
     for path in parent.glob(f"{TEMPORARY_PREFIX}*"):
         lock_fd = _lock(path)
         if lock_fd is not None:
@@ -65,7 +65,7 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent))
         lock_fd = _lock(path)
-        # Another demo that starts now may have taken the new directory, not yet locked, for an abandoned one.
+        # A demo that starts now may have removed the new directory, which was not locked yet.
         if lock_fd is not None and path.is_dir():
             return path, lock_fd
         if lock_fd is not None:

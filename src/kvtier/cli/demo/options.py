@@ -1,6 +1,6 @@
-"""What a user of ``kvtier demo`` asked for, checked before anything slow begins.
+"""The options of ``kvtier demo``, checked before anything slow begins.
 
-It reads no document and builds nothing. The values cross to the process that shows the restart as JSON.
+They cross to the process that shows the restart as JSON.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,30 +8,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.cli.option_names import said_of
+from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import parse_value
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.tiering.factory import TIER, TIERS
 
 TIER_TYPES = ("fs", "slab", "obj", "valkey", "mooncake")
-"""Secondary tiers for which the demo has a place of its own; for others see ``kvtier.cli.demo.backends``."""
+"""Secondary tiers for which the demo has its own location; for others see ``kvtier.cli.demo.backends``."""
 
 TIER_SETTING_FORM = "NAME=VALUE such as max_blocks=5000"
 
 HIDDEN_SIZE_STEP = 256
-"""The random model has four heads of 64 to one head of keys and values."""
+"""The random model has four attention heads of 64 for each head of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model answers.
+    """The model to serve.
 
     Attributes:
-        path: a local model; None makes a random one of the Llama architecture from the other values.
+        path: a local model; None: a random model of the Llama architecture, from the other values.
         num_layers: layers of the random model.
         hidden_size: width of the random model.
-        seed: of its weights.
+        seed: seed of the random model's weights.
     """
 
     path: str | None
@@ -65,18 +65,18 @@ class DevicePoolOptions:
     def __post_init__(self) -> None:
         require_at_least("--device-blocks", self.num_device_blocks, 1)
         if self.tier not in TIER_TYPES:
-            with said_of({TIER: "--tier"}):
+            with naming_options({TIER: "--tier"}):
                 TIERS.resolve(self.tier)
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """Everything that two processes of the demo must have in common.
+    """Everything that both processes of the demo must have in common.
 
     Attributes:
-        model: which model answers.
+        model: the model to serve.
         pools: how much memory each level gets.
-        tier_settings: where the secondary tier keeps its blocks: its own settings, as JSON.
+        tier_settings: settings of the secondary tier, its location included, as JSON.
     """
 
     model: ModelOptions
@@ -89,17 +89,17 @@ class SetUp:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:  # Any: JSON
-        """Return the set-up that ``to_json`` wrote.
+        """Return the set-up from the output of ``to_json``.
 
         Raises:
-            ConfigError: a value that cannot work.
+            ConfigError: a value is not valid.
         """
         model, pools = ModelOptions(**values["model"]), DevicePoolOptions(**values["pools"])
         return cls(model, pools, values["tier_settings"])
 
 
 def parse_tier_settings(texts: Iterable[str]) -> dict[str, Any]:  # Any: the tier gives them types
-    """Return the settings that each of ``texts`` gives, see TIER_SETTING_FORM.
+    """Return the settings that ``texts`` give, each in the form TIER_SETTING_FORM.
 
     Raises:
         ConfigError: the form is wrong, or a setting is given twice.
@@ -110,7 +110,7 @@ def parse_tier_settings(texts: Iterable[str]) -> dict[str, Any]:  # Any: the tie
         if not name or not equals:
             raise ConfigError("--tier-setting", text, f"must be {TIER_SETTING_FORM}")
         if name in found or name == "type":
-            remedy = "is what --tier says" if name == "type" else "is given twice: give it once"
+            remedy = "is set by --tier" if name == "type" else "is given twice: give it once"
             raise ConfigError("--tier-setting", text, remedy)
         found[name] = parse_value(value)
     return found
@@ -120,17 +120,17 @@ def require_at_least(option: str, value: int, minimum: int) -> None:
     """Refuse a number below ``minimum``.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it is below ``minimum``.
     """
     if value < minimum:
         raise ConfigError(option, value, f"must be at least {minimum}")
 
 
 def require_new_file(option: str, path: Path | None) -> None:
-    """Refuse a file that could not be written at the end of the demo.
+    """Refuse a path that could not be written at the end of the demo.
 
     Raises:
-        ConfigError: its directory does not exist, or it is a directory itself.
+        ConfigError: its directory does not exist, or the path is a directory.
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(option, str(path), "must be a file in an existing directory")
@@ -140,6 +140,6 @@ def read_size(option: str, value: str) -> int:
     """Return a size such as ``"64MiB"`` in bytes.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a size.
     """
     return parse_bytes(option, value)

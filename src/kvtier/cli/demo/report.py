@@ -1,7 +1,4 @@
-"""What the demo found: every turn with kvtier and without, the restart, the totals that follow from them.
-
-It measures nothing and prints nothing; the numbers of ``--json`` are made here.
-"""
+"""The results of the demo: each turn with kvtier and without, the restart, and the totals. Source of ``--json``."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +8,15 @@ from typing import Any
 from kvtier.cli.demo.conversation import Turn
 
 DEVICE, HOST, COMPUTED = "device", "host", "computed"
-"""Origins of prompt tokens, as the engine names them; a tier's origin is its type."""
+"""Origins of prompt tokens, as the engine names them; the origin of a tier's tokens is the tier's type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTurn:
-    """One request, served.
+    """One served request.
 
     Attributes:
-        turn: what was planned.
+        turn: the planned turn.
         prompt: the whole prompt.
         token_ids: the answer.
         sources: prompt tokens by origin.
@@ -42,8 +39,8 @@ class RunComparison:
     """One turn, served with kvtier and without.
 
     Attributes:
-        with_tiers: by the engine with kvtier.
-        without: by the same engine without.
+        with_tiers: result of the engine with kvtier.
+        without: result of the same engine without kvtier.
     """
 
     with_tiers: ServedTurn
@@ -51,7 +48,7 @@ class RunComparison:
 
     @property
     def turn(self) -> Turn:
-        """What was planned."""
+        """The planned turn."""
         return self.with_tiers.turn
 
     @property
@@ -62,7 +59,7 @@ class RunComparison:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Several turns together.
+    """Sums over several turns.
 
     Attributes:
         num_turns: turns.
@@ -80,20 +77,20 @@ class Total:
 
     @property
     def speed_up(self) -> float:
-        """How many times shorter the wait is with kvtier; 1 when there was none."""
+        """Time to first token without kvtier over that with kvtier; 1 when there was none."""
         return self.without_s / self.with_s if self.with_s else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything the demo found.
+    """All results of the demo.
 
     Attributes:
         tier: type of the secondary tier.
-        model: what the model is, for people.
+        model: description of the model, for the table.
         turns: every turn in the order of service.
-        restarted: turns served once more by a new process, before and after.
-        settings: how the demo was called.
+        restarted: turns served once more by a new process, paired with their run without kvtier.
+        settings: the options of the demo.
         wall_s: duration of the whole demo.
     """
 
@@ -106,17 +103,17 @@ class Report:
 
     @property
     def all_turns(self) -> Total:
-        """Every turn together."""
+        """The sums over every turn."""
         return add_up(self.turns)
 
     @property
     def cold_turns(self) -> Total:
-        """The turns that found nothing, which are the same work in both runs."""
+        """The turns that found nothing. They are the same work in both runs."""
         return add_up(compared for compared in self.turns if set(compared.with_tiers.sources) == {COMPUTED})
 
     @property
     def later_turns(self) -> Total:
-        """The turns after the first of each conversation: those that have a prefix to find."""
+        """The turns after the first of each conversation. They have a prefix to find."""
         return add_up(compared for compared in self.turns if compared.turn.number > 1)
 
     @property
@@ -142,7 +139,7 @@ def compare(with_tiers: Iterable[ServedTurn], without: Iterable[ServedTurn]) -> 
 
 
 def add_up(turns: Iterable[RunComparison]) -> Total:
-    """Return several turns together. Pure."""
+    """Return the sums over several turns. Pure."""
     compared = list(turns)
     sources: Counter[str] = Counter()
     for one in compared:

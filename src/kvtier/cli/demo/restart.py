@@ -1,7 +1,7 @@
-"""Serves turns once more in a new process, which has nothing but the tier's directory in common with this one.
+"""Serves turns once more in a new process that shares only the tier's storage with this one.
 
-It loads no model itself. The child is this interpreter running ``kvtier.cli.demo.restart``; one JSON document
-goes in, one JSON line per served turn comes out. However this block ends, the child has ended before it.
+The child is this interpreter running ``kvtier.cli.demo.restarted``, which loads the model itself. One JSON document
+goes in, one JSON line per served turn comes out. The child has always ended when ``serve_after_restart`` returns or raises.
 """
 
 import json
@@ -17,36 +17,33 @@ from typing import IO, Any
 from kvtier.cli.demo.directory import TierDirectory
 from kvtier.cli.demo.options import SetUp
 from kvtier.cli.demo.report import ServedTurn
-from kvtier.cli.demo.serving import build_model, config_with, warm_up
-from kvtier.cli.demo.signals import ended_like_interrupted
-from kvtier.engines.transformers import KVTierEngine
-from kvtier.errors import KVTierError, RestartError
+from kvtier.errors import RestartError
 
-CHILD_MODULE = "kvtier.cli.demo.restart"
+CHILD_MODULE = "kvtier.cli.demo.restarted"
 
 SOURCE_FOLDER = Path(__file__).parents[3]
-"""Where the child finds this very package, installed or not."""
+"""Where the child finds this package, installed or not."""
 
 TERMINATION_S = 15.0
-"""What an interrupted child gets to give back its memory, in seconds; it drains its stores for ten at most."""
+"""Seconds for an interrupted child to free its memory; it drains its stores for at most ten."""
 
 MAX_MESSAGE_BYTES = 2000
-"""How much of what a failed child said is passed on."""
+"""Bytes of a failed child's error output that are passed on."""
 
 
 def choose_last_turns(served: Iterable[ServedTurn], num_turns: int) -> list[ServedTurn]:
-    """Return the last turn of each of the conversations served last, at most ``num_turns``, in order. Pure."""
+    """Return the last turn of each conversation, at most the ``num_turns`` last ones, in order. Pure."""
     last_turns = {one.turn.conversation: one for one in served}
     return list(last_turns.values())[-num_turns:]
 
 
 def serve_after_restart(
-    set_up: SetUp, directory: TierDirectory, served: Sequence[ServedTurn], note_served: Callable[[], None]
+    set_up: SetUp, directory: TierDirectory, served: Sequence[ServedTurn], on_served: Callable[[], None]
 ) -> list[ServedTurn]:
-    """Serve the prompts of ``served`` again in a new process and return what became of them there.
+    """Serve the prompts of ``served`` again in a new process and return the results.
 
     Raises:
-        RestartError: the process ended without having answered every prompt.
+        RestartError: the process ended before it had answered every prompt.
     """
     requests = [{"prompt": one.prompt, "num_answer_tokens": one.turn.num_answer_tokens} for one in served]
     document = json.dumps({"set_up": set_up.to_json(), "requests": requests})
@@ -54,7 +51,7 @@ def serve_after_restart(
     with tempfile.TemporaryFile() as messages, _child(directory, messages) as child:
         for line in _converse(child, document):
             answers.append(json.loads(line))
-            note_served()
+            on_served()
         status = child.wait()
         if status or len(answers) != len(served):
             raise RestartError(status, _read_end(messages))
@@ -63,7 +60,7 @@ def serve_after_restart(
 
 @contextmanager
 def _child(directory: TierDirectory, messages: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
-    """Start the child; terminate it if the block is left while it runs."""
+    """Start the child; terminate it if the block ends while it runs."""
     search_path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(  # noqa: S603 - our own interpreter with fixed arguments
         [sys.executable, "-m", CHILD_MODULE],
@@ -73,7 +70,7 @@ def _child(directory: TierDirectory, messages: IO[bytes]) -> Iterator[subprocess
         text=True,
         env=os.environ | {"PYTHONPATH": search_path},
         pass_fds=directory.lock_fds,
-        # Ctrl-C reaches a whole process group; the child is ended from here, in order.
+        # Ctrl-C reaches a whole process group; this process ends the child itself, in order.
         start_new_session=True,
     )
     with child:
@@ -118,42 +115,3 @@ def _read_end(messages: IO[bytes]) -> str:
     size_bytes = messages.seek(0, os.SEEK_END)
     messages.seek(max(0, size_bytes - MAX_MESSAGE_BYTES))
     return messages.read().decode(errors="replace").strip()
-
-
-FAILED_STATUS = 2
-INTERRUPTED_STATUS = 130
-
-
-def main() -> int:
-    """Serve what stdin asks for and return the exit status."""
-    try:
-        with ended_like_interrupted():
-            document = json.load(sys.stdin)
-            serve_requests(SetUp.from_json(document["set_up"]), document["requests"], sys.stdout)
-    except KVTierError as error:
-        sys.stderr.write(f"{error}\n")
-        return FAILED_STATUS
-    except KeyboardInterrupt:
-        return INTERRUPTED_STATUS
-    return 0
-
-
-def serve_requests(
-    set_up: SetUp, requests: Iterable[Mapping[str, Any]], output: IO[str]
-) -> None:  # Any: JSON
-    """Serve every request on a new engine and write a line for each."""
-    with KVTierEngine(build_model(set_up.model), config_with(set_up)) as engine:
-        warm_up(engine)
-        for request in requests:
-            result = engine.run(request["prompt"], request["num_answer_tokens"])
-            answer = {
-                "token_ids": result.tokens,
-                "sources": dict(result.sources),
-                "first_token_s": result.time_to_first_token_s,
-            }
-            output.write(json.dumps(answer) + "\n")
-            output.flush()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

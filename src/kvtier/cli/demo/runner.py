@@ -1,6 +1,6 @@
 """Runs the demo: the planned turns without kvtier, then with it, then the last ones again in a new process.
 
-It prints nothing. The two runs do not overlap, because stores on their way to the tier would slow the other one.
+The runs do not overlap, because unfinished stores of one would slow the other.
 """
 
 import time
@@ -18,13 +18,13 @@ from kvtier.errors import EngineStateError
 from kvtier.tiering.factory import TIERS
 
 BeginStage = Callable[[str, int], Callable[[], None]]
-"""Opens a stage of so many steps under a name; what it returns is called after each."""
+"""Begins a stage with a name and a number of steps; the function it returns is called after each step."""
 
 MAX_RESTART_TURNS = 5
-"""Turns that the new process serves. Each takes a load and an answer; more would show the same again."""
+"""Turns that the new process serves. Each takes a load and an answer; more turns would show nothing new."""
 
 DRAIN_S = 60.0
-"""How long the tier may take for what is still on its way to it, in seconds."""
+"""Seconds that the tier may take to finish its pending stores."""
 
 
 def run_demo(
@@ -35,13 +35,13 @@ def run_demo(
     begin_stage: BeginStage,
     clock: Callable[[], float] = time.monotonic,
 ) -> Report:
-    """Serve ``turns`` three times over and return what was found.
+    """Serve ``turns`` without and with kvtier, the last ones again after a restart, and return the results.
 
     Args:
-        set_up: model, sizes, directory.
+        set_up: model, sizes and tier settings.
         directory: where the tier keeps its blocks.
         turns: in the order in which they are served.
-        settings: how the demo was called, for the report.
+        settings: the options of the demo, for the report.
         begin_stage: shows progress.
         clock: seconds, monotonic.
 
@@ -51,9 +51,9 @@ def run_demo(
         RestartError: the new process failed.
     """
     started_s = clock()
-    note_built = begin_stage("model", 1)
+    on_built = begin_stage("model", 1)
     model = build_model(set_up.model)
-    note_built()
+    on_built()
     with KVTierEngine(model, config_without(set_up.pools)) as engine:
         warm_up(engine)
         without = serve_turns(engine, turns, begin_stage("without kvtier", len(turns)))

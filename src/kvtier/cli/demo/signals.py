@@ -1,7 +1,6 @@
-"""Makes a terminated demo end like an interrupted one: with its context managers.
+"""Makes SIGTERM and SIGHUP end a demo like Ctrl-C, so that its context managers run.
 
-It handles no Ctrl-C itself. An engine defers that while its books are half done, so the other signals take the
-same way.
+An engine defers Ctrl-C while its tables are half updated, so these signals use the handler of SIGINT.
 """
 
 import signal
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-"""What ends a demo from outside: a supervisor, a closed terminal."""
+"""Signals that end a demo from outside: a supervisor, a closed terminal."""
 
 
 @contextmanager
@@ -26,7 +25,7 @@ def ended_like_interrupted() -> Iterator[None]:
 
 def _interrupt(_number: int, frame: FrameType | None) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    # A shell starts background jobs with SIGINT ignored; SIGTERM must end them all the same.
+    # A shell starts background jobs with SIGINT ignored; SIGTERM must end those too.
     if not callable(handler):
         raise KeyboardInterrupt
     handler(signal.SIGINT, frame)

@@ -1,4 +1,4 @@
-"""Draws time to first token per turn, with kvtier and without."""
+"""Shows the demo's report: a table in the terminal, and a picture of the time to first token per turn."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -15,6 +15,10 @@ PLOT_MODULE = "matplotlib"
 BAR_WIDTH = 0.42
 MIN_WIDTH_INCHES, WIDTH_INCHES_PER_TURN, HEIGHT_INCHES = 6.0, 0.35, 4.0
 
+BUSY_RATIO = 1.25
+"""How much the two runs may differ where they do the same work. Beyond it another program used the processor during one
+of them and the speed-up means little; on a quiet machine they differ by at most a tenth."""
+
 
 def require_plot() -> None:
     """Refuse to begin a demo whose picture could not be drawn.
@@ -27,11 +31,11 @@ def require_plot() -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Write the picture; the suffix of ``path`` chooses its format.
+    """Write the picture; the suffix of ``path`` selects its format.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigError: the file cannot be written, or nobody knows its suffix.
+        ConfigError: the file cannot be written, or its suffix is unknown.
     """
     require_plot()
     from matplotlib.figure import Figure
@@ -54,11 +58,6 @@ def write_plot(report: Report, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         raise ConfigError("--plot", str(path), f"cannot be written: {error}") from error
-
-
-BUSY_RATIO = 1.25
-"""How far apart the two runs may be where they do the same work. Beyond it something else took the processor from
-one of them and the speed-up means little; a quiet machine stays within a tenth."""
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -89,7 +88,7 @@ def make_table(report: Report) -> Table:
 
 
 def summarize(report: Report) -> Iterator[str]:
-    """Yield what the table says, in sentences. Pure."""
+    """Yield a summary of the table in sentences. Pure."""
     later = report.later_turns
     if later.num_turns:
         yield (
@@ -108,8 +107,8 @@ def summarize(report: Report) -> Iterator[str]:
     cold = report.cold_turns
     if not 1 / BUSY_RATIO < cold.speed_up < BUSY_RATIO:
         yield (
-            f"beware: turns that are the same work in both runs took {cold.with_s:.2f} s and {cold.without_s:.2f} s; "
-            "this machine is busy with something else, measure again"
+            f"warning: turns that are the same work in both runs took {cold.with_s:.2f} s and {cold.without_s:.2f} s; "
+            "another program used this machine: measure again"
         )
     yield f"tokens identical: {'yes' if report.is_identical else 'no'}"
     yield f"took {report.wall_s:.0f} s"

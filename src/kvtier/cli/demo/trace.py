@@ -1,8 +1,8 @@
-"""Reads a request trace and turns it into requests of the demo, lengths scaled.
+"""Reads a request trace and turns it into requests of the demo, with scaled lengths.
 
-It replays no waiting: requests are served one after another in the order of their arrival. A trace has no text,
-only one id per 512 tokens of prompt, and equal ids mean equal content and equal prefix; so each id stands for
-tokens drawn from a hash of it, and equal ids give equal tokens.
+Requests are served one after another in the order of arrival; the times between them are not replayed. A trace has no
+text, only one id per 512 tokens of prompt, and equal ids mean equal content and equal prefix. Each id is replaced by
+tokens drawn from a hash of it, so equal ids give equal tokens.
 """
 
 import gzip
@@ -26,10 +26,10 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request, as it was recorded.
+    """One recorded request.
 
     Attributes:
-        arrival_ms: when it came, from the start of the trace.
+        arrival_ms: arrival time, from the start of the trace.
         num_prompt_tokens: length of its prompt.
         num_answer_tokens: length of its answer.
         hash_ids: one id for each ``BLOCK_TOKENS`` tokens of the prompt.
@@ -43,12 +43,12 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """How much of a trace is served.
+    """The part of a trace that is served.
 
     Attributes:
         num_requests: requests from its start.
-        scale_ratio: what lengths are multiplied by.
-        max_answer_tokens: tokens generated for one request at most.
+        scale_ratio: factor for lengths.
+        max_answer_tokens: tokens generated for one request, at most.
     """
 
     num_requests: int
@@ -66,7 +66,7 @@ def read_trace(path: Path, num_requests: int) -> list[TraceRequest]:
     """Return the first requests of a trace, JSON lines with or without gzip.
 
     Raises:
-        ConfigError: the file cannot be read, is empty, or a line is no request.
+        ConfigError: the file cannot be read, is empty, or a line is not a request.
     """
     try:
         requests = list(islice(_parse_lines(path, _read_lines(path)), num_requests))
@@ -99,8 +99,8 @@ def make_prompt(request: TraceRequest, index: int, scale_ratio: float) -> bytes:
 
     Args:
         request: the request.
-        index: its number; what follows the last id is content of this request alone.
-        scale_ratio: what lengths are multiplied by.
+        index: its number; tokens after the last id are unique to this request.
+        scale_ratio: factor for lengths.
     """
     num_block_tokens = scale_length(BLOCK_TOKENS, scale_ratio)
     num_tokens = scale_length(request.num_prompt_tokens, scale_ratio)
@@ -110,7 +110,7 @@ def make_prompt(request: TraceRequest, index: int, scale_ratio: float) -> bytes:
 
 
 def draw_tokens(name: str, num_tokens: int) -> bytes:
-    """Return tokens that depend on ``name`` alone; fewer of them are a prefix of more. Pure."""
+    """Return tokens that depend on ``name`` alone; a shorter result is a prefix of a longer one. Pure."""
     return shake_256(name.encode()).digest(num_tokens)
 
 

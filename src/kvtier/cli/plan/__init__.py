@@ -1,1 +1,1 @@
-"""``kvtier plan``: what a trace needs and the cheapest tiers that give it."""
+"""``kvtier plan``: what a trace needs, and the cheapest tiers that provide it."""

@@ -1,10 +1,10 @@
-"""What a user of ``kvtier plan`` asked for, as a question to ``kvtier.planning.plan``. It plans nothing."""
+"""The options of ``kvtier plan``, turned into a ``PlanRequest``."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.cli.option_names import said_of
+from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, require_policy
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
@@ -16,15 +16,15 @@ from kvtier.planning.tier_mix import Goal
 from kvtier.sim.trace import Trace
 
 DEFAULT_DTYPE = "bfloat16"
-"""What nearly every model has been released in since 2023."""
+"""The type of nearly every model released since 2023."""
 
 MAX_TIERS = 3
-"""Tiers behind host memory. Each more multiplies the mixes by a dozen."""
+"""Tiers behind host memory. Each additional tier multiplies the number of mixes by a dozen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How the model was described; one of three ways."""
+    """Description of the model, in one of three ways."""
 
     config: Path | None
     layers: int | None
@@ -35,10 +35,10 @@ class ModelOptions:
     kv_bytes: str | None
 
     def shape(self) -> ModelShape:
-        """Return the model's keys and values.
+        """Return the size of the model's keys and values.
 
         Raises:
-            ConfigError: the model is described in no way, in two, or in one that cannot be.
+            ConfigError: the model is described in no way or in two, or a value is not valid.
         """
         dimensions = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-size": self.head_size}
         given = [option for option, value in dimensions.items() if value is not None]
@@ -49,7 +49,7 @@ class ModelOptions:
                 "--config", self.config and str(self.config), f"{remedy}or --kv-bytes-per-token"
             )
         if self.dtype is not None and not given:
-            remedy = "goes with --layers: give --kv-dtype for keys and values of a type of their own"
+            remedy = "goes with --layers: use --kv-dtype to set the type of keys and values"
             raise ConfigError("--dtype", self.dtype, remedy)
         if self.config is not None:
             return read_shape(self.config, self.kv_dtype)
@@ -59,13 +59,13 @@ class ModelOptions:
             missing = ", ".join(dimensions.keys() - given)
             raise ConfigError(missing, None, "is missing: give --layers, --kv-heads and --head-size together")
         dtype = self.kv_dtype or self.dtype or DEFAULT_DTYPE
-        with said_of({"--dtype": "--kv-dtype" if self.kv_dtype else "--dtype"}):
+        with naming_options({"--dtype": "--kv-dtype" if self.kv_dtype else "--dtype"}):
             return shape_of_dimensions(self.layers, self.kv_heads, self.head_size, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What serves the trace."""
+    """The engine that serves the trace."""
 
     device: str
     prefill: float
@@ -76,7 +76,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """What may be bought, and what for."""
+    """What may be bought, and the goal."""
 
     policy: str
     hit_ratio: float | None
@@ -87,14 +87,14 @@ class SearchOptions:
     max_shown: int
 
 
-def make_question(
+def make_plan_request(
     trace: Trace, model: ModelOptions, serving: EngineOptions, wanted: SearchOptions, prices: PriceList
 ) -> PlanRequest:
-    """Return the question that all options together ask.
+    """Return the request that all options together make.
 
     Raises:
-        ConfigError: a value that cannot work.
-        UnknownNameError: there is no such policy or medium.
+        ConfigError: a value is not valid.
+        UnknownNameError: the policy or medium does not exist.
         NamedClassError: the class that the policy names cannot be used.
     """
     require_policy("--policy", wanted.policy)
@@ -118,7 +118,7 @@ def make_question(
     host_max = None if wanted.host_max is None else parse_bytes("--host-max", wanted.host_max)
 
     def row(medium: Medium, max_bytes: int | None = None) -> Row:
-        with said_of({} if max_bytes is None else {f"capacity of {medium.name}": "--host-max"}):
+        with naming_options({} if max_bytes is None else {f"capacity of {medium.name}": "--host-max"}):
             return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
 
     return PlanRequest(
@@ -137,10 +137,10 @@ def make_question(
 
 
 def make_goal(hit_ratio: float | None, ttft_p90: str | None) -> Goal | None:
-    """Return the goal; None when nothing was asked for.
+    """Return the goal; None without one.
 
     Raises:
-        ConfigError: it is none that can be reached.
+        ConfigError: the goal cannot be reached by any mix.
     """
     if hit_ratio is None and ttft_p90 is None:
         return None
@@ -148,12 +148,12 @@ def make_goal(hit_ratio: float | None, ttft_p90: str | None) -> Goal | None:
 
 
 def parse_seconds(option: str, text: str) -> float:
-    """Return a time such as "2s" or "500ms" in seconds; a number alone is seconds. Pure.
+    """Return a time such as "2s" or "500ms" in seconds; without a unit it is seconds. Pure.
 
     Raises:
-        ConfigError: it is no time.
+        ConfigError: it is not a time.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)?", text.strip())
     if found is None:
-        raise ConfigError(option, text, "a time is a number with us, ms or s, such as 2s")
+        raise ConfigError(option, text, "must be a number with us, ms or s, such as 2s")
     return float(found[1]) * TIME_UNITS_S[found[2] or "s"]

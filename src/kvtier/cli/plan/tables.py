@@ -1,4 +1,4 @@
-"""Shows a plan: what the trace needs, what media can do, what to buy, what was assumed. It computes nothing."""
+"""The output of ``kvtier plan``: what the trace needs, what media can do, what to buy, what was assumed."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,36 +7,36 @@ from rich.table import Table
 
 from kvtier.cli.output import make_table
 from kvtier.planning.assumptions import list_assumptions
-from kvtier.planning.plan import EXAMPLE_TOKENS, Plan, PlanRequest, Shown, describe, format_bytes
+from kvtier.planning.plan import EXAMPLE_TOKENS, Plan, PlanRequest, ShownMix, describe, format_bytes
 from kvtier.planning.planner import KEEP_RATIO
 from kvtier.planning.prices import DAYS_PER_YEAR, HOST
 from kvtier.planning.tier_mix import MixOutcome, name_of
 
 NOTHING = "-"
-"""Stands for a number that there is none of."""
+"""Stands for a missing number."""
 
 LONG_YEARS = 100
-"""Nobody keeps a disk for longer."""
+"""Longer lifetimes are not printed."""
 
 
-def print_plan(question: PlanRequest, plan: Plan, console: Console) -> None:
+def print_plan(request: PlanRequest, plan: Plan, console: Console) -> None:
     """Print the tables, the answer and the assumptions."""
-    console.print(make_working_set_table(question, plan))
-    console.print(make_curve_table(question, plan))
+    console.print(make_working_set_table(request, plan))
+    console.print(make_curve_table(request, plan))
     console.print(make_break_even_table(plan))
     if plan.without is not None:
-        console.print(make_mix_table(question, plan, plan.without))
+        console.print(make_mix_table(request, plan, plan.without))
         console.print(make_wear_table(plan))
-    for line in answer(question, plan):
+    for line in answer(request, plan):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print("\nAssumed:", highlight=False)
-    for line in list_assumptions(question):
+    for line in list_assumptions(request):
         console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
 
 
-def make_working_set_table(question: PlanRequest, plan: Plan) -> Table:
+def make_working_set_table(request: PlanRequest, plan: Plan) -> Table:
     """Return how much is in use within each window. Pure."""
-    block_bytes = question.engine.block_bytes
+    block_bytes = request.engine.block_bytes
     table = make_table("Blocks in use", ("window",), ("mean", "peak", "peak at"))
     for one in plan.working_sets:
         peak = format_bytes(one.peak_blocks * block_bytes)
@@ -49,23 +49,23 @@ def make_working_set_table(question: PlanRequest, plan: Plan) -> Table:
     return table
 
 
-def make_curve_table(question: PlanRequest, plan: Plan) -> Table:
-    """Return what host memory alone would find. Pure."""
-    title = f"Host memory alone, {question.cache_policy}"
+def make_curve_table(request: PlanRequest, plan: Plan) -> Table:
+    """Return the hits of host memory alone, by capacity. Pure."""
+    title = f"Host memory alone, {request.cache_policy}"
     table = make_table(title, ("capacity",), ("hits", "writes per block", "$/month"))
     for point in plan.curve:
-        num_bytes = point.num_blocks * question.engine.block_bytes
+        num_bytes = point.num_blocks * request.engine.block_bytes
         table.add_row(
             format_bytes(num_bytes),
             f"{point.hit_ratio:.1%}",
             f"{point.writes_per_unique_block:.2f}",
-            f"{question.host.medium.capacity_usd_per_month(num_bytes):,.0f}",
+            f"{request.host.medium.capacity_usd_per_month(num_bytes):,.0f}",
         )
     return table
 
 
 def make_break_even_table(plan: Plan) -> Table:
-    """Return from which length on loading is faster. Pure."""
+    """Return the prefix length from which loading is faster than computing. Pure."""
     headings = ("loading pays beyond", f"load {EXAMPLE_TOKENS:,} tokens", "compute them")
     table = make_table("Load or compute", ("medium",), headings)
     for one in plan.break_evens:
@@ -74,14 +74,14 @@ def make_break_even_table(plan: Plan) -> Table:
     return table
 
 
-def make_mix_table(question: PlanRequest, plan: Plan, without: MixOutcome) -> Table:
-    """Return the mixes that are worth showing, beside an engine without offloading. Pure."""
+def make_mix_table(request: PlanRequest, plan: Plan, without: MixOutcome) -> Table:
+    """Return the mixes to show, beside an engine without offloading. Pure."""
     headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
     table = make_table("Mixes", ("mix",), headings)
     table.add_row("without", NOTHING, *_times(without), NOTHING, NOTHING)
     for one in plan.shown:
         table.add_row(
-            describe(one.candidate.mix, question.engine.block_bytes),
+            describe(one.candidate.mix, request.engine.block_bytes),
             f"{one.candidate.bill.usd_per_month:,.0f}",
             *_times(one.timed),
             f"{one.saved_gpu_hours_per_month:,.0f}",
@@ -91,12 +91,12 @@ def make_mix_table(question: PlanRequest, plan: Plan, without: MixOutcome) -> Ta
 
 
 def make_wear_table(plan: Plan) -> Table:
-    """Return what is written to each medium of the mixes and how long it lasts. Pure."""
+    """Return the bytes written to each medium of the mixes, and its lifetime. Pure."""
     headings = ("used", "sold", "$/month", "written a day", "worn out after")
     table = make_table("Their media", ("mix", "medium"), headings)
     for one in plan.shown:
         for part in one.candidate.bill.media:
-            is_host = part.name == HOST  # memory does not wear, and a replay of a chain does not count it
+            is_host = part.name == HOST  # memory does not wear, and the replay does not count its writes
             written = NOTHING if is_host else f"{part.written_bytes_per_day / 1e12:.2f} TB"
             table.add_row(
                 name_of(one.candidate.mix.kind),
@@ -110,9 +110,9 @@ def make_wear_table(plan: Plan) -> Table:
     return table
 
 
-def answer(question: PlanRequest, plan: Plan) -> Iterator[str]:
-    """Yield the answer in sentences. Pure."""
-    trace = question.trace
+def answer(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    """Yield the result in sentences. Pure."""
+    trace = request.trace
     yield (
         f"{plan.bytes_per_token:,} bytes a token; {len(trace.requests):,} requests in {trace.duration_s:,.0f} s name "
         f"{format_bytes(plan.unique_bytes)} of distinct blocks"
@@ -121,38 +121,38 @@ def answer(question: PlanRequest, plan: Plan) -> Iterator[str]:
         gaps = ", ".join(
             f"p{percent} {gap_s:,.0f} s" for percent, gap_s in plan.reuse_gaps.percentiles_s.items()
         )
-        yield f"a block that comes back does so after {gaps}"
-    if question.goal is not None:
-        yield from _answer_goal(question, plan)
+        yield f"blocks that are used again are used after {gaps}"
+    if request.goal is not None:
+        yield from _answer_goal(request, plan)
 
 
-def _answer_goal(question: PlanRequest, plan: Plan) -> Iterator[str]:
-    goal = _goal_in_words(question)
+def _answer_goal(request: PlanRequest, plan: Plan) -> Iterator[str]:
+    goal = _goal_in_words(request)
     if plan.search is None:
         yield f"{goal}: the device cache alone reaches it, nothing to buy"
         return
     found = plan.search
     if found.best:
         best = found.best[0]
-        name = describe(best.mix, question.engine.block_bytes)
+        name = describe(best.mix, request.engine.block_bytes)
         yield f"{goal}: cheapest is {name} at ${best.bill.usd_per_month:,.0f} a month"
     elif plan.shown:
-        yield f"{goal}: no mix reaches it; closest is {_miss(question, plan.shown[0])}"
-    if found.short:
-        kinds = ", ".join(name_of(kind) for kind in found.short)
-        yield f"falls short at its largest, or with less host memory than would do alone: {kinds}"
-    if found.too_dear:
-        kinds = ", ".join(name_of(kind) for kind in found.too_dear)
-        yield f"left out, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
+        yield f"{goal}: no mix reaches it; closest is {_miss(request, plan.shown[0])}"
+    if found.insufficient:
+        kinds = ", ".join(name_of(kind) for kind in found.insufficient)
+        yield f"not enough at its largest, or with less host memory than would do alone: {kinds}"
+    if found.too_expensive:
+        kinds = ", ".join(name_of(kind) for kind in found.too_expensive)
+        yield f"skipped, at more than {KEEP_RATIO:.0f} times the price: {kinds}"
     for one in plan.shown:
         if one.timed.num_overloads:
             name = name_of(one.candidate.mix.kind)
-            yield f"{name}: a tier was overloaded {one.timed.num_overloads} times and left out for some seconds each"
+            yield f"{name}: a tier was overloaded {one.timed.num_overloads} times and skipped for some seconds each"
     yield f"tried {found.num_tried} of {found.num_mixes} mixes"
 
 
-def _goal_in_words(question: PlanRequest) -> str:
-    goal, parts = question.goal, []
+def _goal_in_words(request: PlanRequest) -> str:
+    goal, parts = request.goal, []
     if goal is not None and goal.hit_ratio is not None:
         parts.append(f"{goal.hit_ratio:.1%} hits")
     if goal is not None and goal.first_token_p90_s is not None:
@@ -160,8 +160,8 @@ def _goal_in_words(question: PlanRequest) -> str:
     return " and ".join(parts)
 
 
-def _miss(question: PlanRequest, closest: Shown) -> str:
-    goal, outcome = question.goal, closest.timed
+def _miss(request: PlanRequest, closest: ShownMix) -> str:
+    goal, outcome = request.goal, closest.timed
     missed = []
     if goal is not None and goal.hit_ratio is not None and outcome.hit_ratio < goal.hit_ratio:
         missed.append(
@@ -171,7 +171,7 @@ def _miss(question: PlanRequest, closest: Shown) -> str:
         late_s = outcome.first_token.p90_s - goal.first_token_p90_s
         if late_s > 0:
             missed.append(f"first token after {outcome.first_token.p90_s:.2f} s, {late_s:.2f} s late")
-    return f"{describe(closest.candidate.mix, question.engine.block_bytes)}: {' and '.join(missed)}"
+    return f"{describe(closest.candidate.mix, request.engine.block_bytes)}: {' and '.join(missed)}"
 
 
 def _times(outcome: MixOutcome) -> Sequence[str]:

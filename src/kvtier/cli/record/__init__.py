@@ -1,1 +1,1 @@
-"""``kvtier record``: a trace of what a live engine is asked, under salted ids."""
+"""``kvtier record``: a trace of the requests of a running engine, with salted ids."""

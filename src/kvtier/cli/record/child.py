@@ -1,6 +1,6 @@
-"""Runs somebody's command as if this program were not there: signals go in, the exit status comes out.
+"""Runs the user's command transparently: signals are forwarded to it, and its exit status is returned.
 
-It knows nothing of recording. A SIGKILL cannot be handed on: the kernel tells the command of this program's death then.
+SIGKILL cannot be forwarded. The kernel then sends the command SIGTERM, because its parent died.
 """
 
 import ctypes
@@ -25,32 +25,32 @@ FORWARDED = (
 )
 
 FROM_KEYBOARD = frozenset({signal.SIGINT, signal.SIGQUIT})
-"""A terminal sends these to every process in its foreground, the command included."""
+"""A terminal sends these to every process in its foreground, so the command receives them anyway."""
 
 TERMINAL = Path("/dev/tty")
 
 PR_SET_PDEATHSIG = 1
-"""Linux: the signal that a process gets when its parent dies."""
+"""Linux: set the signal that a process receives when its parent dies."""
 
 KILLED_STATUS = 128
-"""A shell's word for a command that a signal has ended: so much and the signal's number."""
+"""A shell's status for a command that a signal ended is this plus the signal's number."""
 
 
 class ForwardedSignals:
-    """Hands signals to a command, those from before its start included. Main thread only."""
+    """Forwards signals to a command, also those that arrived before its start. Main thread only."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
 
     def begin(self, process: "subprocess.Popen[bytes]") -> None:
-        """Send to ``process`` what has come and what comes."""
+        """Forward the signals that have arrived to ``process``, and from now on every further one."""
         self._process = process
         for number in self._early:
             process.send_signal(number)
 
-    def take(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; what the keyboard sends to both is not sent twice."""
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; signals from the keyboard, which the command receives anyway, are not sent twice."""
         del frame
         if number in FROM_KEYBOARD and _is_in_foreground():
             return
@@ -65,7 +65,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     Args:
         command: the program and its arguments.
-        environment: its variables.
+        environment: its environment variables.
 
     Raises:
         ConfigError: it cannot be started.
@@ -73,11 +73,11 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     signals = ForwardedSignals()
     with _handled_by(signals):
         try:
-            # The only thread calls, and what runs before the command takes no lock of Python's libraries.
+            # This thread is the only one, and the hook takes no lock of Python's libraries.
             process = subprocess.Popen(  # noqa: S603 - the user's own command
                 command,
                 env=environment,
-                preexec_fn=_make_death_wish(),  # noqa: PLW1509
+                preexec_fn=_make_parent_death_hook(),  # noqa: PLW1509
             )
         except OSError as error:
             raise ConfigError("COMMAND", command[0], f"cannot be started: {error.strerror}") from error
@@ -86,26 +86,26 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return status if status >= 0 else KILLED_STATUS - status
 
 
-def _make_death_wish() -> Callable[[], None] | None:
-    """Return what a new process does first, so that it is terminated when this one dies; None where none can."""
+def _make_parent_death_hook() -> Callable[[], None] | None:
+    """Return a function for the new process that makes the kernel end it when this one dies; None outside Linux."""
     if sys.platform != "linux":
         return None
-    # Nothing is looked up or allocated between fork and exec that could wait for a lock.
+    # Everything is looked up now: between fork and exec nothing may wait for a lock.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
-    def wish() -> None:
+    def end_with_parent() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the wish
+        if os.getppid() != parent:  # it died before the call
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return wish
+    return end_with_parent
 
 
 @contextmanager
 def _handled_by(signals: ForwardedSignals) -> Iterator[None]:
-    """Let ``signals`` take what is not ignored: a command that shall outlive its terminal ignores it too."""
+    """Install ``signals`` for all that are not ignored: a command that outlives its terminal must ignore them too."""
     taken = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, signals.take) for number in taken}
+    previous = {number: signal.signal(number, signals.handle) for number in taken}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What a recording holds, in words. It reads files that are closed and changes nothing."""
+"""``kvtier record``: run a command with recording on, or listen to vLLM's KV events; then describe the recording."""
 
 import os
 from collections.abc import Iterator
@@ -20,27 +20,32 @@ from kvtier.recording.trace_file import MAX_NUMBER, TraceFile, numbered
 from kvtier.recording.trace_salt import draw_salt, read_salt_file
 from kvtier.sim.formats.kvtier import KVTierFormat, read_end
 
+DEFAULT_MAX_SIZE = "1GiB"
+"""The default of the recorder."""
+
+NOTHING_RECORDED_STATUS = 1
+
 
 def find_recordings(out: Path) -> list[Path]:
-    """Return the files of a recording that exist, in the order of their numbers."""
+    """Return the existing files of a recording, in the order of their numbers."""
     names = (numbered(out, number) for number in range(1, MAX_NUMBER + 1))
     return [path for path in names if path.exists()]
 
 
 def is_ended_without_requests(path: Path) -> bool:
-    """Return whether an engine has written a recording to its end and was asked nothing that could be in it.
+    """Return whether a recording is complete and has no request.
 
-    One without an end may belong to an engine that still runs.
+    A recording without an end line may belong to an engine that still runs.
 
     Raises:
-        TraceError: it cannot be read, or its last line is none that kvtier writes.
+        TraceError: it cannot be read, or its last line is not one of kvtier's.
     """
     end = read_end(path)
     return end is not None and not (end.num_requests or end.num_dropped)
 
 
 def describe_recording(path: Path) -> Iterator[str]:
-    """Yield what the user should know of a recording, and the command that simulates it.
+    """Yield a description of a recording for the user, and the command that simulates it.
 
     Raises:
         TraceError: it has not begun, or is damaged.
@@ -49,7 +54,7 @@ def describe_recording(path: Path) -> Iterator[str]:
     yield f"{num_requests:,} requests are in {path}, blocks of {KVTierFormat.block_tokens_of(path)} tokens"
     end = read_end(path)
     if end is None:
-        yield "its engine did not end in order: requests of its last moment may be missing"
+        yield "its engine did not end in order: the last requests may be missing"
     elif end.is_full:
         yield "the file has reached its limit: later requests are not in it"
     if end is not None and end.num_dropped:
@@ -58,36 +63,31 @@ def describe_recording(path: Path) -> Iterator[str]:
         yield f"kvtier simulate {path}"
 
 
-DEFAULT_MAX_SIZE = "1GiB"
-"""That of the recorder itself."""
-
-NOTHING_RECORDED_STATUS = 1
-
-
 def record(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new file; gzip if it ends in .gz.")],
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Starts an engine with kvtier.")
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND ...", help="Command that starts an engine with kvtier."),
     ] = None,
     kv_events: Annotated[
         str | None,
         typer.Option("--kv-events", metavar="ENDPOINT", help="Listen to vLLM's KV events instead."),
     ] = None,
     bind: Annotated[bool, typer.Option("--bind", help="vLLM connects to ENDPOINT.")] = False,
-    seconds: Annotated[float | None, typer.Option(min=0, help="Listen so long.")] = None,
-    batches: Annotated[int | None, typer.Option(min=1, help="Listen to so many batches.")] = None,
-    max_size: Annotated[str, typer.Option(help="What OUT may take.")] = DEFAULT_MAX_SIZE,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this time.")] = None,
+    batches: Annotated[int | None, typer.Option(min=1, help="Stop after this many batches.")] = None,
+    max_size: Annotated[str, typer.Option(help="Size limit of OUT.")] = DEFAULT_MAX_SIZE,
     salt_file: Annotated[
-        Path | None, typer.Option(help="Secret of the ids; else one is drawn and forgotten.")
+        Path | None, typer.Option(help="Secret that salts the ids; default: random and not kept.")
     ] = None,
 ) -> None:
-    """Record what a live engine is asked: when, how long, which blocks are shared. No text, salted ids.
+    """Record the requests of a running engine: time, lengths, shared blocks. No text, salted ids.
 
-    Runs COMMAND with recording switched on in every kvtier connector in it; its exit status is returned, 1 when nothing
-    was recorded. With --kv-events it listens to a running vLLM until Ctrl-C.
+    Runs COMMAND with recording on in each of its kvtier connectors and returns its exit status, or 1 when nothing was
+    recorded. With --kv-events it listens to a running vLLM until Ctrl-C.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument is not valid.
     """
     if (kv_events is None) == (not command):
         raise ConfigError("record", str(out), "give either -- COMMAND ... or --kv-events ENDPOINT")
@@ -100,7 +100,7 @@ def record(
     if os.path.lexists(out):
         raise ConfigError("OUT", str(out), "exists: name a new file, or move it away")
     if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
-        remedy = "cannot be made: name a file in a folder that exists and may be written to"
+        remedy = "cannot be created: name a file in an existing folder that is writable"
         raise ConfigError("OUT", str(out), remedy)
     status = (
         _run(out, command or [], max_bytes, salt_file)
@@ -123,17 +123,17 @@ def _run(out: Path, command: list[str], max_bytes: int, salt_file: Path | None) 
         try:
             if is_ended_without_requests(path):
                 path.unlink()
-                _tell("nothing is recorded: an engine was started and ended, and was asked nothing")
+                _print_line("nothing is recorded: an engine started and ended without a request")
                 continue
             for line in describe_recording(path):
-                _tell(line)
+                _print_line(line)
             has_trace = True
         except (
             TraceError
-        ) as error:  # of an engine that died at its start, perhaps; others may have a whole one
-            _tell(str(error))
+        ) as error:  # perhaps of an engine that died at its start; the other recordings may be whole
+            _print_line(str(error))
     if not recordings:
-        _tell(
+        _print_line(
             "nothing is recorded: no engine with a kvtier connector was started, or its record_trace names a file"
         )
     return status or (0 if has_trace else NOTHING_RECORDED_STATUS)
@@ -149,32 +149,32 @@ def _listen(
     seconds: float | None,
     batches: int | None,
 ) -> int:
-    # Its libraries are an extra that the other way does without.
-    from kvtier.cli.record.listening import Listening, describe_log, describe_silence, listen
+    # Its libraries are an extra that the other mode does not need.
+    from kvtier.cli.record.listening import ListenOptions, describe_empty_log, describe_log, listen
 
     salt = draw_salt() if salt_file is None else read_salt_file(salt_file)
     try:
         file = TraceFile(out, max_bytes)
     except OSError as error:
-        raise ConfigError("OUT", str(out), f"cannot be made: {error.strerror}") from error
-    listening = Listening(endpoint, is_bound, seconds, batches)
+        raise ConfigError("OUT", str(out), f"cannot be created: {error.strerror}") from error
+    listening = ListenOptions(endpoint, is_bound, seconds, batches)
     try:
-        log = listen(listening, file, salt, _tell)
+        log = listen(listening, file, salt, _print_line)
     except ConfigError as error:
         if error.setting == "--kv-events":
             out.unlink()  # as below
         raise
     if not log.counts.num_batches:
-        # An empty file would only be in the way of the next try.
+        # An empty file would only make the next attempt fail.
         out.unlink()
-        _tell(describe_silence(log, listening))
+        _print_line(describe_empty_log(log, listening))
         return NOTHING_RECORDED_STATUS
     for line in describe_log(log, out):
-        _tell(line)
+        _print_line(line)
     if log.counts.num_stored_blocks:
-        _tell(f"kvtier simulate {out}")
+        _print_line(f"kvtier simulate {out}")
     return 0 if log.counts.num_stored_blocks else NOTHING_RECORDED_STATUS
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(f"kvtier: {line}", err=True)

@@ -1,6 +1,6 @@
-"""One message of vLLM's KV-event publisher, decoded: when, from which replica, what happened to which blocks.
+"""Messages of vLLM's KV-event publisher: decoded, anonymised and written to a log.
 
-It hears nothing and keeps nothing. A message is input from a network: what has another shape is an error.
+A message is input from a network: one of another shape raises an error.
 
 Source: ``vllm/distributed/kv_events.py``, versions 0.28 to 0.32.
 """
@@ -26,16 +26,20 @@ SEQUENCE_BYTES = 8
 MIN_FIELDS = 2
 RANK_FIELD = 2
 
+REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx")
+MEDIUM = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+OTHER_MEDIUM = "other"
+
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What one step of an engine did to its blocks.
+    """The block events of one step of an engine.
 
     Attributes:
         sequence: its number, from 0 at the publisher's start.
-        time_s: the publisher's clock.
-        rank: which data-parallel replica.
-        events: its events, not checked yet.
+        time_s: time by the publisher's clock.
+        rank: number of the data-parallel replica.
+        events: its events, not validated.
     """
 
     sequence: int
@@ -44,76 +48,40 @@ class EventBatch:
     events: Sequence[Any]  # Any: msgpack, checked where read
 
 
-def decode_batch(parts: Sequence[bytes]) -> EventBatch:
-    """Return the batch that a message is. Pure.
-
-    Raises:
-        EventMessageError: it is none.
-    """
-    if len(parts) != NUM_PARTS or len(parts[1]) != SEQUENCE_BYTES:
-        raise EventMessageError(f"{len(parts)} parts")
-    fields = _decode_fields(parts[2])
-    time_s, events = fields[:MIN_FIELDS]
-    is_number = isinstance(time_s, int | float) and not isinstance(time_s, bool)
-    if not is_number or not abs(time_s) <= MAX_TIME_S:
-        raise EventMessageError("its time is no number")
-    if not isinstance(events, list):
-        raise EventMessageError("its events are no list")
-    rank = fields[RANK_FIELD] if len(fields) > RANK_FIELD else None
-    if rank is not None and type(rank) is not int:
-        raise EventMessageError("its rank is no whole number")
-    return EventBatch(int.from_bytes(parts[1], "big"), float(time_s), rank or 0, events)
-
-
-def _decode_fields(payload: bytes) -> list[Any]:  # Any: msgpack, checked where read
-    try:
-        fields = msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise EventMessageError("its payload is not msgpack") from error
-    if not isinstance(fields, list) or len(fields) < MIN_FIELDS:
-        raise EventMessageError("its payload is no list of time and events")
-    return fields
-
-
-REMOVED_FIELDS = ("type", "block_hashes", "medium", "group_idx")
-MEDIUM = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-OTHER_MEDIUM = "other"
-
-
 @dataclass(slots=True)
 class EventCounts:
-    """What was heard.
+    """Counts of received batches and events.
 
     Attributes:
-        num_batches: batches that were written.
-        num_stored_blocks: blocks in stores that were written.
-        num_missing_batches: numbers that were left out between two batches.
-        num_restarts: how often numbers began anew.
-        num_foreign_batches: batches of other replicas than the first one heard.
-        num_left_out_events: events of an unknown kind or shape.
-        first_sequence: number of the first batch; None when there was none.
-        rank: the replica; None when none was heard.
+        num_batches: batches written.
+        num_stored_blocks: blocks in the written stores.
+        num_missing_batches: missing sequence numbers between two received batches.
+        num_restarts: how often sequence numbers restarted.
+        num_other_rank_batches: batches of other replicas than the first one received.
+        num_skipped_events: events of an unknown kind or shape.
+        first_sequence: number of the first batch; None before it.
+        rank: the recorded replica; None before the first batch.
     """
 
     num_batches: int = 0
     num_stored_blocks: int = 0
     num_missing_batches: int = 0
     num_restarts: int = 0
-    num_foreign_batches: int = 0
-    num_left_out_events: int = 0
+    num_other_rank_batches: int = 0
+    num_skipped_events: int = 0
     first_sequence: int | None = None
     rank: int | None = None
 
 
 class KVEventLog:
-    """Takes batches of one replica, the first that it hears.
+    """Writes the batches of one replica, the first from which it receives one.
 
     Args:
-        file: where to.
+        file: the log.
         salt: makes the ids.
 
     Attributes:
-        counts: what was heard so far.
+        counts: what was received so far.
         is_full: whether the file has reached its limit; nothing is written from then on.
     """
 
@@ -125,8 +93,8 @@ class KVEventLog:
         self._first_s = 0.0
         self._last_sequence = -1
 
-    def take(self, batch: EventBatch) -> None:
-        """Write a batch, without what is not listed.
+    def add(self, batch: EventBatch) -> None:
+        """Write a batch, without its other fields.
 
         Raises:
             OSError: the file cannot be written.
@@ -136,7 +104,7 @@ class KVEventLog:
             counts.first_sequence, counts.rank = batch.sequence, batch.rank
             self._first_s, self._last_sequence = batch.time_s, batch.sequence - 1
         if batch.rank != counts.rank:
-            counts.num_foreign_batches += 1
+            counts.num_other_rank_batches += 1
             return
         if batch.sequence > self._last_sequence:
             counts.num_missing_batches += batch.sequence - self._last_sequence - 1
@@ -150,7 +118,7 @@ class KVEventLog:
         if self.is_full:
             return
         counts.num_batches += 1
-        counts.num_left_out_events += len(events) - len(kept)
+        counts.num_skipped_events += len(events) - len(kept)
         counts.num_stored_blocks += sum(len(one["block_hashes"]) for one in kept if one["type"] == STORED)
 
     def close(self) -> None:
@@ -163,7 +131,7 @@ class KVEventLog:
             self._file.write(line)
 
     def _anonymise(self, event: object) -> dict[str, Any] | None:  # Any: JSON
-        """Return what may be written of an event; None when it is of an unknown kind or shape."""
+        """Return the fields of an event to write; None when it is of an unknown kind or shape."""
         fields = _fields_of(event)
         kind = fields.get("type")
         if kind == CLEARED:
@@ -189,8 +157,39 @@ class KVEventLog:
         return [self._salt.id_of(name) for name in names if name is not None] if None not in names else None
 
 
+def decode_batch(parts: Sequence[bytes]) -> EventBatch:
+    """Decode one message. Pure.
+
+    Raises:
+        EventMessageError: it is not a batch of events.
+    """
+    if len(parts) != NUM_PARTS or len(parts[1]) != SEQUENCE_BYTES:
+        raise EventMessageError(f"{len(parts)} parts")
+    fields = _decode_fields(parts[2])
+    time_s, events = fields[:MIN_FIELDS]
+    is_number = isinstance(time_s, int | float) and not isinstance(time_s, bool)
+    if not is_number or not abs(time_s) <= MAX_TIME_S:
+        raise EventMessageError("its time is not a number")
+    if not isinstance(events, list):
+        raise EventMessageError("its events are not a list")
+    rank = fields[RANK_FIELD] if len(fields) > RANK_FIELD else None
+    if rank is not None and type(rank) is not int:
+        raise EventMessageError("its rank is not an integer")
+    return EventBatch(int.from_bytes(parts[1], "big"), float(time_s), rank or 0, events)
+
+
+def _decode_fields(payload: bytes) -> list[Any]:  # Any: msgpack, checked where read
+    try:
+        fields = msgspec.msgpack.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise EventMessageError("its payload is not msgpack") from error
+    if not isinstance(fields, list) or len(fields) < MIN_FIELDS:
+        raise EventMessageError("its payload is not a list of time and events")
+    return fields
+
+
 def _fields_of(event: object) -> Mapping[str, Any]:  # Any: msgpack
-    """Return an event's fields by name; vLLM has written them as a list in older releases."""
+    """Return an event's fields by name; older releases of vLLM send them as a list."""
     if isinstance(event, dict):
         return event
     if isinstance(event, list) and event:

@@ -1,7 +1,6 @@
-"""Hears what vLLM publishes about its KV blocks, over ZeroMQ.
+"""Receives the KV events that vLLM publishes over ZeroMQ and writes them to a log.
 
-It decodes nothing. vLLM listens itself where its endpoint has a wildcard, and connects where it is a plain address; the
-subscriber does the other thing.
+vLLM binds its socket when its endpoint has a wildcard and connects otherwise; the subscriber does the opposite.
 """
 
 import time
@@ -20,21 +19,24 @@ from kvtier.recording.trace_file import TraceFile
 from kvtier.recording.trace_salt import TraceSalt
 
 MAX_MESSAGE_BYTES = 256 * 2**20
-"""Of one step's events. Larger ones are no publisher's; a peer that sends them is cut off."""
+"""Size limit for the events of one step. A peer that sends more is not a publisher and is disconnected."""
 
 MAX_QUEUED_MESSAGES = 10_000
-"""Batches that wait here while the disk is slow; what comes beyond is lost, and counted as missing."""
+"""Batches queued while the disk is slow; further ones are lost and counted as missing."""
+
+POLL_S = 0.5
+"""Seconds between checks for the end of the recording while no message arrives."""
 
 
 class Subscriber:
-    """A socket that hears one endpoint, as a context manager.
+    """A socket that receives from one endpoint, as a context manager.
 
     Args:
         endpoint: such as ``tcp://127.0.0.1:5557``.
-        is_bound: whether to listen there and let vLLM connect.
+        is_bound: whether this side binds the endpoint and vLLM connects.
 
     Raises:
-        ConfigError: there is no such endpoint.
+        ConfigError: the endpoint is not valid.
     """
 
     def __init__(self, endpoint: str, *, is_bound: bool) -> None:
@@ -47,7 +49,7 @@ class Subscriber:
             (self._socket.bind if is_bound else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            remedy = f"cannot be {'listened on' if is_bound else 'connected to'} ({error.strerror})"
+            remedy = f"cannot be {'bound' if is_bound else 'connected to'} ({error.strerror})"
             raise ConfigError(
                 "--kv-events", endpoint, f"{remedy}: give one such as tcp://127.0.0.1:5557"
             ) from error
@@ -71,19 +73,15 @@ class Subscriber:
         self.close()
 
 
-POLL_S = 0.5
-"""How often the end is looked for while nothing is heard."""
-
-
 @dataclass(frozen=True, slots=True)
-class Listening:
-    """What to hear.
+class ListenOptions:
+    """What to receive, and for how long.
 
     Attributes:
         endpoint: vLLM's publisher.
         is_bound: whether vLLM connects to it.
-        max_s: ends after so many seconds; None goes on.
-        max_batches: ends after so many batches; None goes on.
+        max_s: time limit in seconds; None: no limit.
+        max_batches: limit of batches; None: no limit.
     """
 
     endpoint: str
@@ -93,30 +91,30 @@ class Listening:
 
 
 def listen(
-    listening: Listening,
+    listening: ListenOptions,
     file: TraceFile,
     salt: TraceSalt,
-    tell: Callable[[str], object],
+    print_line: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> KVEventLog:
     """Write batches until a limit is reached or the user interrupts; return the log, which is closed.
 
     Args:
-        listening: what to hear, and how long.
-        file: where to.
+        listening: what to receive, and for how long.
+        file: the log.
         salt: makes the ids.
-        tell: takes a line for the user.
+        print_line: prints a line for the user.
         clock: seconds, monotonic.
 
     Raises:
-        ConfigError: the endpoint is none, or the disk is full.
+        ConfigError: the endpoint is not valid, or the disk is full.
     """
     log = KVEventLog(file, salt)
     try:
         try:
-            _hear(listening, log, tell, clock)
+            _receive(listening, log, print_line, clock)
         except KeyboardInterrupt:
-            tell("interrupted")
+            print_line("interrupted")
         finally:
             log.close()
     except OSError as error:
@@ -125,52 +123,52 @@ def listen(
 
 
 def describe_log(log: KVEventLog, path: Path) -> Iterator[str]:
-    """Yield what the user should know of a log. Pure."""
+    """Yield a description of a log for the user. Pure."""
     counts = log.counts
     yield f"{counts.num_batches:,} batches with {counts.num_stored_blocks:,} stored blocks are in {path}"
     if log.is_full:
         yield "the file has reached its limit: later batches are not in it"
     if counts.first_sequence:
-        yield f"the first batch heard is number {counts.first_sequence:,}: what came before is not in the log"
+        yield f"the first batch received is number {counts.first_sequence:,}: earlier ones are not in the log"
     if counts.num_missing_batches:
-        yield f"{counts.num_missing_batches:,} batches were published in between and not heard"
+        yield f"{counts.num_missing_batches:,} batches in between were published and not received"
     if counts.num_restarts:
-        yield f"the publisher began anew {counts.num_restarts} times"
-    if counts.num_foreign_batches:
-        yield f"{counts.num_foreign_batches:,} batches of other replicas than {counts.rank} are left out"
-    if counts.num_left_out_events:
-        yield f"{counts.num_left_out_events:,} events of unknown kind or shape are left out"
+        yield f"the publisher restarted {counts.num_restarts} times"
+    if counts.num_other_rank_batches:
+        yield f"{counts.num_other_rank_batches:,} batches of other replicas than {counts.rank} were skipped"
+    if counts.num_skipped_events:
+        yield f"{counts.num_skipped_events:,} events of unknown kind or shape were skipped"
 
 
-def describe_silence(log: KVEventLog, listening: Listening) -> str:
-    """Return what the user should know of a log without a batch. Pure."""
+def describe_empty_log(log: KVEventLog, listening: ListenOptions) -> str:
+    """Return why a log has no batch, for the user. Pure."""
     if log.is_full:
         return "nothing is recorded: the first batch is larger than --max-size"
     return (
-        f"nothing was heard from {listening.endpoint}, nothing is recorded: an engine publishes when it is asked "
-        "something, and was started with --kv-events-config '{\"enable_kv_cache_events\": true, ...}'"
+        f"nothing was received from {listening.endpoint}, nothing is recorded: an engine publishes while it serves "
+        "requests, if started with --kv-events-config '{\"enable_kv_cache_events\": true, ...}'"
     )
 
 
-def _hear(
-    listening: Listening, log: KVEventLog, tell: Callable[[str], object], clock: Callable[[], float]
+def _receive(
+    listening: ListenOptions, log: KVEventLog, print_line: Callable[[str], object], clock: Callable[[], float]
 ) -> None:
     with (
         Subscriber(listening.endpoint, is_bound=listening.is_bound) as subscriber,
         ended_like_interrupted(),
     ):
-        tell(f"listening to {listening.endpoint}; Ctrl-C ends the recording")
+        print_line(f"listening to {listening.endpoint}; Ctrl-C ends the recording")
         for parts in _messages(subscriber, listening, log, clock):
             try:
-                log.take(decode_batch(parts))
+                log.add(decode_batch(parts))
             except EventMessageError as error:
-                tell(str(error))
+                print_line(str(error))
 
 
 def _messages(
-    subscriber: Subscriber, listening: Listening, log: KVEventLog, clock: Callable[[], float]
+    subscriber: Subscriber, listening: ListenOptions, log: KVEventLog, clock: Callable[[], float]
 ) -> Iterator[list[bytes]]:
-    """Yield messages until the log has what was asked for or the time is over."""
+    """Yield messages until the log is complete or the time is over."""
     end_s = float("inf") if listening.max_s is None else clock() + listening.max_s
     max_batches = float("inf") if listening.max_batches is None else listening.max_batches
     while log.counts.num_batches < max_batches and not log.is_full and (left_s := end_s - clock()) > 0:

@@ -1,4 +1,4 @@
-"""The files that a comparison is written to. They are tried before there is anything to write."""
+"""``kvtier simulate``: replay a trace with several policies and sizes, print a comparison and write its files."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.cli.option_names import said_of
+from kvtier.cli.option_names import naming_options
 from kvtier.cli.output import check_writable, make_console, write_result
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.comparison import Comparison
@@ -33,14 +33,16 @@ from kvtier.sim.results import Simulation
 from kvtier.sim.sweep import Case, plan_cases, run_cases
 from kvtier.sim.trace import Trace
 
+NOTHING_SERVED_STATUS = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where results go.
+    """The files to write.
 
     Attributes:
-        json_file: gets the numbers; None for nowhere.
-        html_file: gets the page; None for nowhere.
+        json_file: for the numbers; None: not written.
+        html_file: for the page; None: not written.
         command: the words of the command line, for the page.
     """
 
@@ -49,11 +51,11 @@ class Outputs:
     command: tuple[str, ...]
 
     def check_writable(self) -> None:
-        """Open each file before there are results, so that a wrong path costs no simulation.
+        """Check each file before the simulation, so that a wrong path costs no simulation.
 
         Raises:
-            ConfigError: one cannot be written. What it holds stays until there are results.
-            MissingExtraError: the plots of the page cannot be drawn.
+            ConfigError: one cannot be written. Its content is kept until ``write``.
+            MissingExtraError: matplotlib, for the plots of the page, is not installed.
         """
         if self.html_file is not None:
             require_plot()
@@ -71,9 +73,6 @@ class Outputs:
             write_result("--json", self.json_file, json.dumps(comparison.to_json(), indent=1) + "\n")
         if self.html_file is not None:
             write_result("--html", self.html_file, make_page(comparison, self.command))
-
-
-NOTHING_SERVED_STATUS = 1
 
 
 def simulate(
@@ -102,12 +101,12 @@ def simulate(
     Exit status 1 when no request could be served.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
     if jobs < 1:
         raise ConfigError("--jobs", jobs, "must be at least 1")
-    with said_of(TRACE_OPTIONS):
+    with naming_options(TRACE_OPTIONS):
         trace = take_first(read_trace(trace_file, trace_format), requests)
     engine = make_engine(
         trace, device=device, kv_size=kv_bytes, max_running=max_running, prefill=prefill, decode=decode
@@ -122,7 +121,7 @@ def simulate(
         parse_load_if(load_if),
     )
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
-    with said_of({"place to sweep": "--sweep"}):
+    with naming_options({"place to sweep": "--sweep"}):
         cases = plan_cases(engine, base, policies, swept)
     outputs = Outputs(json_file, html_file, command_line(context))
     outputs.check_writable()
@@ -137,7 +136,7 @@ def simulate(
 
 
 def command_line(context: typer.Context) -> tuple[str, ...]:
-    """Return the words that were given, as a user would write them again."""
+    """Return the given words as a user would type them again."""
     words = ["kvtier", "simulate"]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")

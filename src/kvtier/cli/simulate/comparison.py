@@ -1,4 +1,4 @@
-"""Simulations of one trace side by side, with what they were made of. Values only."""
+"""Simulations of one trace side by side, with their inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from kvtier.sim.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was asked and what was found.
+    """Inputs and results.
 
     Attributes:
         trace_name: the file as the user named it.
-        trace: what was replayed.
-        engine: the engine, before anything was swept.
-        host: host memory and tiers, before anything was swept; its policy is the first of those compared.
-        sweep: the place with several capacities; None when there is none.
-        cases: what was simulated, the smallest size first.
+        trace: the replayed trace.
+        engine: the engine, before the sweep.
+        host: host memory and tiers, before the sweep; its policy is the first of those compared.
+        sweep: the place with several capacities; None without a sweep.
+        cases: the simulated cases, the smallest size first.
         found: the result of each case.
     """
 
@@ -34,16 +34,16 @@ class Comparison:
 
     @property
     def by_label(self) -> dict[str, Simulation]:
-        """The results by what their cases are called, in order."""
+        """The results by the labels of their cases, in order."""
         return {case.label: one for case, one in zip(self.cases, self.found, strict=True)}
 
     @property
     def policies(self) -> list[str]:
-        """What was compared, the engine without offloading first."""
+        """The compared policies, the engine without offloading first."""
         return list(dict.fromkeys(case.policy for case in self.cases))
 
     def pairs(self, size: Size | None) -> Iterator[tuple[Case, Simulation]]:
-        """Yield the cases of one size with their results, those that no sweep touches included."""
+        """Yield the cases of one size, and those that do not depend on the sweep, with their results."""
         for case, one in zip(self.cases, self.found, strict=True):
             if case.size is None or case.size == size:
                 yield case, one

@@ -1,4 +1,4 @@
-"""What a user of ``kvtier simulate`` asked for, as values of ``kvtier.sim``. It runs nothing."""
+"""The options of ``kvtier simulate``, turned into values of ``kvtier.sim``."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.option_names import said_of
+from kvtier.cli.option_names import naming_options
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
@@ -28,22 +28,90 @@ TIER_FORM = (
 )
 
 DEFAULT_LATENCY_S = 100e-6
-"""Seconds until the first byte of a block: about that of a local NVMe disk."""
+"""Seconds until the first byte of a block: that of a local NVMe disk."""
 
 DEFAULT_NUM_STREAMS = 8
-"""Blocks on their way at the same time: what kvtier's disk tiers have threads for."""
+"""Concurrent transfers: the number of threads of kvtier's disk tiers."""
 
 ENGINE_OPTIONS = {
     "max_running": "--max-running",
     "prefill_tokens_per_s": "--prefill",
     "decode_tokens_per_s": "--decode",
 }
-"""Fields of an engine, by the options that fill them."""
+"""Fields of an engine -> the options that set them."""
 
 TRACE_OPTIONS = {"trace format": "--format"}
-"""What reading a trace may not know, by the option that names it."""
+"""Kinds of unknown names when reading a trace -> the options that set them."""
 
 TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+SWEEP_FORM = "PLACE=SIZE,SIZE,... or PLACE=FROM..TO:HOW_MANY such as host=64GiB,128GiB or fs=1TiB..16TiB:5"
+
+MAX_SIZES = 16
+"""Sizes of one sweep, at most. The page has four plots for each: with three policies and a tier it stays below two
+megabytes and takes a quarter of a minute to draw."""
+
+UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+TIER_SETTING_FORM = "NAME.SETTING=VALUE such as fs.cascade=on_evict or fs.store_threshold=2"
+
+SIMULATED_SETTINGS = (
+    "admission",
+    "cascade",
+    "fill",
+    "job_timeout_s",
+    "max_in_flight_store_bytes",
+    "policy",
+    "store_threshold",
+)
+"""Fields of ``TierSettings`` that have an effect on simulated time."""
+
+PARSED_NAMES = {
+    **{
+        name: name
+        for name in (*SIMULATED_SETTINGS, *(f"admission.{field.name}" for field in fields(TierAdmission)))
+    },
+    "name in 'admission'": "admission",
+}
+"""Names in the production parser's errors -> the setting's name."""
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")]
+TraceFormat = Annotated[
+    str | None,
+    typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; default: detected."),
+]
+Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
+
+Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
+Host = Annotated[str, typer.Option(help="Host memory behind the device cache.")]
+Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind host memory, repeatable: {TIER_FORM}.")]
+TierSettings = Annotated[
+    list[str] | None, typer.Option(help=f"A setting of one tier, repeatable: {TIER_SETTING_FORM}.")
+]
+Policies = Annotated[
+    str, typer.Option(help="Eviction policies of host memory, by comma; also package.module:Class.")
+]
+StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is stored.")]
+LoadIfText = Annotated[
+    str, typer.Option("--load-if", help="When to load hits of tiers: always, or if faster than computing.")
+]
+SweepText = Annotated[
+    str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
+]
+
+KVBytes = Annotated[
+    str,
+    typer.Option("--kv-bytes-per-token", help="Size of a token's keys and values, all layers and devices."),
+]
+Prefill = Annotated[float, typer.Option(help="Prompt tokens computed per second.")]
+Decode = Annotated[float, typer.Option(help="Tokens per second of each answer.")]
+MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
+
+Jobs = Annotated[int, typer.Option(help="Simulations at the same time, each in its own process.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")]
+HTMLFile = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with tables and plots, viewable offline.")
+]
 
 
 def make_host(
@@ -53,11 +121,11 @@ def make_host(
     store_threshold: int,
     load_if: LoadIf = LoadIf.ALWAYS,
 ) -> HostModel:
-    """Return host memory, under the first of the policies.
+    """Return host memory with the first of the policies.
 
     Raises:
-        UnknownNameError: there is no such policy.
-        NamedClassError: the class that it names cannot be used.
+        UnknownNameError: a policy does not exist.
+        NamedClassError: the class that a policy names cannot be used.
         ConfigError: no policy is named or one twice, or two tiers have one name.
     """
     if not policies:
@@ -66,28 +134,28 @@ def make_host(
         require_policy("--policy", policy)
         if policies.count(policy) > 1:
             raise ConfigError("--policy", policy, "is named twice: name each policy once")
-    with said_of({"name": "--tier", "store_threshold": "--store-threshold"}):
+    with naming_options({"name": "--tier", "store_threshold": "--store-threshold"}):
         return HostModel(
             num_blocks, policies[0], tiers=tuple(tiers), store_threshold=store_threshold, load_if=load_if
         )
 
 
 def require_policy(option: str, name: str) -> None:
-    """Refuse what names no policy; a class of the user's own is imported for it.
+    """Refuse a name that is not a policy's. A class of the user's is imported for the check.
 
     Raises:
-        UnknownNameError: there is no such policy.
+        UnknownNameError: the policy does not exist.
         NamedClassError: the class that it names cannot be used.
     """
-    with said_of({POLICY: option}):
+    with naming_options({POLICY: option}):
         CACHE_POLICIES.resolve(name)
 
 
 def parse_load_if(text: str) -> LoadIf:
-    """Return what ``--load-if`` names, as the setting of that name does. Pure.
+    """Return the value of ``--load-if``; its words are those of the setting ``load_if``. Pure.
 
     Raises:
-        ConfigError: it names nothing.
+        ConfigError: it is not one of them.
     """
     names = [choice.value for choice in LoadIf]
     if text not in names:
@@ -104,12 +172,14 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
     """Return how many whole blocks fit into a size such as ``"64GiB"``.
 
     Raises:
-        ConfigError: it is no size, or no block fits.
+        ConfigError: it is not a size, or smaller than a block.
     """
     num_blocks = parse_bytes(option, size) // block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            option, size, f"a block of the trace has {block_bytes} bytes: give at least that much"
+            option,
+            size,
+            f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much",
         )
     return num_blocks
 
@@ -117,22 +187,22 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
 def make_engine(
     trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float, decode: float
 ) -> EngineModel:
-    """Return the engine, its blocks as long as the trace's.
+    """Return the engine, with blocks of the trace's length.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: a value is not valid.
     """
     block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
     num_blocks = blocks_of("--device", device, block_bytes)
-    with said_of(ENGINE_OPTIONS):
+    with naming_options(ENGINE_OPTIONS):
         return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, prefill, decode)
 
 
 def parse_tier(text: str, block_bytes: int) -> TierModel:
-    """Return the tier that ``text`` describes, see TIER_FORM.
+    """Return the tier that ``text`` describes in the form TIER_FORM.
 
     Raises:
-        ConfigError: it does not have that form, or a value cannot work.
+        ConfigError: it does not have that form, or a value is not valid.
     """
     name, *values = (part.strip() for part in text.split(":"))
     if not name or not 2 <= len(values) <= 4:
@@ -140,22 +210,22 @@ def parse_tier(text: str, block_bytes: int) -> TierModel:
     capacity, bandwidths, latency, streams = (*values, "", "")[:4]
     read, _, write = bandwidths.partition(",")
     if streams and not re.fullmatch(r"0*[1-9][0-9]*", streams):
-        raise ConfigError("--tier", text, f"STREAMS must be a whole number from 1: {TIER_FORM}")
+        raise ConfigError("--tier", text, f"STREAMS must be an integer from 1: {TIER_FORM}")
     speed = LinkSpeed(
         _parse_bandwidth(text, read),
         _parse_bandwidth(text, write or read),
         _parse_seconds(text, latency) if latency else DEFAULT_LATENCY_S,
         int(streams) if streams else DEFAULT_NUM_STREAMS,
     )
-    with said_of({"name": "--tier"}):
+    with naming_options({"name": "--tier"}):
         return TierModel(name, blocks_of("--tier", capacity, block_bytes), speed)
 
 
 def take_first(trace: Trace, num_requests: int | None) -> Trace:
-    """Return the first requests of ``trace``; all of them for None. Pure.
+    """Return the first requests of ``trace``; None: all. Pure.
 
     Raises:
-        ConfigError: fewer than one.
+        ConfigError: ``num_requests`` is below 1.
     """
     if num_requests is None:
         return trace
@@ -164,34 +234,11 @@ def take_first(trace: Trace, num_requests: int | None) -> Trace:
     return make_trace(trace.requests[:num_requests], trace.block_tokens)
 
 
-def _parse_bandwidth(text: str, value: str) -> float:
-    amount, slash, second = value.partition("/")
-    if not slash or second != "s":
-        raise ConfigError("--tier", text, f"a bandwidth ends in /s: {TIER_FORM}")
-    return float(parse_bytes("--tier", amount))
-
-
-def _parse_seconds(text: str, value: str) -> float:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", value)
-    if found is None:
-        raise ConfigError("--tier", text, f"a latency is a number with us, ms or s: {TIER_FORM}")
-    return float(found[1]) * TIME_UNITS_S[found[2]]
-
-
-SWEEP_FORM = "PLACE=SIZE,SIZE,... or PLACE=FROM..TO:HOW_MANY such as host=64GiB,128GiB or fs=1TiB..16TiB:5"
-
-MAX_SIZES = 16
-"""Sizes of one sweep. A page has four plots for each; with three policies and a tier it stays below
-two megabytes at so many, and is drawn in a quarter of a minute."""
-
-UNITS: Mapping[str, int] = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-
-
 def parse_sweep(text: str, block_bytes: int) -> Sweep:
-    """Return the sweep that ``text`` describes, see SWEEP_FORM; its sizes in ascending order.
+    """Return the sweep that ``text`` describes in the form SWEEP_FORM, with its sizes in ascending order.
 
     Raises:
-        ConfigError: it does not have that form, a size holds no block, or two hold equally many.
+        ConfigError: it does not have that form, a size holds no block, or two sizes hold the same number of blocks.
     """
     place, equals, sizes = (part.strip() for part in text.partition("="))
     if not place or not equals or not sizes:
@@ -220,48 +267,14 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.4g}"
 
 
-def _spread_range(text: str, sizes: str) -> list[str]:
-    """Return sizes with equal ratios between them, both ends included."""
-    found = re.fullmatch(r"(.+?)\.\.(.+?):([0-9]+)", sizes)
-    if found is None:
-        raise ConfigError("--sweep", text, f"must be {SWEEP_FORM}")
-    first, last, num = parse_bytes("--sweep", found[1]), parse_bytes("--sweep", found[2]), int(found[3])
-    if not 2 <= num <= MAX_SIZES or first >= last:
-        raise ConfigError("--sweep", text, f"a range rises and has from 2 to {MAX_SIZES} sizes")
-    return [format_size(first * (last / first) ** (part / (num - 1))) for part in range(num)]
-
-
-TIER_SETTING_FORM = "NAME.SETTING=VALUE such as fs.cascade=on_evict or fs.store_threshold=2"
-
-SIMULATED_SETTINGS = (
-    "admission",
-    "cascade",
-    "fill",
-    "job_timeout_s",
-    "max_in_flight_store_bytes",
-    "policy",
-    "store_threshold",
-)
-"""Those of ``TierSettings`` that make a difference on simulated time."""
-
-PARSED_NAMES = {
-    **{
-        name: name
-        for name in (*SIMULATED_SETTINGS, *(f"admission.{field.name}" for field in fields(TierAdmission)))
-    },
-    "name in 'admission'": "admission",
-}
-"""What the production parser calls what it refuses -> the setting's name."""
-
-
 def apply_tier_settings(
     tiers: Sequence[TierModel], texts: Iterable[str], block_bytes: int
 ) -> list[TierModel]:
-    """Return ``tiers`` with the settings that ``texts`` give them, see TIER_SETTING_FORM. Pure.
+    """Return ``tiers`` with the settings of ``texts``, each in the form TIER_SETTING_FORM. Pure.
 
     Raises:
-        ConfigError: the form or a value is wrong, or a setting is given twice.
-        UnknownNameError: there is no such tier, setting or policy.
+        ConfigError: the form or a value is not valid, or a setting is given twice.
+        UnknownNameError: a tier, setting or policy does not exist.
         NamedClassError: the class that a policy names cannot be used.
     """
     values: dict[str, dict[str, Any]] = {tier.name: {} for tier in tiers}  # Any: the parser gives them types
@@ -280,9 +293,42 @@ def apply_tier_settings(
     return [_apply(tier, values[tier.name], block_bytes) for tier in tiers]
 
 
+def parse_value(text: str) -> object:
+    """Return the JSON value of ``text``, or the text itself if it is not JSON. Pure."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _parse_bandwidth(text: str, value: str) -> float:
+    amount, slash, second = value.partition("/")
+    if not slash or second != "s":
+        raise ConfigError("--tier", text, f"BANDWIDTH must end in /s: {TIER_FORM}")
+    return float(parse_bytes("--tier", amount))
+
+
+def _parse_seconds(text: str, value: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", value)
+    if found is None:
+        raise ConfigError("--tier", text, f"LATENCY must be a number with us, ms or s: {TIER_FORM}")
+    return float(found[1]) * TIME_UNITS_S[found[2]]
+
+
+def _spread_range(text: str, sizes: str) -> list[str]:
+    """Return sizes with equal ratios between them, from the first to the last."""
+    found = re.fullmatch(r"(.+?)\.\.(.+?):([0-9]+)", sizes)
+    if found is None:
+        raise ConfigError("--sweep", text, f"must be {SWEEP_FORM}")
+    first, last, num = parse_bytes("--sweep", found[1]), parse_bytes("--sweep", found[2]), int(found[3])
+    if not 2 <= num <= MAX_SIZES or first >= last:
+        raise ConfigError("--sweep", text, f"a range must ascend and have from 2 to {MAX_SIZES} sizes")
+    return [format_size(first * (last / first) ** (part / (num - 1))) for part in range(num)]
+
+
 def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierModel:  # Any: as above
     option = f"--tier-setting {tier.name}."
-    with said_of({parsed: option + name for parsed, name in PARSED_NAMES.items()}):
+    with naming_options({parsed: option + name for parsed, name in PARSED_NAMES.items()}):
         settings = parse_tier_settings(values)
     policy = settings.policy or tier.cache_policy
     require_policy(f"{option}policy", policy)
@@ -291,49 +337,3 @@ def _apply(tier: TierModel, values: dict[str, Any], block_bytes: int) -> TierMod
         num_blocks = max(1, settings.max_in_flight_store_bytes // block_bytes)
         settings = replace(settings, max_in_flight_store_bytes=num_blocks)
     return replace(tier, cache_policy=policy, settings=settings)
-
-
-def parse_value(text: str) -> object:
-    """Return what ``text`` stands for as JSON, and the text itself where it is none. Pure."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")]
-TraceFormat = Annotated[
-    str | None,
-    typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; else it is found."),
-]
-Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
-
-Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
-Host = Annotated[str, typer.Option(help="Host memory behind it.")]
-Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind that, any number: {TIER_FORM}.")]
-TierSettings = Annotated[
-    list[str] | None, typer.Option(help=f"A setting of one tier, any number: {TIER_SETTING_FORM}.")
-]
-Policies = Annotated[
-    str, typer.Option(help="Eviction policies of host memory, by comma; also package.module:Class.")
-]
-StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is stored.")]
-LoadIfText = Annotated[
-    str, typer.Option("--load-if", help="Load hits of tiers always, or if faster than computing them.")
-]
-SweepText = Annotated[
-    str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
-]
-
-KVBytes = Annotated[
-    str, typer.Option("--kv-bytes-per-token", help="Keys and values of a token, all layers and devices.")
-]
-Prefill = Annotated[float, typer.Option(help="Prompt tokens computed in a second.")]
-Decode = Annotated[float, typer.Option(help="Tokens a second of each answer.")]
-MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
-
-Jobs = Annotated[int, typer.Option(help="Simulations at the same time, each in a process of its own.")]
-JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")]
-HTMLFile = Annotated[
-    Path | None, typer.Option("--html", help="Write a page with tables and plots, viewable offline.")
-]

@@ -1,4 +1,4 @@
-"""Shows simulations of one trace side by side in a terminal. It computes nothing but shares."""
+"""Shows simulations of one trace side by side in a terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,23 +11,24 @@ from kvtier.sim.model import EngineModel
 from kvtier.sim.results import DEVICE, Simulation
 
 SATURATION_FACTOR = 100
-"""Nine in ten requests wait at most so many times as long as a prompt takes to compute, or the engine is called
-saturated. A busy hour of a chat service reaches 30, too little hardware many hundreds; less would warn of bursts."""
+"""The engine is called saturated when the 90th percentile of queue times exceeds this many times the time to compute a
+prompt. A busy hour of a chat service reaches 30, too little hardware many hundreds; a lower factor would warn of
+bursts."""
 
 NOTHING = "-"
-"""Stands for a number that nothing was measured for."""
+"""Stands for a missing measurement."""
 
 NOT_LOADED = "connector.not_loaded_tokens."
-"""Begins the counters of tokens that were found in a tier and computed all the same, which is faster."""
+"""Prefix of the counters of tokens that were found in a tier but computed, which was faster."""
 
 BOUND_NOTE = (
     "the bound (at most found, at least computed): device, host and tiers as one memory that knows the future; "
-    "no policy passes it, none is expected to reach it"
+    "no policy exceeds it, none is expected to reach it"
 )
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the tables and the lines that sum them up."""
+    """Print the tables and a summary."""
     for table in make_tables(comparison):
         console.print(table)
     for line in summarise(comparison):
@@ -35,7 +36,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def make_tables(comparison: Comparison) -> list[Table]:
-    """Return one table where one place was swept, else one for each kind of number. Pure."""
+    """Return one table for a sweep, else one for each kind of number. Pure."""
     if comparison.sweep is not None:
         return [make_sweep_table(comparison)]
     found = comparison.by_label
@@ -44,7 +45,7 @@ def make_tables(comparison: Comparison) -> list[Table]:
 
 
 def make_sweep_table(comparison: Comparison) -> Table:
-    """Return hits and times, one row for each size and policy. Pure."""
+    """Return hits and times, one row per size and policy. Pure."""
     sources = (DEVICE, *_tier_names(comparison.by_label))
     place = comparison.sweep.place if comparison.sweep else ""
     headings = ("found", "at most", *sources, "p50", "p90", "served")
@@ -74,7 +75,7 @@ def make_hit_table(found: Mapping[str, Simulation]) -> Table:
 
 
 def make_time_table(found: Mapping[str, Simulation]) -> Table:
-    """Return when the first token came, and how many requests were served at all. Pure."""
+    """Return times to first token, and how many requests were served. Pure."""
     headings = ("p50", "p90", "p99", "queue p90", "served", "rejected")
     table = make_table("Seconds to first token", ("policy",), headings)
     for name, one in found.items():
@@ -89,7 +90,7 @@ def make_time_table(found: Mapping[str, Simulation]) -> Table:
 
 
 def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
-    """Return what each tier wrote and read; None without tiers. Pure."""
+    """Return what was written to and read from each tier; None without tiers. Pure."""
     rows = [
         (
             name,
@@ -113,7 +114,7 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
 
 
 def summarise(comparison: Comparison) -> Iterator[str]:
-    """Yield what the tables leave out, in sentences. Pure."""
+    """Yield what the tables omit, in sentences. Pure."""
     trace, found = comparison.trace, comparison.by_label
     yield (
         f"{len(trace.requests):,} requests in {trace.duration_s:,.0f} s, {trace.num_accesses:,} blocks of "
@@ -130,18 +131,18 @@ def summarise(comparison: Comparison) -> Iterator[str]:
         yield f"{names}: {num_rejected} requests need more device blocks than there are"
     for name, one in found.items():
         for tier, number in breaker_openings(one).items():
-            yield f"{name}: {tier} was overloaded {number} times and left out for some seconds each"
-    yield "without: the same engine with its own prefix cache, nothing behind it"
+            yield f"{name}: {tier} was overloaded {number} times and skipped for some seconds each"
+    yield "without: the same engine with its own prefix cache only"
     yield BOUND_NOTE
     if saturated := [name for name, one in found.items() if is_saturated(comparison.engine, one)]:
         yield (
             f"warning: the engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt "
-            "takes, so times tell of the queue; give more --prefill, --device or --max-running, or fewer --requests"
+            "takes, so times describe the queue; use more --prefill, --device or --max-running, or fewer --requests"
         )
 
 
 def group_rejected(found: Mapping[str, Simulation]) -> dict[int, str]:
-    """Return how many requests never fitted, and which simulations that was so in; nothing where all did. Pure."""
+    """Return the number of rejected requests -> the simulations; empty when no request was rejected. Pure."""
     numbers = sorted({one.num_rejected for one in found.values() if one.num_rejected})
     if len(numbers) == 1 and all(one.num_rejected for one in found.values()):
         return {numbers[0]: "all"}
@@ -152,7 +153,7 @@ def group_rejected(found: Mapping[str, Simulation]) -> dict[int, str]:
 
 
 def breaker_openings(one: Simulation) -> dict[str, int]:
-    """Return how often each overloaded tier was left out. Pure."""
+    """Return how often each overloaded tier was skipped. Pure."""
     ending = ".breaker_openings"
     return {
         counter.split(".")[2]: int(value)
@@ -162,7 +163,7 @@ def breaker_openings(one: Simulation) -> dict[str, int]:
 
 
 def not_loaded_tokens(one: Simulation) -> dict[str, int]:
-    """Return how many tokens of each tier were computed although they were found. Pure."""
+    """Return the tokens of each tier that were computed although they were found. Pure."""
     return {
         counter.removeprefix(NOT_LOADED): int(value)
         for counter, value in one.counters.items()
@@ -178,5 +179,5 @@ def is_saturated(engine: EngineModel, one: Simulation) -> bool:
 
 
 def _tier_names(found: Mapping[str, Simulation]) -> Sequence[str]:
-    """Return host memory and the tiers behind it, in the order in which they are asked. Pure."""
+    """Return host memory and the tiers behind it, in the order of lookups. Pure."""
     return list(dict.fromkeys(tier.name for one in found.values() for tier in one.tiers))

@@ -1,1 +1,1 @@
-"""What is CUDA's alone: streams and events, pinned memory, and ways to copy between device memory and pinned rows."""
+"""The CUDA part: streams and events, pinned memory, and ways to copy between device memory and pinned rows."""

@@ -1,6 +1,7 @@
-"""The ways to copy between device and rows, and what speaks against each on this machine.
+"""Chooses the way to copy between device and rows: each candidate is proven and timed on scratch memory at start.
 
-It builds copiers and measures nothing; ``copier_choice`` does.
+``list_candidates`` returns the ways, with a reason for each that this machine cannot use. ``Trial`` checks that a
+copier moves the right bytes, and measures it. ``choose`` takes the best for each direction.
 """
 
 import logging
@@ -27,31 +28,183 @@ from kvtier.cpu.row_copy import RowCopier
 from kvtier.cpu.row_layout import GroupMoves, RowLayout, count_bytes
 from kvtier.errors import ConfigError, DeviceCopyError
 
+TRIAL_BYTES = 32 << 20
+"""Most bytes of scratch rows, and of scratch pages, unless two blocks need more. It takes device memory beside the
+engine's KV cache at start; with much less the trial would measure the launch and not the link."""
+
+MIN_SLOTS = 2
+"""Fewer slots could not be scattered."""
+
+MAX_SLOTS = 1024
+"""Most scratch rows: with pages of a few bytes, more would measure Python, for seconds."""
+
+PROOF_SHARE = 8
+"""A proof uses this fraction of the scratch memory. Its bytes are made and compared on the host, for each candidate,
+direction and group: with all of the memory a start would take seconds."""
+
+NUM_ROUNDS = 3
+"""Timed transfers of each candidate and direction, after one that is not timed."""
+
+Timer = Callable[[Callable[[], None]], float]
+"""Runs a copy on the device, waits for it and returns the seconds it took."""
+
+logger = logging.getLogger(__name__)
+
+UNPROVEN = CudaCopier.RUNS
+"""The choice without memory for a trial: torch's own copies, and no buffer on the device."""
+
+MIN_SHARE = 0.95
+"""A candidate earlier in the list is taken when it reaches this share of the fastest: measurements vary by a few per
+cent, and earlier candidates leave more of the device to the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopyMethod:
     """One way to copy.
 
     Attributes:
-        name: what the setting calls it.
+        name: its name in the setting.
         build: makes a copier.
-        objection: why it cannot be used here; None where it can.
+        unusable_reason: why it cannot be used on this machine; None where it can.
     """
 
     name: CudaCopier
     build: Build
-    objection: str | None = None
+    unusable_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialPlan:
+    """Layout of the scratch memory.
+
+    Attributes:
+        layout: the bytes within a row.
+        page_strides: for each canonical tensor, bytes from one device block to the next.
+        row_stride: bytes from one row to the next.
+        part_offset: start of the worker's part within a row.
+        num_slots: rows, and blocks.
+    """
+
+    layout: RowLayout
+    page_strides: tuple[int, ...]
+    row_stride: int
+    part_offset: int
+    num_slots: int
+
+    @property
+    def num_device_blocks(self) -> int:
+        """Device blocks of each tensor."""
+        return self.num_slots * self.layout.block_size_factor
+
+    @property
+    def num_proof_slots(self) -> int:
+        """The first rows, and as many blocks, that a proof uses."""
+        return max(MIN_SLOTS, self.num_slots // PROOF_SHARE)
+
+
+class Trial:
+    """Scratch pages and rows.
+
+    Args:
+        plan: their layout.
+        device: the device of the pages.
+        whole_rows: shape (num_slots, row_stride), int8, host memory like that of the rows.
+        slots_per_chunk: of ``whole_rows``; None where they are one piece.
+        timer: runs copies.
+    """
+
+    def __init__(
+        self,
+        plan: TrialPlan,
+        device: torch.device,
+        whole_rows: torch.Tensor,
+        slots_per_chunk: int | None,
+        timer: Timer,
+    ) -> None:
+        self._plan = plan
+        self._rows = whole_rows[:, plan.part_offset : plan.part_offset + plan.layout.part_bytes]
+        self._slots_per_chunk = slots_per_chunk
+        self._timer = timer
+        self._pages = [
+            torch.zeros((plan.num_device_blocks, stride), dtype=torch.int8, device=device)
+            for stride in plan.page_strides
+        ]
+
+    def build(self, build: Build) -> DeviceCopier:
+        """Return a copier of the whole scratch memory."""
+        return build(self._plan.layout, self._pages, self._rows, self._slots_per_chunk)
+
+    def find_fault(self, build: Build, *, is_store: bool) -> str | None:
+        """Return what a copier moves wrongly; None when every byte is right.
+
+        Effects: overwrites pages and rows.
+        """
+        num_slots = self._plan.num_proof_slots
+        rows = self._rows[:num_slots]
+        pages = [page[: num_slots * self._plan.layout.block_size_factor] for page in self._pages]
+        copier = build(self._plan.layout, pages, rows, self._slots_per_chunk)
+        try:
+            for group_idx in range(len(self._plan.layout.groups)):
+                fault = self._find_fault_of(copier, pages, rows, group_idx, is_store=is_store)
+                if fault is not None:
+                    return f"group {group_idx}: {fault}"
+        finally:
+            copier.release()
+        return None
+
+    def measure(self, copier: DeviceCopier, *, is_store: bool) -> float:
+        """Return the GB/s of one transfer of scattered blocks, including the host's part."""
+        moves = [plan_timing(self._plan)]
+        seconds = self._timer(partial(copier.store if is_store else copier.load, moves))
+        return count_bytes(self._plan.layout, moves) / 1e9 / max(seconds, 1e-9)
+
+    def _find_fault_of(
+        self,
+        copier: DeviceCopier,
+        pages: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        group_idx: int,
+        *,
+        is_store: bool,
+    ) -> str | None:
+        random = np.random.default_rng(group_idx)
+        wanted_pages = [random.integers(-128, 128, tuple(page.shape), dtype=np.int8) for page in pages]
+        wanted_rows = random.integers(-128, 128, tuple(rows.shape), dtype=np.int8)
+        rows.numpy()[...] = wanted_rows
+        for page, wanted in zip(pages, wanted_pages, strict=True):
+            page.copy_(torch.from_numpy(wanted))
+        moves = [plan_proof(self._plan, group_idx)]
+        reference = RowCopier(self._plan.layout, wanted_pages, wanted_rows, num_threads=1)
+        (reference.store if is_store else reference.load)(moves)
+        reference.release()
+        self._timer(partial(copier.store if is_store else copier.load, moves))
+        if not np.array_equal(rows.numpy(), wanted_rows):
+            return "rows have wrong bytes"
+        if any(
+            not np.array_equal(page.cpu().numpy(), wanted)
+            for page, wanted in zip(pages, wanted_pages, strict=True)
+        ):
+            return "pages have wrong bytes"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen way to copy, by direction."""
+
+    store: CopyMethod
+    load: CopyMethod
 
 
 def list_candidates(device: torch.device, *, is_pinned: bool) -> list[CopyMethod]:
-    """Return each way, those first that leave most of the device to the model.
+    """Return each way, those that leave most of the device to the model first.
 
     Args:
         device: a CUDA device.
-        is_pinned: whether the rows are.
+        is_pinned: whether the rows are pinned.
     """
     bindings, no_batch = find_batch_bindings()
-    # A kernel that touches pageable memory ends CUDA for the whole process, so nobody may try.
+    # A kernel that touches pageable memory ends CUDA for the whole process, so it cannot be tried.
     kernel, no_kernel = find_kernel(device) if is_pinned else (None, "the rows are not pinned")
     return [
         CopyMethod(
@@ -79,69 +232,15 @@ def build_span_copier(
     rows: torch.Tensor,
     slots_per_chunk: int | None,
 ) -> DeviceCopier:
-    """Build a copier whose spans a launcher carries out."""
+    """Build a copier that gives its spans to a launcher."""
     return SpanCopier(layout, pages, rows, slots_per_chunk, make_launcher)
 
 
 def build_staged_copier(
     layout: RowLayout, pages: Sequence[torch.Tensor], rows: torch.Tensor, _slots_per_chunk: int | None
 ) -> DeviceCopier:
-    """Build a copier with a buffer; its copies end within a row, so chunks do not matter to it."""
+    """Build a copier with a staging buffer; its copies end within a row, so chunks do not matter to it."""
     return StagedCopier(layout, pages, rows)
-
-
-def _current_stream(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream)
-
-
-TRIAL_BYTES = 32 << 20
-"""Most bytes of scratch rows, and of scratch pages, unless two blocks need more. It is what a start pays in device
-memory beside the engine's KV cache; much less would time the launch and not the link."""
-
-MIN_SLOTS = 2
-"""Fewer could not be scattered."""
-
-MAX_SLOTS = 1024
-"""Most scratch rows: with pages of a few bytes the trial would time Python, for seconds."""
-
-PROOF_SHARE = 8
-"""A proof uses this part of the scratch memory. Its bytes are made and compared on the host, for each candidate,
-direction and group: with all of the memory a start would take seconds."""
-
-NUM_ROUNDS = 3
-"""Timed transfers of each candidate and direction, after one that is not timed."""
-
-Timer = Callable[[Callable[[], None]], float]
-"""Runs a copy on the device, waits for it and returns the seconds it took."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrialPlan:
-    """How scratch memory is laid out.
-
-    Attributes:
-        layout: where bytes are in a row.
-        page_strides: for each canonical tensor, bytes from one device block to the next.
-        row_stride: bytes from one row to the next.
-        part_offset: where in a row the worker's part begins.
-        num_slots: rows; as many blocks.
-    """
-
-    layout: RowLayout
-    page_strides: tuple[int, ...]
-    row_stride: int
-    part_offset: int
-    num_slots: int
-
-    @property
-    def num_device_blocks(self) -> int:
-        """Device blocks of each tensor."""
-        return self.num_slots * self.layout.block_size_factor
-
-    @property
-    def num_proof_slots(self) -> int:
-        """Rows, the first ones, on which copiers prove themselves, with as many blocks."""
-        return max(MIN_SLOTS, self.num_slots // PROOF_SHARE)
 
 
 def plan_trial(
@@ -153,14 +252,14 @@ def plan_trial(
 ) -> TrialPlan:
     """Size the scratch memory. Pure.
 
-    Rows of several workers, and blocks of tensors that take turns in one allocation, are as far apart as their own
-    bytes need, at addresses that the same powers of two divide; merging and words then come out as they do there.
+    Rows of several workers, and blocks of tensors that alternate in one allocation, keep only small gaps between them,
+    at addresses with the same alignment as in the real memory, so that runs merge and words align as there.
 
     Args:
-        layout: where bytes are in a row.
+        layout: the bytes within a row.
         page_strides: for each canonical tensor, bytes from one device block to the next.
         row_stride: bytes from one row to the next.
-        part_offset: where in a row the worker's part begins.
+        part_offset: start of the worker's part within a row.
         max_bytes: of rows, and of pages.
     """
     scratch_offset, scratch_stride = part_offset % mmap.PAGESIZE, row_stride
@@ -174,7 +273,7 @@ def plan_trial(
 
 
 def plan_proof(plan: TrialPlan, group_idx: int) -> GroupMoves:
-    """Return a transfer that enters the middle of its first slot, half of it in order, half scattered. Pure."""
+    """Return a transfer that begins in the middle of its first slot, half of it in order, half scattered. Pure."""
     random = np.random.default_rng(group_idx)
     factor, num_slots = plan.layout.block_size_factor, plan.num_proof_slots
     half = num_slots // 2
@@ -194,136 +293,16 @@ def plan_timing(plan: TrialPlan) -> GroupMoves:
     return GroupMoves(largest, blocks, slots, 0)
 
 
-def _count_page_bytes(layout: RowLayout, num_tensors: int) -> list[int]:
-    """Return for each tensor the bytes of a block that are copied. Pure."""
-    page_bytes = [0] * num_tensors
-    for group in layout.groups:
-        for place in group.places:
-            page_bytes[place.tensor_idx] = max(page_bytes[place.tensor_idx], place.page_size_bytes)
-    return page_bytes
-
-
-def _shorten(stride: int, used_bytes: int) -> int:
-    """Return a distance that leaves a gap behind ``used_bytes`` where ``stride`` does, but a short one. Pure."""
-    if stride <= used_bytes:
-        return stride
-    return used_bytes + 1 + (stride - used_bytes - 1) % mmap.PAGESIZE
-
-
-class Trial:
-    """Scratch pages and rows.
-
-    Args:
-        plan: how they are laid out.
-        device: where the pages are.
-        whole_rows: shape (num_slots, row_stride), int8, host memory as the rows' is.
-        slots_per_chunk: of ``whole_rows``; None where they are one piece.
-        timer: runs copies.
-    """
-
-    def __init__(
-        self,
-        plan: TrialPlan,
-        device: torch.device,
-        whole_rows: torch.Tensor,
-        slots_per_chunk: int | None,
-        timer: Timer,
-    ) -> None:
-        self._plan = plan
-        self._rows = whole_rows[:, plan.part_offset : plan.part_offset + plan.layout.part_bytes]
-        self._slots_per_chunk = slots_per_chunk
-        self._timer = timer
-        self._pages = [
-            torch.zeros((plan.num_device_blocks, stride), dtype=torch.int8, device=device)
-            for stride in plan.page_strides
-        ]
-
-    def build(self, build: Build) -> DeviceCopier:
-        """Return a copier of all scratch memory."""
-        return build(self._plan.layout, self._pages, self._rows, self._slots_per_chunk)
-
-    def find_fault(self, build: Build, *, is_store: bool) -> str | None:
-        """Say what a copier moves wrongly; None when every byte is right.
-
-        Effects: pages and rows hold other bytes afterwards.
-        """
-        num_slots = self._plan.num_proof_slots
-        rows = self._rows[:num_slots]
-        pages = [page[: num_slots * self._plan.layout.block_size_factor] for page in self._pages]
-        copier = build(self._plan.layout, pages, rows, self._slots_per_chunk)
-        try:
-            for group_idx in range(len(self._plan.layout.groups)):
-                fault = self._find_fault_of(copier, pages, rows, group_idx, is_store=is_store)
-                if fault is not None:
-                    return f"group {group_idx}: {fault}"
-        finally:
-            copier.release()
-        return None
-
-    def measure(self, copier: DeviceCopier, *, is_store: bool) -> float:
-        """Return the GB/s of one transfer of scattered blocks, the host's part included."""
-        moves = [plan_timing(self._plan)]
-        seconds = self._timer(partial(copier.store if is_store else copier.load, moves))
-        return count_bytes(self._plan.layout, moves) / 1e9 / max(seconds, 1e-9)
-
-    def _find_fault_of(
-        self,
-        copier: DeviceCopier,
-        pages: Sequence[torch.Tensor],
-        rows: torch.Tensor,
-        group_idx: int,
-        *,
-        is_store: bool,
-    ) -> str | None:
-        random = np.random.default_rng(group_idx)
-        wanted_pages = [random.integers(-128, 128, tuple(page.shape), dtype=np.int8) for page in pages]
-        wanted_rows = random.integers(-128, 128, tuple(rows.shape), dtype=np.int8)
-        rows.numpy()[...] = wanted_rows
-        for page, wanted in zip(pages, wanted_pages, strict=True):
-            page.copy_(torch.from_numpy(wanted))
-        moves = [plan_proof(self._plan, group_idx)]
-        reference = RowCopier(self._plan.layout, wanted_pages, wanted_rows, num_threads=1)
-        (reference.store if is_store else reference.load)(moves)
-        reference.release()
-        self._timer(partial(copier.store if is_store else copier.load, moves))
-        if not np.array_equal(rows.numpy(), wanted_rows):
-            return "rows have other bytes than they should"
-        if any(
-            not np.array_equal(page.cpu().numpy(), wanted)
-            for page, wanted in zip(pages, wanted_pages, strict=True)
-        ):
-            return "pages have other bytes than they should"
-        return None
-
-
-logger = logging.getLogger(__name__)
-
-UNPROVEN = CudaCopier.RUNS
-"""What is taken where there is no memory for a trial: torch's own copies, and no buffer on the device."""
-
-MIN_SHARE = 0.95
-"""A candidate further ahead in the list is taken when it reaches this share of the fastest: measurements scatter by a
-few per cent, and those ahead leave more of the device to the model."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How bytes are moved, by direction."""
-
-    store: CopyMethod
-    load: CopyMethod
-
-
 def choose(candidates: Sequence[CopyMethod], wanted: CudaCopier, trial: Trial | None) -> Choice:
     """Choose among ``candidates``.
 
     Args:
-        candidates: every way, in order of preference.
+        candidates: all ways, in order of preference.
         wanted: the setting.
-        trial: scratch memory; None where there was no room for any.
+        trial: scratch memory; None without memory for it.
 
     Raises:
-        ConfigError: the way that was asked for cannot be used, or moves wrong bytes.
+        ConfigError: the way that the setting names cannot be used, or moves wrong bytes.
         DeviceCopyError: no way moves the right bytes.
     """
     usable = take_usable(candidates, wanted)
@@ -338,20 +317,22 @@ def choose(candidates: Sequence[CopyMethod], wanted: CudaCopier, trial: Trial | 
 
 
 def take_usable(candidates: Sequence[CopyMethod], wanted: CudaCopier) -> list[CopyMethod]:
-    """Return those that the setting allows and this machine has. Pure but for the log.
+    """Return those that the setting allows and this machine supports. Pure except for logging.
 
     Raises:
-        ConfigError: the one that was asked for is not among them.
+        ConfigError: the way that the setting names is not among them.
     """
     for candidate in candidates:
-        if candidate.name is wanted and candidate.objection is not None:
-            raise ConfigError("cuda_copier", wanted.value, f'{candidate.objection}; or set it to "auto"')
-        if candidate.objection is not None:
-            logger.info("copies with %r are passed over: %s", candidate.name.value, candidate.objection)
+        if candidate.name is wanted and candidate.unusable_reason is not None:
+            raise ConfigError(
+                "cuda_copier", wanted.value, f'{candidate.unusable_reason}; or set it to "auto"'
+            )
+        if candidate.unusable_reason is not None:
+            logger.info("copies with %r are skipped: %s", candidate.name.value, candidate.unusable_reason)
     return [
         candidate
         for candidate in candidates
-        if candidate.objection is None and wanted in (candidate.name, CudaCopier.AUTO)
+        if candidate.unusable_reason is None and wanted in (candidate.name, CudaCopier.AUTO)
     ]
 
 
@@ -359,6 +340,26 @@ def pick(rates: Mapping[CudaCopier, float]) -> CudaCopier:
     """Return the first, in the order of the mapping, that is about as fast as the fastest. Pure."""
     enough = MIN_SHARE * max(rates.values())
     return next(name for name, rate in rates.items() if rate >= enough)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _count_page_bytes(layout: RowLayout, num_tensors: int) -> list[int]:
+    """Return for each tensor the copied bytes of a block. Pure."""
+    page_bytes = [0] * num_tensors
+    for group in layout.groups:
+        for place in group.places:
+            page_bytes[place.tensor_idx] = max(page_bytes[place.tensor_idx], place.page_size_bytes)
+    return page_bytes
+
+
+def _shorten(stride: int, used_bytes: int) -> int:
+    """Return a stride with a short gap behind ``used_bytes`` if ``stride`` has a gap. Pure."""
+    if stride <= used_bytes:
+        return stride
+    return used_bytes + 1 + (stride - used_bytes - 1) % mmap.PAGESIZE
 
 
 def _choose_direction(
@@ -371,7 +372,7 @@ def _choose_direction(
             fault = _prove(candidate, trial, proven, is_store=is_store)
             if fault is None:
                 continue
-            logger.warning("%s with %r are passed over: %s", direction, candidate.name.value, fault)
+            logger.warning("%s with %r are skipped: %s", direction, candidate.name.value, fault)
             if wanted is not CudaCopier.AUTO:
                 raise ConfigError("cuda_copier", wanted.value, f'{direction} fail: {fault}; set it to "auto"')
         if not proven:
@@ -397,12 +398,12 @@ def _choose_direction(
 def _prove(
     candidate: CopyMethod, trial: Trial, proven: dict[CudaCopier, DeviceCopier], *, is_store: bool
 ) -> str | None:
-    """Put a copier into ``proven``, or say what is wrong with it."""
+    """Put a copier into ``proven``, or return what is wrong with it."""
     try:
         fault = trial.find_fault(candidate.build, is_store=is_store)
         if fault is None:
             proven[candidate.name] = trial.build(candidate.build)
-    except Exception as error:  # noqa: BLE001  # thread top: runtimes and compilers raise what they like; another way is taken
+    except Exception as error:  # noqa: BLE001  # thread top: runtimes and compilers raise any type; others are tried
         return f"{type(error).__name__}: {error}"
     return fault
 
@@ -412,8 +413,8 @@ def _measure(
 ) -> dict[CudaCopier, float]:
     """Return the median rate of each that does not fail.
 
-    They take turns, so that a passing disturbance hits each alike. A transfer is larger than a proof's: one that
-    found room there may find none here.
+    They alternate, so that a passing disturbance affects each alike. A transfer is larger than a proof's, so one whose
+    proof found enough device memory may find too little here.
     """
     rates: dict[CudaCopier, list[float]] = {name: [] for name in proven}
     for _ in range(1 + NUM_ROUNDS):
@@ -421,6 +422,6 @@ def _measure(
             try:
                 rates[name].append(trial.measure(proven[name], is_store=is_store))
             except Exception as error:  # noqa: BLE001  # thread top: as in a proof
-                logger.warning("%r is passed over: %s: %s", name.value, type(error).__name__, error)
+                logger.warning("%r is skipped: %s: %s", name.value, type(error).__name__, error)
                 del rates[name]
     return {name: median(measured[1:]) for name, measured in rates.items()}

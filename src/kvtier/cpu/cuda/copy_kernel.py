@@ -1,7 +1,7 @@
 """The kernel that copies pieces of memory by address, written in Triton.
 
-It decides nothing; ``kernel_copy`` cuts the pieces and builds their table. Host memory is read and written through
-its address: under unified addressing pinned memory has the same address on the device.
+``KernelLauncher`` cuts the pieces and builds their table. Host memory is read and written through its address: under
+unified addressing pinned memory has the same address on the device.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 def copy_pieces(
     table: tl.tensor, num_pieces: tl.tensor, ALIGNED_BYTES: tl.constexpr, LANES: tl.constexpr
 ) -> None:
-    """Copy the pieces, each program every n-th.
+    """Copy the pieces; each program copies every n-th.
 
     Args:
         table: sources, then destinations, then sizes in bytes; shape (3, num_pieces), int64.
@@ -27,7 +27,7 @@ def copy_pieces(
         num_bytes = tl.load(table + 2 * num_pieces + piece)
         num_copied = num_bytes * 0
         if ALIGNED_BYTES >= 8:
-            # Two words belong to one instruction where the compiler knows that they are neighbours on 16 bytes.
+            # The compiler joins two words into one instruction if it knows that they are neighbours on 16 bytes.
             PAIR: tl.constexpr = ALIGNED_BYTES // 8
             source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNED_BYTES)
             destination_words = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), ALIGNED_BYTES)

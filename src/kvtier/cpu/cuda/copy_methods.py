@@ -1,6 +1,10 @@
-"""Carries out spans as one ``copy_`` of torch's each: what works on any device, without another library.
+"""The ways to carry out the copies of a transfer between device memory and rows.
 
-It plans nothing. A copy costs the host some microseconds, so transfers of many small spans are bound by the host.
+- ``RunLauncher``: one ``copy_`` of torch's per span. It works on any device without another library, but costs the host
+  some microseconds per span, so that the host is the limit for many small spans.
+- ``BatchLauncher``: all spans with one call of ``cudaMemcpyBatchAsync``.
+- ``KernelLauncher``: all spans with one kernel that reads and writes pinned host memory.
+- ``StagedCopier``: through a buffer on the device, so that the link moves whole rows.
 """
 
 import ctypes
@@ -16,12 +20,30 @@ from kvtier.cpu.cuda.span_copier import Memories
 from kvtier.cpu.row_layout import GroupMoves, PagePlace, RowLayout, plan_slot_ranges, split_moves
 from kvtier.errors import DeviceCopyError
 
+PIECE_BYTES = 32 << 10
+"""Most bytes that a program copies before it takes the next piece. Smaller pieces make a longer table, larger ones
+leave programs idle at the end."""
+
+MAX_PROGRAMS = 64
+"""Programs of a launch. Some 100 KiB in flight hide a link's latency; more programs would only take processors from the
+model, fewer may not fill the link."""
+
+LANES = 512
+"""Words that a program copies at a time: 4 KiB."""
+
+HOST_POINTERS = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: registered memory has one address on host and device."""
+
+STAGING_BYTES = 16 << 20
+"""Device memory of one direction's staging buffer, at least one row. Filling 16 MiB takes some 20 us, sending it 300 us
+or more; a larger buffer gains little and takes memory from the model."""
+
 
 class RunLauncher:
     """Launches a copy for each span.
 
     Args:
-        memories: both ends of the spans.
+        memories: both sides of the spans.
     """
 
     def __init__(self, memories: Memories) -> None:
@@ -41,25 +63,11 @@ class RunLauncher:
                 on_device.copy_(in_row, non_blocking=True)
 
 
-def upload(array: Offsets, device: torch.device) -> torch.Tensor:
-    """Return the array on ``device``, valid for work launched later on the current stream.
-
-    Args:
-        array: int64; it may be changed as soon as this returns where the device is not the CPU.
-        device: where to.
-    """
-    if device.type != "cuda":
-        return torch.from_numpy(array)
-    staged = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
-    staged.numpy()[...] = array
-    return staged.to(device, non_blocking=True)
-
-
 class BatchLauncher:
     """Launches all spans as one batch.
 
     Args:
-        memories: both ends of the spans; the rows should be pinned.
+        memories: both sides of the spans; the rows should be pinned.
         bindings: ``cuda.bindings.runtime``.
         current_stream: returns the handle of the stream to launch on.
     """
@@ -69,12 +77,12 @@ class BatchLauncher:
         self._bindings = bindings
         self._current_stream = current_stream
         self._attributes = bindings.cudaMemcpyAttributes()
-        # In the order of the stream: a store reads what compute before it wrote.
+        # In stream order: a store reads what earlier computation wrote.
         self._attributes.srcAccessOrder = bindings.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         self._attributes.flags = int(bindings.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
 
     def launch(self, spans: Spans, *, is_store: bool) -> None:
-        """Launch every span; they may be carried out in any order.
+        """Launch every span; they may run in any order.
 
         Raises:
             DeviceCopyError: the runtime refused; some of the copies may have been launched.
@@ -84,7 +92,7 @@ class BatchLauncher:
             raise DeviceCopyError("cudaMemcpyBatchAsync", "the default stream", len(spans.sizes), None)
         on_device, in_rows = self._memories.addresses(spans)
         destinations, sources = (in_rows, on_device) if is_store else (on_device, in_rows)
-        # The runtime has read the lists when it returns.
+        # The runtime has read the lists when the call returns.
         code, *failed = self._bindings.cudaMemcpyBatchAsync(
             destinations.tolist(),
             sources.tolist(),
@@ -101,32 +109,6 @@ class BatchLauncher:
             )
 
 
-def find_batch_bindings() -> tuple[Any, str | None]:  # Any: no types where it is not installed
-    """Return cuda-python's runtime, and why it cannot be used: None where it can."""
-    try:
-        bindings = importlib.import_module("cuda.bindings.runtime")
-    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises what it likes
-        return None, f"cuda-python cannot be imported ({error}): pip install cuda-bindings of your CUDA"
-    if not hasattr(bindings, "cudaMemcpyBatchAsync"):
-        return None, "cuda-python is older than CUDA 12.8: install a later cuda-bindings"
-    return bindings, None
-
-
-PIECE_BYTES = 32 << 10
-"""Most bytes that a program copies before it takes the next piece. Smaller pieces make a longer table, larger ones
-leave programs idle at the end."""
-
-MAX_PROGRAMS = 64
-"""Programs of a launch. A link's latency is covered by some 100 KiB under way; more programs would only take processors
-from the model, fewer may not fill the link."""
-
-LANES = 512
-"""Words that a program copies at a time: 4 KiB."""
-
-HOST_POINTERS = 91
-"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: registered memory has one address on host and device."""
-
-
 class Pieces(NamedTuple):
     """Pieces that are copied in words of one size.
 
@@ -140,10 +122,10 @@ class Pieces(NamedTuple):
 
 
 class KernelLauncher:
-    """Launches one kernel for all spans, one more for each lesser alignment among them.
+    """Launches one kernel for the spans of each alignment.
 
     Args:
-        memories: both ends of the spans; the rows must be pinned.
+        memories: both sides of the spans; the rows must be pinned.
         kernel: ``copy_kernel.copy_pieces``.
     """
 
@@ -153,7 +135,7 @@ class KernelLauncher:
         self._device = memories.device[0].device
 
     def launch(self, spans: Spans, *, is_store: bool) -> None:
-        """Launch every span; they may be carried out in any order."""
+        """Launch every span; they may run in any order."""
         cut = cut_spans(spans, PIECE_BYTES)
         on_device, in_rows = self._memories.addresses(cut)
         sources, destinations = (on_device, in_rows) if is_store else (in_rows, on_device)
@@ -167,61 +149,18 @@ class KernelLauncher:
             )
 
 
-def plan_pieces(table: Offsets) -> Iterator[Pieces]:
-    """Yield the pieces by what divides them, the widest words first. Pure.
-
-    Args:
-        table: sources, destinations and sizes, shape (3, num_pieces), int64.
-    """
-    addresses = table[0] | table[1]
-    is_wide = (addresses | table[2]) & 15 == 0
-    is_odd = addresses & 7 != 0
-    for aligned_bytes, chosen in ((16, is_wide), (8, ~is_wide & ~is_odd), (1, is_odd)):
-        if chosen.any():
-            # Contiguous: a kernel reads the table by memory, and numpy may turn what it picks by column.
-            yield Pieces(aligned_bytes, np.ascontiguousarray(table[:, chosen]))
-
-
-def find_kernel(device: torch.device) -> tuple[Any, str | None]:  # Any: Triton has no types for a kernel
-    """Return the kernel, and why it cannot be used: None where it can."""
-    try:
-        kernel = importlib.import_module("kvtier.cpu.cuda.copy_kernel").copy_pieces
-    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises what it likes
-        return None, f"Triton cannot be imported ({error}): install the torch build for CUDA, it brings it"
-    if not _has_host_pointers(device):
-        return None, "the device reaches registered host memory under other addresses than the host"
-    return kernel, None
-
-
-def _has_host_pointers(device: torch.device) -> bool:
-    """Ask the driver; no answer is a no: a kernel that used a wrong address would end CUDA for the process."""
-    value = ctypes.c_int(0)
-    try:
-        code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
-            ctypes.byref(value), HOST_POINTERS, device.index or 0
-        )
-    except (OSError, AttributeError):
-        return False
-    return code == 0 and value.value == 1
-
-
-STAGING_BYTES = 16 << 20
-"""Device memory of one direction's staging buffer, at least one row. Filling 16 MiB takes some 20 us, sending it 300 us
-or more; a larger buffer gains little and is memory that the model does not get."""
-
-
 class StagedCopier:
-    """Copies through a buffer on the device, so that the link sees whole rows; every call only launches.
+    """Copies through a buffer on the device, so that the link moves whole rows; every call only launches.
 
-    It works on the tensors of any device; on the CPU a launch is the copy itself.
+    It works on tensors of any device; on the CPU a launch copies at once.
 
     Thread: the launches of one copier must be ordered on one stream, because they share the buffer.
 
     Args:
-        layout: where bytes are in a row.
+        layout: the bytes within a row.
         pages: the canonical tensors, each shape (num_blocks, page_bytes), int8, on the device.
         rows: the worker's part of all rows, shape (num_slots, part_bytes), int8, in pinned host memory.
-        staging_bytes: size of the buffer; at least one row is taken.
+        staging_bytes: size of the buffer; raised to one row.
     """
 
     def __init__(
@@ -244,7 +183,7 @@ class StagedCopier:
         ]
 
     def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Launch device -> rows; the tails of the rows are zeroed by it."""
+        """Launch device -> rows, which also zeroes the tails of the rows."""
         places = places or EVERY_PLACE
         for portion in self._portions(moves):
             blocks, staged, sub_blocks = self._index(portion)
@@ -269,7 +208,7 @@ class StagedCopier:
                 device_pages.index_copy_(0, blocks, staged_pages[staged, sub_blocks])
 
     def release(self) -> None:
-        """Let go of tensors and rows; idempotent. What was launched must have ended."""
+        """Drop tensors and rows; idempotent. All launched copies must have ended."""
         self._refs = []
         self._rows = self._rows[:0].clone()
         self._staging = self._staging[:0].clone()
@@ -287,14 +226,77 @@ class StagedCopier:
         return blocks, staged, sub_blocks
 
 
+def upload(array: Offsets, device: torch.device) -> torch.Tensor:
+    """Return the array on ``device``, valid for work launched later on the current stream.
+
+    Args:
+        array: int64; the caller may change it after the return, unless the device is the CPU.
+        device: the destination.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(array)
+    staged = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
+    staged.numpy()[...] = array
+    return staged.to(device, non_blocking=True)
+
+
+def find_batch_bindings() -> tuple[Any, str | None]:  # Any: no types where it is not installed
+    """Return cuda-python's runtime, and why it cannot be used: None where it can."""
+    try:
+        bindings = importlib.import_module("cuda.bindings.runtime")
+    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises any type
+        return None, f"cuda-python cannot be imported ({error}): pip install cuda-bindings of your CUDA"
+    if not hasattr(bindings, "cudaMemcpyBatchAsync"):
+        return None, "cuda-python is older than CUDA 12.8: install a later cuda-bindings"
+    return bindings, None
+
+
+def plan_pieces(table: Offsets) -> Iterator[Pieces]:
+    """Yield the pieces grouped by alignment, the widest words first. Pure.
+
+    Args:
+        table: sources, destinations and sizes, shape (3, num_pieces), int64.
+    """
+    addresses = table[0] | table[1]
+    is_wide = (addresses | table[2]) & 15 == 0
+    is_odd = addresses & 7 != 0
+    for aligned_bytes, chosen in ((16, is_wide), (8, ~is_wide & ~is_odd), (1, is_odd)):
+        if chosen.any():
+            # Contiguous: a kernel reads the table as plain memory, and numpy's indexing by column may transpose it.
+            yield Pieces(aligned_bytes, np.ascontiguousarray(table[:, chosen]))
+
+
+def find_kernel(device: torch.device) -> tuple[Any, str | None]:  # Any: Triton has no types for a kernel
+    """Return the kernel, and why it cannot be used: None where it can."""
+    try:
+        kernel = importlib.import_module("kvtier.cpu.cuda.copy_kernel").copy_pieces
+    except Exception as error:  # noqa: BLE001  # thread top: a broken optional library raises any type
+        return None, f"Triton cannot be imported ({error}): install torch's build for CUDA, which includes it"
+    if not _has_host_pointers(device):
+        return None, "the device maps registered host memory at other addresses than the host"
+    return kernel, None
+
+
+def _has_host_pointers(device: torch.device) -> bool:
+    """Query the driver. An error counts as no: a kernel with a wrong address would end CUDA for the process."""
+    value = ctypes.c_int(0)
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDeviceGetAttribute(
+            ctypes.byref(value), HOST_POINTERS, device.index or 0
+        )
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and value.value == 1
+
+
 def _view_ref(
     place: PagePlace, factor: int, pages: torch.Tensor, staging: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a ref's pages on the device and in the buffer, in words of eight bytes where they are aligned."""
+    """Return a ref's pages on the device and in the buffer, in words of eight bytes if they are aligned."""
     device = pages[:, : place.page_size_bytes]
     end = place.offset_bytes + factor * place.page_size_bytes
     staged = staging[:, place.offset_bytes : end].view(len(staging), factor, place.page_size_bytes)
     try:
         return device.view(torch.int64), staged.view(torch.int64)
-    except RuntimeError:  # sizes or strides that eight does not divide
+    except RuntimeError:  # a size or stride is not a multiple of eight
         return device, staged

@@ -1,10 +1,9 @@
-"""Which bytes of device memory and of the rows a transfer pairs: the fewest copies that do it.
+"""Plans the fewest copies that move a transfer's bytes between device memory and rows.
 
-It copies nothing and knows no device. A span is contiguous in both memories; neighbours of one ref become one span,
-so that a run of blocks whose pages fill the rows is a single copy. Everything is planned on arrays: a transfer has
-as many pages as blocks times layers.
+A span is contiguous in both memories. Neighbours of one ref become one span, so that a run of blocks whose pages fill
+the rows is a single copy. Planning uses arrays, because a transfer has as many pages as blocks times layers.
 
-On a store the bytes that a block's group leaves unused in its row, the tail, are spans too: from a memory of zeros.
+On a store the bytes of a row that a block's group does not use, the tail, are spans too: from a memory of zeros.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ class Spans(NamedTuple):
     """Byte ranges in two memories, one pair each; shapes (num_spans,), int64.
 
     Attributes:
-        memories: in which device memory: the index of a canonical tensor, or one more for the zeros.
+        memories: index of the device memory: of a canonical tensor, or the number of tensors for the zeros.
         device_offsets: from the start of that memory.
         row_offsets: from the start of the worker's part of the first row.
         sizes: bytes.
@@ -39,12 +38,12 @@ class Spans(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """How far apart things are in memory, in bytes.
+    """Strides and sizes of the memories, in bytes.
 
     Attributes:
         page_strides: for each canonical tensor, from one device block to the next.
         row_stride: from one row to the next.
-        slots_per_chunk: rows registered together; a span ends there. None where all rows are one piece.
+        slots_per_chunk: rows registered together; a span ends there. None: all rows are one piece.
         zeros_bytes: length of the memory of zeros.
     """
 
@@ -65,11 +64,11 @@ def plan_spans(
     """Return the spans of a transfer. Pure.
 
     Args:
-        layout: where bytes are in a row.
-        geometry: where they are in memory.
-        moves: what is moved.
-        is_store: whether tails are zeroed.
-        places: which refs of each group; a tail goes with the last one.
+        layout: the bytes within a row.
+        geometry: strides and sizes of the memories.
+        moves: what to move.
+        is_store: whether to zero tails.
+        places: the refs of each group; a tail goes with the last one.
     """
     parts = [
         part
@@ -99,7 +98,7 @@ def cut_spans(spans: Spans, max_bytes: int) -> Spans:
 def _plan_group(
     layout: RowLayout, geometry: Geometry, move: GroupMoves, *, is_store: bool, places: slice
 ) -> Iterator[Spans]:
-    """Plan refs of equal size and stride together: their spans differ by an offset only."""
+    """Plan refs of equal size and stride together: their spans differ only by an offset."""
     group = layout.groups[move.group_idx]
     slots, sub_blocks = locate(move, layout.block_size_factor)
     chosen = group.places[places]

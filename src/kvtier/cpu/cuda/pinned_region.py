@@ -1,10 +1,9 @@
-"""Registers the rows with CUDA, so that the link reads and writes them without a copy in between.
+"""Registers rows with CUDA as pinned memory, so that the device reads and writes them without an extra copy.
 
-It maps no memory; ``shared_offload_region`` and ``gpu_worker`` do. Rows are registered in chunks, because one call
-over hundreds of GiB fails on some drivers. A copy must not reach from one registration into another, CUDA refuses
-it, so a chunk ends where a row ends, and a copy that spans rows is cut there (``descriptors``).
+Rows are registered in chunks, because one call over hundreds of GiB fails on some drivers. CUDA refuses a copy that
+crosses from one registration into another, so a chunk ends where a row ends, and ``descriptors`` cuts copies there.
 
-The calls have not been confirmed on a device.
+Not yet confirmed on a device.
 """
 
 import logging
@@ -22,28 +21,28 @@ logger = logging.getLogger(__name__)
 cuda: Any = torch.cuda  # Any: torch does not annotate its CUDA interface
 
 CHUNK_BYTES = 1 << 30
-"""Bytes registered by a call, about. One call over 512 GiB fails on drivers from r580 on; smaller chunks cost calls,
-and a cut in each copy that would have spanned two of them."""
+"""Approximate bytes per call. One call over 512 GiB fails on drivers from r580 on; smaller chunks cost calls, and split
+each copy that spans two of them."""
 
 REGISTER_FLAGS = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped: pinned for every context, and readable by kernels."""
 
 
 class PinRuntime(Protocol):
-    """What pins host memory; codes are CUDA's, 0 is success."""
+    """Pins host memory; status codes are CUDA's, 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int:
         """Pin memory."""
 
     def unregister(self, address: int) -> int:
-        """Undo it."""
+        """Unpin memory."""
 
-    def forget_error(self) -> None:
-        """Let no later call meet the error that was returned."""
+    def clear_error(self) -> None:
+        """Clear the returned error, so that no later call reports it."""
 
 
 class TorchPinRuntime:
-    """CUDA's runtime as torch has loaded it."""
+    """CUDA's runtime as loaded by torch."""
 
     def __init__(self) -> None:
         self._runtime = cuda.cudart()
@@ -53,11 +52,11 @@ class TorchPinRuntime:
         return int(self._runtime.cudaHostRegister(address, num_bytes, REGISTER_FLAGS))
 
     def unregister(self, address: int) -> int:
-        """Undo it."""
+        """Unpin memory."""
         return int(self._runtime.cudaHostUnregister(address))
 
-    def forget_error(self) -> None:
-        """Let a launch of torch's meet the error that the runtime keeps, so that no launch of the engine's does."""
+    def clear_error(self) -> None:
+        """Launch something with torch, which reports and clears the runtime's error before the engine launches."""
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")
 
@@ -71,14 +70,14 @@ class Chunk:
 
 
 class PinnedRows:
-    """Rows that were offered to CUDA.
+    """Rows after their registration was tried.
 
     Args:
         address: of the first row.
-        row_stride: bytes from one to the next.
-        slots_per_chunk: no copy may reach from one multiple of so many slots over the next.
+        row_stride: bytes from one row to the next.
+        slots_per_chunk: no copy may cross a multiple of this number of slots.
         chunks: what is registered: every row, or nothing.
-        runtime: who registered it.
+        runtime: unregisters it.
 
     Attributes:
         address: as given.
@@ -98,19 +97,19 @@ class PinnedRows:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether every row is registered; none is otherwise."""
+        """Whether every row is registered; otherwise none is."""
         return bool(self._chunks)
 
     def unpin(self) -> None:
-        """Undo the registration; idempotent. The rows must still be mapped, and no copy under way."""
+        """Unregister the rows; idempotent. They must still be mapped, and no copy may be in flight."""
         chunks, self._chunks = self._chunks, []
         _unregister(chunks, self.runtime)
 
 
 def plan_slots_per_chunk(row_stride: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Return how many rows a chunk has: it ends at the end of a row and of a page of memory. Pure.
+    """Return the rows of a chunk, which ends at the end of a row and of a page of memory. Pure.
 
-    Two chunks must not share a page either. Rows that are no multiple of a page may need larger chunks for that.
+    Two chunks must not share a page. Rows that are not a multiple of a page may need larger chunks for that.
     """
     slots_per_page_end = math.lcm(row_stride, mmap.PAGESIZE) // row_stride
     wanted = max(1, chunk_bytes // row_stride)
@@ -133,14 +132,14 @@ def pin_rows(
     chunk_bytes: int = CHUNK_BYTES,
     runtime: PinRuntime | None = None,
 ) -> PinnedRows:
-    """Register rows, all or none of them: copies to rows that are not pinned are right, but slow.
+    """Register all rows or none: copies to rows that are not pinned are correct, but slow.
 
     Args:
         address: of the first row, at the start of a page of memory.
         num_slots: rows.
-        row_stride: bytes from one to the next.
-        chunk_bytes: bytes registered by a call, about.
-        runtime: who pins; None takes CUDA's as torch has loaded it.
+        row_stride: bytes from one row to the next.
+        chunk_bytes: approximate bytes per call.
+        runtime: pins memory; None: CUDA's as loaded by torch.
     """
     slots_per_chunk = plan_slots_per_chunk(row_stride, chunk_bytes)
     runtime = TorchPinRuntime() if runtime is None else runtime
@@ -155,7 +154,7 @@ def pin_rows(
                 code,
                 chunk.address - address,
             )
-            runtime.forget_error()
+            runtime.clear_error()
             _unregister(registered, runtime)
             return PinnedRows(address, row_stride, slots_per_chunk, [], runtime)
         registered.append(chunk)
@@ -166,7 +165,7 @@ def _unregister(chunks: Sequence[Chunk], runtime: PinRuntime) -> None:
     for chunk in reversed(chunks):
         code = runtime.unregister(chunk.address)
         if code != 0:
-            runtime.forget_error()
+            runtime.clear_error()
             logger.warning(
                 "%d bytes at %#x stay pinned (CUDA error %d)", chunk.num_bytes, chunk.address, code
             )

@@ -1,6 +1,6 @@
-"""A copier that plans spans and lets a launcher carry them out; no buffer between device and rows.
+"""A copier that plans spans and gives them to a launcher; there is no buffer between device and rows.
 
-It knows no way to copy: ``batch_copy``, ``kernel_copy`` and ``run_copy`` do.
+The launchers are in ``copy_methods``.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Geometry, Offsets, Spans, p
 from kvtier.cpu.row_layout import GroupMoves, RowLayout
 
 ZEROS_BYTES = 1 << 20
-"""Most device memory that tails are copied from. Longer tails are several copies; those of a model whose groups are of
-about one size are far below it."""
+"""Most device memory for the zeros of tails. Longer tails take several copies; those of a model whose groups have
+similar sizes are far shorter."""
 
 
 class DeviceCopier(Protocol):
-    """Launches the copies of one direction's transfers; nothing of them need have ended when a call returns.
+    """Launches the copies of one direction's transfers; a call returns before they end.
 
-    ``places`` chooses refs of each group, one layer's for example, None takes all; a tail goes with the last ref of
+    ``places`` selects refs of each group, for example those of one layer; None: all. A tail goes with the last ref of
     its group.
     """
 
@@ -31,15 +31,15 @@ class DeviceCopier(Protocol):
         """Launch rows -> device."""
 
     def release(self) -> None:
-        """Let go of tensors and rows; idempotent. What was launched must have ended."""
+        """Drop tensors and rows; idempotent. All launched copies must have ended."""
 
 
 Build = Callable[[RowLayout, Sequence[torch.Tensor], torch.Tensor, int | None], DeviceCopier]
-"""Makes a copier of a layout, pages, rows and the number of rows registered together."""
+"""Makes a copier from a layout, pages, rows and the number of rows registered together."""
 
 
 class Memories:
-    """Both ends of all spans.
+    """Both sides of all spans.
 
     Args:
         device: the canonical tensors and the zeros, each of bytes, rows of equal distance.
@@ -47,7 +47,7 @@ class Memories:
 
     Attributes:
         device: as flat bytes, gaps included.
-        rows: the same.
+        rows: as flat bytes, gaps included.
     """
 
     def __init__(self, device: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
@@ -57,28 +57,28 @@ class Memories:
         self._rows_start = self.rows.data_ptr()
 
     def addresses(self, spans: Spans) -> tuple[Offsets, Offsets]:
-        """Return where the spans begin on the device and in the rows."""
+        """Return the start addresses of the spans on the device and in the rows."""
         return self._device_starts[
             spans.memories
         ] + spans.device_offsets, self._rows_start + spans.row_offsets
 
 
 class SpanLauncher(Protocol):
-    """Carries out spans on the stream that is current when it is called."""
+    """Copies spans on the stream that is current at the call."""
 
     def launch(self, spans: Spans, *, is_store: bool) -> None:
-        """Launch every span; on an error some may have been launched."""
+        """Launch every span; after an error some may have been launched."""
 
 
 class SpanCopier:
-    """Copies each span straight from one memory into the other.
+    """Copies each span directly from one memory into the other.
 
     Args:
-        layout: where bytes are in a row.
+        layout: the bytes within a row.
         pages: the canonical tensors, each shape (num_blocks, page_bytes), int8, on the device.
         rows: the worker's part of all rows, shape (num_slots, part_bytes), int8.
-        slots_per_chunk: rows registered together; None where all rows are one piece.
-        make_launcher: builds what carries spans out.
+        slots_per_chunk: rows registered together; None: all rows are one piece.
+        make_launcher: builds the launcher.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SpanCopier:
         self._launcher: SpanLauncher | None = make_launcher(Memories([*pages, zeros], rows))
 
     def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Launch device -> rows; the tails of the rows are zeroed by it."""
+        """Launch device -> rows, which also zeroes the tails of the rows."""
         self._launch(moves, places or EVERY_PLACE, is_store=True)
 
     def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
@@ -106,7 +106,7 @@ class SpanCopier:
         self._launch(moves, places or EVERY_PLACE, is_store=False)
 
     def release(self) -> None:
-        """Let go of tensors and rows; idempotent. What was launched must have ended."""
+        """Drop tensors and rows; idempotent. All launched copies must have ended."""
         self._launcher = None
 
     def _launch(self, moves: Sequence[GroupMoves], places: slice, *, is_store: bool) -> None:
@@ -117,7 +117,7 @@ class SpanCopier:
 
 
 def _flatten(memory: torch.Tensor) -> torch.Tensor:
-    """Return the bytes from the first to the last of ``memory``, with the gaps between its rows."""
+    """Return the bytes from the first to the last of ``memory``, including the gaps between its rows."""
     if memory.dim() == 1 or len(memory) == 0:
         return memory.reshape(-1)
     return memory.as_strided(((len(memory) - 1) * memory.stride(0) + memory.shape[1],), (1,))

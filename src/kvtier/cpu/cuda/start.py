@@ -1,7 +1,6 @@
-"""The device queue of a CUDA device: a stream, and events that say how far it is.
+"""What the worker needs on a CUDA device: streams as device queues, pinned rows, and the choice of copiers.
 
-It decides nothing about copies; ``queue_lane`` keeps their books. The launches have not been confirmed on a device;
-their order is tested with a runtime that writes it down.
+The launches have not been confirmed on a device; their order is tested with a runtime that records it.
 """
 
 import mmap
@@ -30,6 +29,10 @@ from kvtier.cpu.transfer_queue import CopyHandle
 
 cuda: Any = torch.cuda  # Any: torch does not annotate its CUDA interface
 
+TRIAL_CHUNKS = 4 * PROOF_SHARE
+"""Registrations of the scratch rows. A proof must have spans that are cut at the end of a registration, so the half of
+it that is in order spans two."""
+
 
 class StreamQueue:
     """A stream beside the compute stream, for the copies of one direction.
@@ -45,10 +48,10 @@ class StreamQueue:
         self._stream = runtime.Stream(device)
 
     def launch(self, copy: Callable[[], None]) -> CopyHandle:
-        """Launch ``copy`` after what the compute stream holds now.
+        """Launch ``copy`` after the work that the compute stream holds now.
 
-        A store needs what compute is still writing; a load must not overwrite what compute is still reading.
-        When ``copy`` raises, nothing of it is running any more by the time the error is passed on.
+        A store needs what compute still writes; a load must not overwrite what compute still reads. When ``copy``
+        raises, this waits until nothing of it runs any more before it passes on the error.
         """
         start = self._cuda.Event(enable_timing=True)
         end = self._cuda.Event(enable_timing=True)
@@ -61,10 +64,10 @@ class StreamQueue:
         except BaseException:
             self._stream.synchronize()
             raise
-        return StreamTicket(start, end, lambda: self._cuda.current_stream(self._device))
+        return StreamCopyHandle(start, end, lambda: self._cuda.current_stream(self._device))
 
 
-class StreamTicket:
+class StreamCopyHandle:
     """A launched copy on a stream."""
 
     def __init__(self, start: Any, end: Any, compute_stream: Callable[[], Any]) -> None:  # noqa: ANN401  # as above
@@ -89,11 +92,6 @@ class StreamTicket:
         return float(self._start.elapsed_time(self._end)) / 1000
 
 
-TRIAL_CHUNKS = 4 * PROOF_SHARE
-"""Registrations of the scratch rows: a proof must meet spans that are cut where one ends, so that half of it which is
-in order reaches over two."""
-
-
 def pin_region(region: SharedOffloadRegion) -> PinnedRows:
     """Register all workers' rows of a region with CUDA."""
     address = np.frombuffer(region.mapping(), dtype=np.int8).ctypes.data
@@ -101,9 +99,9 @@ def pin_region(region: SharedOffloadRegion) -> PinnedRows:
 
 
 def map_rows(num_slots: int, row_stride: int) -> torch.Tensor:
-    """Return private rows that can be pinned, their memory taken: shape (num_slots, row_stride), int8, CPU.
+    """Return private rows that can be pinned, with their memory reserved: shape (num_slots, row_stride), int8, CPU.
 
-    Torch's own pinned memory is rounded up to a power of two and never given back to the system.
+    Torch's own pinned memory is rounded up to a power of two and never returned to the system.
     """
     mapping = mmap.mmap(-1, num_slots * row_stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     rows = np.frombuffer(mapping, dtype=np.int8).reshape(num_slots, row_stride)
@@ -119,18 +117,18 @@ def choose_copiers(
     *,
     timer: Timer | None = None,
 ) -> Choice:
-    """Choose how bytes are moved between ``pages``, or others laid out alike, and ``rows``.
+    """Choose how to move bytes between ``pages``, or others with the same layout, and ``rows``.
 
     Args:
-        layout: where bytes are in a row.
-        pages: the canonical tensors; only their shapes are looked at.
-        rows: the worker's part of all rows; it is not touched.
-        pinned: what became of registering them.
+        layout: the bytes within a row.
+        pages: the canonical tensors; only their shapes are read.
+        rows: the worker's part of all rows; its bytes are not read or written.
+        pinned: the result of registering them.
         wanted: the setting.
-        timer: runs trial copies; None does it on a stream of the device.
+        timer: runs trial copies; None: on a stream of the device.
 
     Raises:
-        ConfigError: the way that was asked for cannot be used.
+        ConfigError: the way that the setting names cannot be used.
         DeviceCopyError: no way moves the right bytes.
     """
     device = pages[0].device
@@ -149,7 +147,7 @@ def choose_copiers(
 def _open_trial(
     plan: TrialPlan, device: torch.device, runtime: PinRuntime | None, timer: Timer
 ) -> Iterator[Trial | None]:
-    """Make scratch memory, pinned where there is a runtime to do it; None where there is no room for it."""
+    """Allocate scratch memory, pinned if there is a runtime for it; None without memory for it."""
     whole_rows = map_rows(plan.num_slots, plan.row_stride)
     pinned: PinnedRows | None = None
     if runtime is not None:
@@ -185,9 +183,9 @@ def _make_timer(device: torch.device) -> Timer:
     queue = StreamQueue(device)
 
     def run(copy: Callable[[], None]) -> float:
-        ticket = queue.launch(copy)
-        ticket.block()
-        ticket.publish()
-        return ticket.elapsed_s()
+        handle = queue.launch(copy)
+        handle.block()
+        handle.publish()
+        return handle.elapsed_s()
 
     return run

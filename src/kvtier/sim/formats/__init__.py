@@ -1,1 +1,1 @@
-"""Formats of request traces, one a file, found by name through ``registry``."""
+"""Formats of request traces, one per file, found by name through ``registry``."""

@@ -1,7 +1,4 @@
-"""The contract of a trace format: its block size, how it is recognised, how it is read.
-
-It knows no format.
-"""
+"""The contract of a trace format: its block size, how it is recognised, how it is read."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,7 +9,7 @@ from kvtier.sim.trace import TraceRequest
 
 
 class TraceFormat(ABC):
-    """One way to write a trace. It has no state: all methods are of the class.
+    """A file format of traces. It has no state: all methods are of the class.
 
     Attributes:
         block_tokens: prompt tokens that one id stands for, unless the file says otherwise.
@@ -31,12 +28,12 @@ class TraceFormat(ABC):
         """Yield the requests in the order of the file, one line in memory at a time.
 
         Raises:
-            TraceError: a line that is not of this format.
+            TraceError: a line is not of this format.
         """
 
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:
-        """Return how many tokens an id of ``path`` stands for."""
+        """Return the tokens that an id of ``path`` stands for."""
         del path
         return cls.block_tokens
 
@@ -45,7 +42,7 @@ def check_num_blocks(line: Line, num_tokens: int, num_ids: int, block_tokens: in
     """Compare the length of a prompt with its number of ids; the last partial block may have one or none.
 
     Raises:
-        TraceError: they disagree: the block size is another one, or ids are missing.
+        TraceError: they disagree, because the block size is another one or ids are missing.
     """
     fewest, most = num_tokens // block_tokens, -(-num_tokens // block_tokens)
     if not fewest <= num_ids <= most:

@@ -1,14 +1,14 @@
-"""Logs of vLLM's KV cache events, from which requests are put together again.
+"""Logs of vLLM's KV cache events, from which requests are reconstructed.
 
-vLLM publishes what its device cache gains and loses; a log has one published batch a line, as JSON: ``ts`` in
-seconds and ``events``, each an object with ``type``, or a list that begins with the type and goes on in the order of
-vLLM's fields. A ``BlockStored`` of the first group in device memory says that a request computed ``block_hashes``
-behind ``parent_block_hash``; so a request is the chain from the root to its last stored block. Events that go on where
-another ended at most ``JOIN_GAP_S`` before are the same request: a long prompt is stored in several steps.
+vLLM publishes which blocks its device cache stores and removes. A log has one published batch per line, as JSON:
+``ts`` in seconds and ``events``, each an object with ``type``, or a list of the type and then the values in the order
+of vLLM's fields. A ``BlockStored`` of the first group in device memory means that a request computed ``block_hashes``
+behind ``parent_block_hash``; so a request is the chain from the root to its last stored block. Events that continue a
+chain at most ``JOIN_GAP_S`` after its last event are the same request: a long prompt is stored in several steps.
 
-What such a log cannot show: a request that the device cache served whole stores nothing and is missing, and so are
-lengths of answers. Blocks of the answer count as prompt. A chain whose beginning the log does not have starts where the
-log does. So a replay says how often *computed* blocks could have been loaded, not the hit ratio of all requests.
+What such a log cannot show: a request that the device cache served completely stores nothing and is missing, and so
+are lengths of answers. Blocks of the answer count as prompt. A chain that began before the log starts where the log
+does. So a replay shows how often *computed* blocks could have been loaded, not the hit ratio of all requests.
 
 Source: vLLM's ``distributed/kv_events.py``, version 0.32.
 """
@@ -27,20 +27,20 @@ STORED_FIELDS = (
     "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
     "extra_keys", "group_idx",
 )  # fmt: skip
-"""vLLM's order; what newer versions append behind these says nothing that is needed here."""
+"""vLLM's order of fields; fields that newer versions append are not needed here."""
 
 DEVICE_MEDIA = (None, "GPU")
 
 JOIN_GAP_S = 2.0
-"""Seconds. An answer of 20 tokens a second fills a block of 16 tokens each 0.8 s; a person's next turn rarely comes
-within 2 s. Zero makes each event a request; more joins the turns of an agent."""
+"""Seconds. At 20 tokens a second an answer fills a block of 16 tokens every 0.8 s; a person's next turn rarely comes
+within 2 s. Zero makes each event a request; a longer gap joins the turns of an agent."""
 
 DEFAULT_BLOCK_TOKENS = 16
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that may go on."""
+class _OpenRequest:
+    """A request that may continue."""
 
     began_s: float
     last_s: float
@@ -48,7 +48,7 @@ class _Open:
 
 
 class KVEventsFormat(TraceFormat):
-    """Batches of vLLM's events; the block size is the one of the log's first store."""
+    """Batches of vLLM's events; the block size is that of the log's first store."""
 
     block_tokens = DEFAULT_BLOCK_TOKENS
 
@@ -80,7 +80,7 @@ class KVEventsFormat(TraceFormat):
 
 
 class _Joiner:
-    """Puts events of one request together. Hashes are numbered in the order of first appearance.
+    """Joins the events of one request. Hashes are numbered in the order of first appearance.
 
     Args:
         block_tokens: the block size that every store must have.
@@ -90,20 +90,20 @@ class _Joiner:
         self._block_tokens = block_tokens
         self._numbers: dict[int | str, int] = {}
         self._parents: dict[int, int | None] = {}
-        self._open: dict[int, _Open] = {}
-        self._ended: list[_Open] = []
+        self._open: dict[int, _OpenRequest] = {}
+        self._ended: list[_OpenRequest] = []
 
     def store(self, line: Line, event: Mapping[str, Any], now_s: float) -> None:
-        """Take a store of blocks."""
+        """Process a store of blocks."""
         block_tokens = _block_size_of(line, event)
         if block_tokens != self._block_tokens:
-            remedy = f"the log began with blocks of {self._block_tokens} tokens: a log is of one engine"
+            remedy = f"the log began with blocks of {self._block_tokens} tokens: use the log of one engine"
             raise line.fail(block_tokens, remedy)
         parent = event.get("parent_block_hash")
         last = None if parent is None else self._number(line, parent)
         request = None if last is None else self._open.pop(last, None)
         if request is None:
-            request = _Open(now_s, now_s, [] if last is None else self._chain(line, last))
+            request = _OpenRequest(now_s, now_s, [] if last is None else self._chain(line, last))
         for block_hash in event["block_hashes"]:
             number = self._number(line, block_hash)
             self._parents[number] = last
@@ -111,12 +111,12 @@ class _Joiner:
             last = number
         request.last_s = now_s
         if last in self._open:
-            self._ended.append(self._open[last])  # the same blocks, computed again after they had left
+            self._ended.append(self._open[last])  # the same blocks, computed again after their eviction
         if last is not None:
             self._open[last] = request
 
     def close_before(self, limit_s: float) -> Iterator[TraceRequest]:
-        """Yield the requests that have been silent since before ``limit_s``; they do not go on."""
+        """Yield the requests without events since before ``limit_s``; they cannot continue."""
         silent = [last for last, request in self._open.items() if request.last_s < limit_s]
         ended, self._ended = self._ended, []
         for request in [*ended, *map(self._open.pop, silent)]:
@@ -124,23 +124,23 @@ class _Joiner:
             yield TraceRequest(request.began_s, num_tokens, 0, tuple(request.hash_ids))
 
     def _chain(self, line: Line, last: int) -> list[int]:
-        """Return the chain that ends with ``last``, as far back as the log goes.
+        """Return the chain that ends with ``last``, as far back as the log has it.
 
         Raises:
-            TraceError: the blocks stand in a circle.
+            TraceError: the parents form a cycle.
         """
         chain: list[int] = []
         number: int | None = last
         while number is not None:
             if len(chain) > len(self._parents):
-                raise line.fail(last, "the parents of this block go round in a circle: the log is damaged")
+                raise line.fail(last, "the parents of this block form a cycle: the log is damaged")
             chain.append(number)
             number = self._parents.get(number)
         return chain[::-1]
 
     def _number(self, line: Line, block_hash: object) -> int:
         if isinstance(block_hash, bool) or not isinstance(block_hash, int | str):
-            raise line.fail(block_hash, "a block hash must be a whole number or text")
+            raise line.fail(block_hash, "a block hash must be an integer or text")
         return self._numbers.setdefault(block_hash, len(self._numbers))
 
 
@@ -148,7 +148,7 @@ def _events_of(line: Line) -> Iterator[Mapping[str, Any]]:  # Any: JSON
     """Yield the events of a batch as objects.
 
     Raises:
-        TraceError: something among them is no event.
+        TraceError: one of them is not an event.
     """
     events = line.values.get("events")
     if not isinstance(events, list):
@@ -172,7 +172,7 @@ def _is_device_store(event: Mapping[str, Any]) -> bool:
 def _block_size_of(line: Line, event: Mapping[str, Any]) -> int:
     block_tokens, hashes = event.get("block_size"), event.get("block_hashes")
     if type(block_tokens) is not int or block_tokens < 1:
-        raise line.fail(block_tokens, "block_size of a store in device memory must be a whole number from 1")
+        raise line.fail(block_tokens, "block_size of a store in device memory must be an integer from 1")
     if not isinstance(hashes, list):
         raise line.fail(hashes, "block_hashes must be a list")
     return block_tokens

@@ -1,7 +1,7 @@
-"""The format of traces that kvtier itself records from a live engine, with ids of any block size.
+"""The format of traces that kvtier records from a running engine, with ids of any block size.
 
-The lines are those of ``kvtier.recording.trace_line``. A file of an engine that was killed may end within a line: what
-stands before it is read. Requests stand in the order in which they ended; a trace is ordered by arrival anyway.
+The lines are those of ``kvtier.recording.trace_line``. The file of an engine that was killed may end within a line: the
+lines before it are read. Lines are in the order in which requests ended; a trace is sorted by arrival when it is read.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from kvtier.sim.trace import TraceRequest
 
 
 class KVTierFormat(TraceFormat):
-    """A header with the block size, a line for each request, and a last line where the recording ended in order."""
+    """A header with the block size, a line per request, and an end line if the recording ended in order."""
 
     block_tokens = 16
 
@@ -49,10 +49,10 @@ class KVTierFormat(TraceFormat):
 
 
 def read_end(path: Path) -> TraceEnd | None:
-    """Return what the last line of a recording says; None when the recording did not end in order.
+    """Return the end line of a recording; None when the recording did not end in order.
 
     Raises:
-        TraceError: the file cannot be read, or its last line is none that kvtier writes.
+        TraceError: the file cannot be read, or its last line is not one of kvtier's.
     """
     lines = deque(read_lines(path, may_be_cut=True), maxlen=1)
     if not lines or END_MARK not in lines[0].values:

@@ -1,8 +1,7 @@
-"""Reads a file of JSON objects, one a line, and the typed fields of such an object.
+"""Reads a file of JSON objects, one per line, and the typed fields of such an object.
 
-It knows no format. It holds one line at a time, but opens the file once for each pass, so the file must be a regular
-one; what a caller keeps of the lines is the caller's: ``read_trace`` keeps each request. Every complaint names the
-file, the line, the value and the remedy.
+One line is in memory at a time. The file is opened once for each pass, so it must be a regular file. Every error names
+the file, the line, the value and the remedy.
 """
 
 import gzip
@@ -24,10 +23,10 @@ MAX_HASH_ID = 2**63
 """Ids become keys of eight bytes."""
 
 MAX_TIME_S = 1e13
-"""Behind any calendar. Up to here a float tells milliseconds apart; a much later clock stands still when they pass."""
+"""Later than any calendar date. Up to here a float resolves milliseconds; a much later clock would not advance."""
 
 MAX_WHOLE = 2**63
-"""Above any count of tokens; unlimited digits would overflow when they become seconds."""
+"""More than any count of tokens; unlimited digits would overflow when they are converted to seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Line:
 
     Attributes:
         path: the file.
-        number: which line, from 1.
+        number: number of the line, from 1.
         values: the object.
     """
 
@@ -45,14 +44,14 @@ class Line:
     values: dict[str, Any]  # Any: JSON, typed by the methods below
 
     def fail(self, value: object, remedy: str) -> TraceError:
-        """Return the error that says what is wrong here."""
+        """Return an error about ``value`` in this line."""
         return TraceError(self.path, self.number, value, remedy)
 
     def seconds(self, name: str, *, unit_s: float = 1.0) -> float:
-        """Return a time that is written in units of ``unit_s`` seconds.
+        """Return a time that the file has in units of ``unit_s`` seconds.
 
         Raises:
-            TraceError: it is no number of zero or more, or more than MAX_TIME_S.
+            TraceError: it is not a number from 0 to MAX_TIME_S.
         """
         value = self._present(name)
         latest = MAX_TIME_S / unit_s
@@ -62,30 +61,28 @@ class Line:
         return value * unit_s
 
     def whole(self, name: str) -> int:
-        """Return a whole number of zero or more.
+        """Return an integer of zero or more.
 
         Raises:
-            TraceError: it is none, or has more than 63 bits.
+            TraceError: it is not one, or has more than 63 bits.
         """
         value = self._present(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_WHOLE:
-            raise self.fail(value, f"{name} must be a whole number from 0 to 2**63 - 1")
+            raise self.fail(value, f"{name} must be an integer from 0 to 2**63 - 1")
         return value
 
     def hash_ids(self, name: str = "hash_ids") -> tuple[int, ...]:
         """Return a list of ids.
 
         Raises:
-            TraceError: it is no list of whole numbers from 0 to 2**63 - 1.
+            TraceError: it is not a list of integers from 0 to 2**63 - 1.
         """
         value = self._present(name)
         if not isinstance(value, list):
-            raise self.fail(
-                value, f"{name} must be a list of whole numbers, one for each block of the prompt"
-            )
+            raise self.fail(value, f"{name} must be a list of integers, one for each block of the prompt")
         for hash_id in value:
             if type(hash_id) is not int or not 0 <= hash_id < MAX_HASH_ID:
-                raise self.fail(hash_id, f"each of {name} must be a whole number from 0 to 2**63 - 1")
+                raise self.fail(hash_id, f"each of {name} must be an integer from 0 to 2**63 - 1")
         return tuple(value)
 
     def _present(self, name: str) -> Any:  # noqa: ANN401 - JSON; each caller checks
@@ -100,11 +97,11 @@ def read_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[Line]:
 
     Args:
         path: the file.
-        may_be_cut: whether it may end within a line, as the file of a writer that was killed; that line is left out,
-            and the log says so.
+        may_be_cut: whether it may end within a line, like the file of a killed writer; that line is skipped with a
+            warning.
 
     Raises:
-        TraceError: the file cannot be read or is no regular one, or a line holds no JSON object.
+        TraceError: the file cannot be read or is not a regular one, or a line is not a JSON object.
     """
     for number, text in _read_texts(path, may_be_cut=may_be_cut):
         if text.isspace():
@@ -114,17 +111,17 @@ def read_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[Line]:
         except TraceError:
             if not may_be_cut or text.endswith("\n"):
                 raise
-            _tell_cut(path, number)
+            _warn_cut(path, number)
             return
         yield line
 
 
 def _read_texts(path: Path, *, may_be_cut: bool) -> Iterator[tuple[int, str]]:
-    """Yield each line as it stands, with its number from 1; the last one may lack its line feed."""
+    """Yield each line unchanged, with its number from 1; the last one may lack its line feed."""
     if path.exists() and not path.is_file():
-        # A pipe gives each line once, and finding the format alone reads the first ones.
+        # A pipe gives each line once, and detecting the format already reads the first ones.
         raise TraceError(
-            path, None, "no regular file", "is read several times: write the trace to a file first"
+            path, None, "not a regular file", "is read several times: write the trace to a file first"
         )
     number = 0
     try:
@@ -140,21 +137,23 @@ def _read_texts(path: Path, *, may_be_cut: bool) -> Iterator[tuple[int, str]]:
         ) from error
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
         if may_be_cut and isinstance(error, EOFError):
-            _tell_cut(path, number + 1)
+            _warn_cut(path, number + 1)
             return
-        remedy = "the file is damaged or cut short behind this line: fetch it again"
+        remedy = "the file is damaged or truncated after this line: fetch it again"
         raise TraceError(path, number, str(error), remedy) from error
 
 
-def _tell_cut(path: Path, number: int) -> None:
-    logger.warning("%s ends within line %d: its writer was killed; what stands before is read", path, number)
+def _warn_cut(path: Path, number: int) -> None:
+    logger.warning("%s ends within line %d: its writer was killed; the lines before are read", path, number)
 
 
 def _parse(path: Path, number: int, text: str) -> dict[str, Any]:  # Any: JSON
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TraceError(path, number, text.strip(), f"no JSON ({error}): write one object a line") from error
+        raise TraceError(
+            path, number, text.strip(), f"not JSON ({error}): write one object per line"
+        ) from error
     if not isinstance(values, dict):
         raise TraceError(path, number, values, "must be a JSON object such as {...}")
     return values

@@ -1,6 +1,6 @@
 """The format of the traces that were released with the Mooncake paper.
 
-One object a line: ``timestamp`` in milliseconds from the start, ``input_length``, ``output_length``, and
+One object per line: ``timestamp`` in milliseconds from the start, ``input_length``, ``output_length``, and
 ``hash_ids``, one for each 512 tokens of the prompt, chained: equal ids mean an equal prefix.
 
 Source: R. Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST'25.

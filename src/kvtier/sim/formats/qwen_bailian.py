@@ -1,9 +1,9 @@
 """The format of the anonymised traces of Qwen on Aliyun Bailian.
 
-One object a line: ``timestamp`` in seconds from the start, ``input_length``, ``output_length``, ``hash_ids``, one for
-each 16 tokens of the prompt, and fields about the chat that a replay does not need. These ids name a block's
-content alone, so equal ids may stand behind unequal prefixes, which no prefix cache can serve. They are numbered
-anew here, one number for each distinct prefix, in the order of first appearance.
+One object per line: ``timestamp`` in seconds from the start, ``input_length``, ``output_length``, ``hash_ids``, one for
+each 16 tokens of the prompt, and fields about the chat that a replay does not need. These ids name a block's content
+alone, so equal ids may follow unequal prefixes, where no prefix cache can hit. They are therefore renumbered: one
+number for each distinct prefix, in the order of first appearance.
 
 Source: J. Wang et al., "KVCache Cache in the Wild", USENIX ATC'25, and the dataset's README.
 """
@@ -16,7 +16,7 @@ from kvtier.sim.formats.lines import Line, read_lines
 from kvtier.sim.trace import TraceRequest
 
 ROOT = -1
-"""Stands before the first block of a prompt; chained ids begin with 0."""
+"""The prefix before the first block of a prompt; chained ids begin with 0."""
 
 
 class QwenBailianFormat(TraceFormat):
@@ -39,7 +39,7 @@ class QwenBailianFormat(TraceFormat):
 
 
 class PrefixChain:
-    """Numbers prefixes: a block after the same prefix always gets the same number, after another one another."""
+    """Numbers prefixes: equal prefixes get equal numbers, different ones different numbers."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}

@@ -1,4 +1,4 @@
-"""Names of trace formats, and the reading of a file in the one that it is in."""
+"""The registry of trace formats, and reading a trace in its format."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ TRACE_FORMATS: Registry[type[TraceFormat]] = Registry(
         "kv_events": "kvtier.sim.formats.kv_events:KVEventsFormat",
     },
 )
-"""Add a format of your own with ``TRACE_FORMATS.register("mine", "package.module:MyFormat")``."""
+"""Add your own format with ``TRACE_FORMATS.register("mine", "package.module:MyFormat")``."""
 
 
 def read_trace(path: Path, name: str | None = None, on_request: Callable[[], object] | None = None) -> Trace:
@@ -27,12 +27,12 @@ def read_trace(path: Path, name: str | None = None, on_request: Callable[[], obj
 
     Args:
         path: the file, plain or compressed with gzip.
-        name: its format; None asks each registered one whether it recognises the first line.
-        on_request: called after each request that was read, for a progress bar.
+        name: its format; None: the first registered one that recognises the first line.
+        on_request: called after each request, for a progress bar.
 
     Raises:
-        TraceError: the file cannot be read, is of no known format, has a bad line, or no request.
-        UnknownNameError: there is no such format.
+        TraceError: the file cannot be read, is of no known format, has an invalid line, or no request.
+        UnknownNameError: the format does not exist.
     """
     format_class = TRACE_FORMATS.resolve(name or detect_format(path))
     requests: list[TraceRequest] = []
@@ -46,7 +46,7 @@ def read_trace(path: Path, name: str | None = None, on_request: Callable[[], obj
 
 
 def detect_format(path: Path) -> str:
-    """Return the name of the format whose mark the first line of ``path`` has.
+    """Return the name of the first format that recognises the first line of ``path``.
 
     Raises:
         TraceError: the file is empty, or no format recognises it.
@@ -58,4 +58,4 @@ def detect_format(path: Path) -> str:
         if TRACE_FORMATS.resolve(name).recognises(line):
             return name
     known = ", ".join(TRACE_FORMATS.names())
-    raise line.fail(sorted(line.values), f"the format is not recognised, known are {known}: name it")
+    raise line.fail(sorted(line.values), f"the format is not recognised, known are {known}: name one of them")

@@ -1,6 +1,6 @@
-"""The format of kvtier's own traces: Mooncake's, and why each turn ended.
+"""The format of kvtier's own traces: Mooncake's, with the reason why each turn ended.
 
-``stop`` is 0 when unknown, 1 when the model called a tool, 2 when it ended its turn; a line may leave it out.
+``stop`` is 0 when unknown or missing, 1 when the model called a tool, 2 when it ended its turn.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def stop_of(line: Line) -> StopReason:
     """Return why the turn of a line ended.
 
     Raises:
-        TraceError: it names a reason that there is not.
+        TraceError: ``stop`` is not a known number.
     """
     value = line.values.get("stop", 0)
     if type(value) is int:

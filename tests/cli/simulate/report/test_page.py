@@ -101,4 +101,4 @@ def test_a_page_of_nothing_served_is_made_and_says_so() -> None:
 
     text = make_page(compare(engine=engine), COMMAND)
 
-    assert "30 requests need more device blocks than there are and were left out (all)." in text
+    assert "30 requests need more device blocks than there are and were skipped (all)." in text

@@ -17,7 +17,7 @@ def test_the_facts_name_the_command_the_trace_and_each_place() -> None:
     assert facts["trace"] == "trace.jsonl"
     assert facts["device"] == "6 blocks, 6MiB"
     assert facts["tier disk"].startswith("40 blocks, 40MiB, reads 1 GB/s, writes 1 GB/s, 0 ms, 1 at a time")
-    assert facts["swept"] == "host: 4MiB, 32MiB in place of the above"
+    assert facts["swept"] == "host: 4MiB, 32MiB instead of the above"
 
 
 def test_the_facts_name_what_a_tier_wants() -> None:
@@ -43,8 +43,8 @@ def test_what_was_left_out_or_overloaded_is_warned_of() -> None:
     )
 
     assert list(list_warnings(dataclasses.replace(comparison, found=found))) == [
-        "3 requests need more device blocks than there are and were left out (all).",
-        "lru: disk was overloaded 2 times and left out for some seconds each.",
+        "3 requests need more device blocks than there are and were skipped (all).",
+        "lru: disk was overloaded 2 times and skipped for some seconds each.",
     ]
 
 

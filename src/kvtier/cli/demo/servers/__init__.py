@@ -1,1 +1,1 @@
-"""Servers that the demo starts for itself: one program each, which ends when its standard input does."""
+"""Servers that the demo starts: one program each. A program ends when its standard input is closed."""

@@ -1,4 +1,4 @@
-"""A Mooncake store: a master, and this program as the provider of its memory."""
+"""A Mooncake store: a master process, with this program as the provider of its memory."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.cli.demo.servers.program import Place, free_ports, is_free, run_program, running, wait_until
+from kvtier.cli.demo.servers.program import ServerInfo, free_ports, is_free, run_program, running, wait_until
 from kvtier.errors import MissingExtraError
 
 try:
@@ -17,15 +17,15 @@ except ImportError as error:
     raise MissingExtraError("mooncake", "mooncake") from error
 
 SEGMENT_BYTES = 2 * 2**30
-"""Memory that is lent: the default demo stores a tenth of it, and untouched pages cost nothing."""
+"""Memory provided to the store. The default demo stores a tenth of it, and untouched pages cost nothing."""
 
 LOOPBACK = {"MC_TCP_BIND_ADDRESS": "127.0.0.1", "MC_LOG_LEVEL": "ERROR"}
-"""Without the first the client advertises another interface."""
+"""Without the first variable the client advertises another interface."""
 
 
 @contextmanager
-def serve(directory: Path) -> Iterator[Place]:
-    """Run a master on free ports of the loopback interface, and lend it memory."""
+def serve(directory: Path) -> Iterator[ServerInfo]:
+    """Run a master on free ports of the loopback interface and provide it with memory."""
     directory.mkdir(parents=True, exist_ok=True)
     port, metrics_port = free_ports(2)
     master = Path(mooncake.__file__).parent / "mooncake_master"
@@ -34,15 +34,15 @@ def serve(directory: Path) -> Iterator[Place]:
     os.environ.update(LOOPBACK)
     with running(command, directory, os.environ) as process:
         wait_until(lambda: not is_free(port), process, "mooncake_master")
-        store = lend(f"127.0.0.1:{port}")
+        store = provide_memory(f"127.0.0.1:{port}")
         try:
-            yield Place({"master": f"127.0.0.1:{port}", "segment_bytes": 0}, LOOPBACK)
+            yield ServerInfo({"master": f"127.0.0.1:{port}", "segment_bytes": 0}, LOOPBACK)
         finally:
             store.close()
 
 
-def lend(master: str) -> MooncakeDistributedStore:
-    """Lend memory to the store of ``master``, and see that it takes a value.
+def provide_memory(master: str) -> MooncakeDistributedStore:
+    """Provide the store of ``master`` with memory and check that it accepts a value.
 
     Raises:
         SystemExit: it does not.

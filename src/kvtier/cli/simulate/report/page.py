@@ -1,4 +1,4 @@
-"""What the page says in sentences: what was asked, what was made up, and what its numbers do not tell. No tables."""
+"""The page: its sentences (what was simulated, the simulator's limits, warnings) and its HTML."""
 
 import base64
 import hashlib
@@ -32,6 +32,8 @@ from kvtier.config import LoadIf
 from kvtier.sim.sweep import Size
 from kvtier.sim.tier import TierModel
 
+STYLE_FILE, SCRIPT_FILE = "page.css", "page.js"
+
 
 def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> Iterator[tuple[str, str]]:
     """Yield names and values of what was simulated. Pure."""
@@ -57,82 +59,66 @@ def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> 
     for tier in host.tiers:
         yield f"tier {tier.name}", f"{memory(tier.num_blocks)}, {_describe_tier(tier)}"
     is_chosen = host.load_if is LoadIf.FASTER
-    loaded = "a hit that would sooner be computed is computed" if is_chosen else "every hit is loaded"
+    loaded = "a hit that would be faster to compute is computed" if is_chosen else "every hit is loaded"
     yield "load_if", f"{host.load_if.value}: {loaded}"
     if host.store_threshold > 1:
         yield "stored", f"blocks from access {host.store_threshold} on"
     if comparison.sweep is not None:
         sizes = ", ".join(size.label for size in comparison.sweep.sizes)
-        yield "swept", f"{comparison.sweep.place}: {sizes} in place of the above"
-    yield "prefill", f"{engine.prefill_tokens_per_s:,.0f} prompt tokens a second, all requests together"
-    yield "decode", f"{engine.decode_tokens_per_s:,.0f} tokens a second for each running request"
+        yield "swept", f"{comparison.sweep.place}: {sizes} instead of the above"
+    yield "prefill", f"{engine.prefill_tokens_per_s:,.0f} prompt tokens per second, all requests together"
+    yield "decode", f"{engine.decode_tokens_per_s:,.0f} tokens per second for each running request"
     yield "running", f"at most {engine.max_running} requests at the same time"
 
 
 def list_limits() -> Iterator[str]:
-    """Yield what the simulation makes up, and what follows for its numbers."""
+    """Yield the assumptions of the simulator and what they mean for its numbers."""
     yield (
-        "What is found, loaded, stored, promoted, cascaded and evicted is decided by the production connector, "
-        "managers and policies. The engine and the speed of links are made up by the rules below."
+        "The production connector, managers and policies decide what is found, loaded, stored, promoted, cascaded and "
+        "evicted. The engine and the speed of links follow the rules below."
     )
     yield (
-        "Requests come at the trace's times whatever the answers take. Prompts are computed one after another at the "
-        "prefill rate; answers are generated at the decode rate, undisturbed by prompts. Nobody is pre-empted."
+        "Requests arrive at the trace's times, however long answers take. Prompts are computed in turn at the "
+        "prefill rate; answers are generated at the decode rate, independent of prompts. No request is pre-empted."
     )
     yield (
-        "A link has a bandwidth, a latency and so many transfers at a time. It has no other users, no file system and "
-        "no checksums to compute."
+        "A link has a bandwidth, a latency and a number of concurrent transfers. There are no other users, no file "
+        "system and no checksums."
     )
     yield (
-        "Only full blocks are stored and at least one token of a prompt is computed; answers have no ids in a trace "
+        "Only full blocks are stored, and at least one token of a prompt is computed. Answers have no ids in a trace "
         "and are not stored. A trace with long blocks has coarser hits than an engine with short ones."
     )
     yield "Device memory, host memory and tiers are empty at the beginning; the numbers include that."
     yield (
-        '"Not computed" counts prompt tokens. "At most" is Belady\'s bound: device, host and tiers taken for one '
-        "memory of all their blocks, without any transfer times, that knows which block is needed when. Requests come "
-        "in the order in which this very simulation admitted them; where several share a point of the plot it is the "
-        "highest. No policy passes it; none is expected to reach it."
+        '"Not computed" counts prompt tokens. "At most" is Belady\'s bound: one memory with the blocks of device, host '
+        "and tiers together, without transfer times, that knows when each block is needed next. Its requests come in "
+        "the order in which this simulation admitted them; where several share a point of the plot it is the highest. "
+        "No policy exceeds it; none is expected to reach it."
     )
-    yield "There is no chance in a simulation: equal input gives equal numbers."
+    yield "A simulation is deterministic: equal input gives equal numbers."
 
 
 def list_warnings(comparison: Comparison) -> Iterator[str]:
-    """Yield what a reader must know before believing a number. Pure."""
+    """Yield warnings about the numbers. Pure."""
     found = comparison.by_label
     if saturated := [label for label, one in found.items() if is_saturated(comparison.engine, one)]:
         yield (
             f"The engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt takes, so "
-            "times tell of the queue and not of the cache."
+            "times describe the queue and not the cache."
         )
     for num_rejected, labels in group_rejected(found).items():
-        yield f"{num_rejected:,} requests need more device blocks than there are and were left out ({labels})."
+        yield f"{num_rejected:,} requests need more device blocks than there are and were skipped ({labels})."
     for label, one in found.items():
         for tier, number in breaker_openings(one).items():
-            yield f"{label}: {tier} was overloaded {number} times and left out for some seconds each."
-
-
-def _describe_tier(tier: TierModel) -> str:
-    speed, settings = tier.speed, tier.settings
-    wanted = settings.admission
-    admission = f", admission {wanted.min_reuse_probability:g} in {wanted.horizon_s:g} s" if wanted else ""
-    read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
-    return (
-        f"reads {read:g} GB/s, writes {write:g} GB/s, {speed.latency_s * 1e3:g} ms, {speed.num_streams} at a time, "
-        f"ordered by {tier.cache_policy}, cascade {settings.cascade.value}, "
-        f"store_threshold {settings.store_threshold}, fill {'on' if settings.fill else 'off'}, "
-        f"job_timeout_s {settings.job_timeout_s:g}{admission}"
-    )
-
-
-STYLE_FILE, SCRIPT_FILE = "page.css", "page.js"
+            yield f"{label}: {tier} was overloaded {number} times and skipped for some seconds each."
 
 
 def make_page(comparison: Comparison, command: Sequence[str]) -> str:
     """Return the page.
 
     Args:
-        comparison: what was asked and found.
+        comparison: inputs and results.
         command: the words of the command line.
 
     Raises:
@@ -158,17 +144,30 @@ def make_page(comparison: Comparison, command: Sequence[str]) -> str:
 <main>
 {body}
 </main>
-<footer><p>Made by kvtier {html.escape(version)}. This page loads nothing.</p></footer>
+<footer><p>Made by kvtier {html.escape(version)}. This page loads no other file.</p></footer>
 <script>{script}</script>
 </body>
 </html>
 """
 
 
+def _describe_tier(tier: TierModel) -> str:
+    speed, settings = tier.speed, tier.settings
+    wanted = settings.admission
+    admission = f", admission {wanted.min_reuse_probability:g} in {wanted.horizon_s:g} s" if wanted else ""
+    read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
+    return (
+        f"reads {read:g} GB/s, writes {write:g} GB/s, {speed.latency_s * 1e3:g} ms, {speed.num_streams} at a time, "
+        f"ordered by {tier.cache_policy}, cascade {settings.cascade.value}, "
+        f"store_threshold {settings.store_threshold}, fill {'on' if settings.fill else 'off'}, "
+        f"job_timeout_s {settings.job_timeout_s:g}{admission}"
+    )
+
+
 def _sections(comparison: Comparison, command: Sequence[str], version: str) -> Iterator[str]:
     warnings = "".join(f"<li>{html.escape(text)}</li>" for text in list_warnings(comparison))
     if warnings:
-        yield f'<section class="warnings"><h2>Before you believe a number</h2><ul>{warnings}</ul></section>'
+        yield f'<section class="warnings"><h2>Warnings</h2><ul>{warnings}</ul></section>'
     hits = plot_hits(comparison)
     figure = _figure(hits) if hits else ""
     yield f"<section><h2>Results</h2>{render_table(tabulate_results(comparison))}{figure}</section>"
@@ -177,14 +176,14 @@ def _sections(comparison: Comparison, command: Sequence[str], version: str) -> I
         yield _details(comparison, size, number)
     watched = tabulate_watched(comparison)
     if watched:
-        yield f"<section><h2>Worth a look</h2>{render_table(watched)}</section>"
+        yield f"<section><h2>Counters</h2>{render_table(watched)}</section>"
     yield f"<section><h2>What was simulated</h2>{render_facts(list_facts(comparison, command, version))}</section>"
     limits = "".join(f"<li>{html.escape(text)}</li>" for text in list_limits())
     yield f"<section><h2>What the numbers mean</h2><ul>{limits}</ul></section>"
 
 
 def _details(comparison: Comparison, size: Size | None, number: int) -> str:
-    """Return the plots and the traffic of one size; those after the first are folded."""
+    """Return the plots and the traffic of one size; all sizes but the first are collapsed."""
     name = str(number)
     charts: list[LineChart | BarChart] = [
         plot_origins(comparison, size, name),
@@ -195,8 +194,8 @@ def _details(comparison: Comparison, size: Size | None, number: int) -> str:
     content = "".join(_figure(chart) for chart in charts)
     traffic = render_table(tabulate_traffic(comparison, size, name))
     if size is None or comparison.sweep is None:
-        return f"<section><h2>In detail</h2>{content}{traffic}</section>"
-    heading = html.escape(f"{comparison.sweep.place} of {size.label} in detail")
+        return f"<section><h2>Details</h2>{content}{traffic}</section>"
+    heading = html.escape(f"Details for {comparison.sweep.place} of {size.label}")
     is_open = " open" if number == 0 else ""
     return f"<details{is_open}><summary><h2>{heading}</h2></summary>{content}{traffic}</details>"
 

@@ -1,4 +1,4 @@
-"""What a plot shows, as values: lines on panels, or bars. It draws nothing, so that a test can read what is plotted."""
+"""The content of each plot as values: lines on panels, or bars. ``svg`` draws them; tests read the values."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,18 +7,26 @@ from kvtier.cli.simulate.comparison import Comparison
 from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.sweep import Case, Size
 
+COMPUTED = "computed"
+BOUND = "Belady's bound"
+
+TIME_UNITS = ((4 * 3600.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))
+"""(from how many seconds on, seconds of the unit, the unit's name)."""
+
+BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "bytes"))
+
 
 @dataclass(frozen=True, slots=True)
 class PlotLine:
     """One line.
 
     Attributes:
-        name: what the legend calls it.
-        series: number of its colour, equal for equal policies on each plot; 0 is the engine without offloading.
+        name: its name in the legend.
+        series: number of its colour, the same for a policy on each plot; 0 is the engine without offloading.
         x: positions, ascending.
         y: values, one for each position.
         is_step: whether a value holds until the next one.
-        is_bound: whether it bounds the others: drawn in the colour of the text.
+        is_bound: whether it is the upper bound, which has the colour of the text.
     """
 
     name: str
@@ -34,7 +42,7 @@ class Panel:
     """Lines on one pair of axes.
 
     Attributes:
-        title: what they are about; "" where the chart's title says it.
+        title: its title; "" when the chart's title says it.
         lines: the lines.
     """
 
@@ -47,7 +55,7 @@ class Segment:
     """A part of each bar.
 
     Attributes:
-        name: what the legend calls it.
+        name: its name in the legend.
         widths: its width on each bar.
     """
 
@@ -62,12 +70,13 @@ class LineChart:
     Attributes:
         name: unique on a page, of letters, digits and "-".
         title: what it is.
-        description: what can be seen in words, for who cannot see it.
+        description: what the chart shows in words, for screen readers.
         x_label: with the unit.
         y_label: with the unit.
         panels: at least one.
-        x_ticks: positions with labels; none leaves them to the axis.
+        x_ticks: positions with labels; empty: chosen by the axis.
         is_log_x: whether equal distances are equal ratios.
+        y_max: upper end of the axis; None: chosen by the values.
         y_max: upper end of the axis; None leaves it to the values.
     """
 
@@ -84,16 +93,16 @@ class LineChart:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Bars side by side, each put together from the same segments.
+    """Horizontal bars, each made of the same segments.
 
     Attributes:
         name: unique on a page, of letters, digits and "-".
         title: what it is.
-        description: what can be seen in words.
+        description: what the chart shows in words.
         x_label: with the unit.
         bars: their names, the first on top.
         segments: from left to right.
-        marks: where a bar could end at most; None leaves the mark out.
+        marks: the upper bound of each bar; None: no mark.
     """
 
     name: str
@@ -105,17 +114,8 @@ class BarChart:
     marks: tuple[float | None, ...]
 
 
-COMPUTED = "computed"
-BOUND = "Belady's bound"
-
-TIME_UNITS = ((4 * 3600.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))
-"""From how many seconds on, seconds of the unit, its name."""
-
-BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "bytes"))
-
-
 def plot_hits(comparison: Comparison) -> LineChart | None:
-    """Return what was found against the capacity of the swept place; None where nothing was swept. Pure."""
+    """Return the hits against the capacity of the swept place; None without a sweep. Pure."""
     sweep = comparison.sweep
     if sweep is None:
         return None
@@ -150,7 +150,7 @@ def plot_origins(comparison: Comparison, size: Size | None, name: str) -> BarCha
     return BarChart(
         f"origins-{name}",
         "Prompt tokens by origin",
-        f"Not computed: {shares}. The stroke is where {BOUND} ends.",
+        f"Not computed: {shares}. The stroke marks {BOUND}.",
         "% of prompt tokens",
         tuple(case.policy for case, _ in pairs),
         (*segments, Segment(COMPUTED, computed)),
@@ -159,7 +159,7 @@ def plot_origins(comparison: Comparison, size: Size | None, name: str) -> BarCha
 
 
 def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> LineChart:
-    """Return the share of requests that had their first token within a time. Pure."""
+    """Return the share of requests whose first token came within a time. Pure."""
     pairs = list(comparison.pairs(size))
     lines = []
     for case, one in pairs:
@@ -175,7 +175,7 @@ def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> Li
     return LineChart(
         f"first-token-{name}",
         "Time to first token",
-        f"Half and nine tenths of the requests within: {medians}.",
+        f"Half and 90 % of the requests within: {medians}.",
         "seconds from arrival",
         "% of requests",
         (Panel("", tuple(lines)),),
@@ -185,7 +185,7 @@ def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> Li
 
 
 def plot_occupancy(comparison: Comparison, size: Size | None, name: str) -> LineChart:
-    """Return how full device, host memory and tiers were over time, a panel each. Pure."""
+    """Return how full device, host memory and tiers were over time, one panel each. Pure."""
     pairs = list(comparison.pairs(size))
 
     def percent(case: Case, one: Simulation, place: str) -> tuple[float, ...] | None:
@@ -199,14 +199,14 @@ def plot_occupancy(comparison: Comparison, size: Size | None, name: str) -> Line
         percent,
         name=f"occupancy-{name}",
         title="Blocks held over time",
-        description="Share of each place's blocks that hold something, or that a request or a transfer uses.",
+        description="Share of each place's blocks that hold data, or that a request or a transfer uses.",
         y_label="% of capacity",
         y_max=100.0,
     )
 
 
 def plot_writes(comparison: Comparison, size: Size | None, name: str) -> LineChart:
-    """Return what had been written to host memory and tiers over time, a panel each. Pure."""
+    """Return what had been written to host memory and tiers over time, one panel each. Pure."""
     pairs = [(case, one) for case, one in comparison.pairs(size) if one.tiers]
     most_bytes = max((tier.written_bytes for _, one in pairs for tier in one.tiers), default=0)
     unit_bytes, unit = next((found for found in BYTE_UNITS if most_bytes >= found[0]), BYTE_UNITS[-1])
@@ -227,7 +227,7 @@ def plot_writes(comparison: Comparison, size: Size | None, name: str) -> LineCha
         _tier_names(comparison),
         written,
         name=f"writes-{name}",
-        title="Written since the beginning",
+        title="Written since the start",
         description=f"In all: {totals}.",
         y_label=unit,
     )

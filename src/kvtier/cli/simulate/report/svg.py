@@ -1,8 +1,9 @@
-"""Draws charts with matplotlib as SVG that stands in a page: it takes the page's colours and fonts and loads nothing.
+"""Draws charts with matplotlib as SVG elements that take the page's colours and fonts.
 
-Matplotlib writes colours as numbers. Each colour of a chart is therefore one of a few numbers that stand for a
-variable of the page's style sheet, so that one drawing is legible on a light and on a dark ground. Its output is made
-equal for equal charts: no date, and names that follow from the content.
+Matplotlib writes colours as numbers. Each colour of a chart is one of a few numbers that are then replaced by a
+variable of the page's style sheet, so that one drawing is legible on a light and a dark background. Equal charts give
+equal
+output: there is no date, and names follow from the content.
 """
 
 import html
@@ -26,19 +27,19 @@ SINGLE_INCHES = 3.4
 NUM_COLUMNS = 2
 
 NUM_COLOURS = 8
-"""Colours of the style sheet; after so many they begin again, with other strokes."""
+"""Colours of the style sheet; further series reuse them with other strokes."""
 
 TEXT_COLOUR, GRID_COLOUR, FIRST_COLOUR = "#000000", "#0000fe", 0x000100
-"""Numbers that stand for the page's text, its faint lines, and its first series. A drawing has no others."""
+"""Stand for the page's text colour, its grid colour and its first series. A drawing has no other colours."""
 
 MAX_MARKERS = 24
-"""Points of a line that are drawn as points: as many as a sweep has sizes. More would hide the line."""
+"""A line with more points than this has no markers. A sweep has at most 16 sizes; more markers would hide the line."""
 
 MANY_TICKS = 7
-"""Labels that fit side by side; more are turned."""
+"""Labels that fit side by side; more are rotated."""
 
 HEAD_ROOM = 1.03
-"""A line along the upper end of an axis would be cut in half without."""
+"""Room above the data: without it a line along the upper end of an axis would be cut in half."""
 
 STROKES = ("-", "--", "-.", ":")
 SETTINGS = {"svg.fonttype": "none", "font.size": 10.0, "axes.titlesize": 10.0, "axes.spines.top": False,
@@ -68,9 +69,7 @@ def draw(chart: LineChart | BarChart) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    settings: Any = SETTINGS | {
-        "svg.hashsalt": chart.name
-    }  # Any: its names are a closed type of matplotlib's
+    settings: Any = SETTINGS | {"svg.hashsalt": chart.name}  # Any: its keys are a closed type of matplotlib's
     with rc_context(settings):
         figure = Figure(layout="constrained")
         if isinstance(chart, BarChart):
@@ -87,13 +86,13 @@ def embed(drawing: str, chart: LineChart | BarChart) -> str:
 
     Args:
         drawing: a whole SVG file.
-        chart: what it shows; its name makes the names in the drawing unique on the page.
+        chart: what it shows; its name makes the ids in the drawing unique on the page.
     """
     view_box = re.search(r'viewBox="([-0-9. ]+)"', drawing)
-    assert view_box is not None, "matplotlib gives each drawing a view box"
+    assert view_box is not None, "matplotlib writes a view box"
     inner = drawing[drawing.index(">", view_box.end()) + 1 :]
     inner = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", inner, flags=re.DOTALL)
-    # Between tags stand labels, which are shown as they are.
+    # Only tags are rewritten: the text between tags is labels, shown as they are.
     inner = re.sub(r"<[^>]*>", lambda tag: _rewrite_tag(tag[0], chart.name), inner)
     inner = re.sub(r"\n\s*", "\n", inner)
     label, words = f"{chart.name}-title", f"{chart.name}-description"
@@ -106,13 +105,13 @@ def embed(drawing: str, chart: LineChart | BarChart) -> str:
 
 def _rewrite_tag(tag: str, chart_name: str) -> str:
     tag = re.sub(r'^<g id="series_([0-9]+)[^"]*">', r'<g class="series series-\1">', tag)
-    tag = re.sub(r'^<g id="[^"]*">', "<g>", tag)  # nothing points at a group
+    tag = re.sub(r'^<g id="[^"]*">', "<g>", tag)  # nothing refers to a group
     tag = re.sub(r'\bid="([^"]+)"', rf'id="{chart_name}-\1"', tag)
     tag = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{chart_name}-\1"', tag)
     tag = re.sub(r"url\(#([^)]+)\)", rf"url(#{chart_name}-\1)", tag)
     tag = re.sub(r" ?font-family: [^;\"]+;?", "", tag)
     tag = re.sub(r"#([0-9a-f]{6})\b", _name_colour, tag)
-    return re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", tag)  # hundredths of a point are enough, and half the bytes
+    return re.sub(r"(\.[0-9]{2})[0-9]+", r"\1", tag)  # hundredths of a point suffice, at half the bytes
 
 
 def _name_colour(found: re.Match[str]) -> str:
@@ -127,7 +126,7 @@ def _name_colour(found: re.Match[str]) -> str:
 
 
 def _colour(series: int) -> str:
-    """Return the number that stands for a series: 0 for what is compared against, then around the colours."""
+    """Return the colour number of a series: 0 for the baseline, then the colours in turn."""
     around = (series - 1) % NUM_COLOURS + 1 if series else 0
     return f"#{FIRST_COLOUR + around:06x}"
 
@@ -160,7 +159,7 @@ def _draw_legend(figure: "Figure", drawn: "dict[str, Artist]", *, num_columns: i
     legend = figure.legend(
         list(drawn.values()), [""] * len(drawn), loc="outside lower center", ncols=num_columns
     )
-    # Matplotlib leaves out what is called "_something".
+    # Matplotlib omits a legend entry whose label begins with "_".
     for text, name in zip(legend.get_texts(), drawn, strict=True):
         text.set_text(name)
 
@@ -194,8 +193,8 @@ def _draw_bars(figure: "Figure", chart: BarChart) -> None:
     last = len(chart.segments) - 1
     drawn: dict[str, Artist] = {}
     for number, segment in enumerate(chart.segments):
-        # What was computed is what is left: it takes the colour of what others are compared against. Places take
-        # colours from the other end than policies do.
+        # Computed tokens are the remainder and take the baseline's colour. Places take colours from the other end
+        # than policies do.
         colour = _colour(0 if number == last else NUM_COLOURS - number)
         bars = axes.barh(positions, segment.widths, left=left, height=0.7, color=colour)
         drawn[segment.name] = bars[0]

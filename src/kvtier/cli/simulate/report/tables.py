@@ -1,4 +1,4 @@
-"""The tables of the page, as rows of cells first and as HTML then. Whatever comes from outside is escaped here."""
+"""The tables of the page: rows of cells, and their HTML. Text from outside is escaped here."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -9,21 +9,21 @@ from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.sweep import Case, Size
 
 WATCHED = {
-    "breaker_openings": "times the tier was overloaded or failing and left out",
-    "declined_cascades": "blocks it could not take at the time",
-    "lookups_left_out": "searches that did not ask it",
-    "overdue_requests": "requests that waited longer for it than they may",
-    "errors": "jobs that ended with a fault",
-    "refused_by_admission": "blocks that left host memory unwritten, too unlikely to come back for its admission",
-    "not_loaded_tokens": "tokens that were found in that tier and computed, which was faster",
+    "breaker_openings": "times the tier was overloaded or failing and skipped",
+    "declined_cascades": "blocks the tier could not take at the time",
+    "lookups_left_out": "searches that skipped the tier",
+    "overdue_requests": "requests that waited for the tier longer than their limit",
+    "errors": "jobs that ended with an error",
+    "refused_by_admission": "blocks evicted from host memory without a write, too unlikely to be reused",
+    "not_loaded_tokens": "tokens found in the tier and computed, which was faster",
     "expired_requests": "requests that stopped waiting for a tier",
-    "failed_promotions": "promotions that did not arrive",
-    "refused": "blocks that the policy did not take in",
-    "refused_stores": "stores for which there was no room",
-    "flushed_store_jobs": "stores a prompt had to wait for",
+    "failed_promotions": "promotions that failed",
+    "refused": "blocks that the policy did not admit",
+    "refused_stores": "stores without room in host memory",
+    "flushed_store_jobs": "stores that a prompt had to wait for",
     "lost_load_jobs": "loads whose blocks were gone",
 }
-"""What a counter is called, without its place -> what it counts. Each tells of work that was left out or waited for."""
+"""Counter without its place -> its meaning. Each counts work that was skipped or waited for."""
 
 
 _NUMBER = ' class="number"'
@@ -60,7 +60,7 @@ class Table:
 
 
 def tabulate_results(comparison: Comparison) -> Table:
-    """Return hits, the bound and times, one row for each simulation. Pure."""
+    """Return hits, the bound and times, one row per simulation. Pure."""
     sources = (DEVICE, "CPU", *(tier.name for tier in comparison.host.tiers))
     place = (comparison.sweep.place,) if comparison.sweep else ()
     headings = (
@@ -83,7 +83,7 @@ def tabulate_results(comparison: Comparison) -> Table:
 
 
 def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Table:
-    """Return what was written to and read from host memory and each tier. Pure."""
+    """Return the traffic of host memory and each tier. Pure."""
     headings = (
         "policy", "tier", "blocks", "written GB", "writes per unique block", "read GB", "link busy", "most queued",
     )  # fmt: skip
@@ -105,7 +105,7 @@ def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Ta
 
 
 def tabulate_watched(comparison: Comparison) -> Table | None:
-    """Return the counters that tell of work left out or waited for, None when all are zero. Pure."""
+    """Return the counters of skipped or delayed work; None when all are zero. Pure."""
     rows = [
         (Cell(label), Cell(counter), _count(value), Cell(WATCHED[_name_of(counter)]))
         for label, one in comparison.by_label.items()
@@ -166,6 +166,6 @@ def _watched(one: Simulation) -> list[tuple[str, float]]:
 
 
 def _name_of(counter: str) -> str:
-    """Return a counter's name without its place, which stands before it, but behind it in the connector's."""
+    """Return a counter's name without its place: the place comes first, but last in the connector's counters."""
     owner, *names = counter.split(".")
     return names[0 if owner == "connector" else -1]

@@ -24,17 +24,17 @@ class Naming:
         turn: depth of the conversation that it continued, 0 for the first request.
         request_code: its part of the class of each block.
         leaf: which of its blocks is a candidate to leave; None when none is. They lie on one path, so one at most is.
-        ticket: number of its place among the candidates; 0 when it has none.
+        handle: number of its place among the candidates; 0 when it has none.
     """
 
-    __slots__ = ("leaf", "request_code", "ticket", "time_s", "turn")
+    __slots__ = ("handle", "leaf", "request_code", "time_s", "turn")
 
     def __init__(self, time_s: float, turn: int, request_code: int) -> None:
         self.time_s = time_s
         self.turn = turn
         self.request_code = request_code
         self.leaf: Node | None = None
-        self.ticket = 0
+        self.handle = 0
 
 
 class Cohort:

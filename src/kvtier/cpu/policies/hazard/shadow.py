@@ -87,9 +87,9 @@ class Candidates:
 
     def __init__(self, indices: Mapping[int, Sequence[float]]) -> None:
         self._indices = indices
-        # The index, a ticket, the naming.
+        # The index, a handle, the naming.
         self._by_index: list[tuple[float, int, Naming]] = []
-        # When the index falls, a ticket, the naming, the bin that begins then.
+        # When the index falls, a handle, the naming, the bin that begins then.
         self._by_fall: list[tuple[float, int, Naming, int]] = []
         self._num_tickets = 0
         self._max_entries = MIN_STALE
@@ -109,7 +109,7 @@ class Candidates:
         naming = leaf.cohort.naming
         if naming.leaf is leaf:
             naming.leaf = None
-            naming.ticket = 0
+            naming.handle = 0
 
     def lowest(self, now_s: float) -> tuple[float, Node] | None:
         """Return the lowest index and its leaf, which stays; None when there is none.
@@ -119,9 +119,9 @@ class Candidates:
         """
         by_index = self._by_index
         while by_index:
-            index, ticket, naming = by_index[0]
+            index, handle, naming = by_index[0]
             leaf = naming.leaf
-            if leaf is None or naming.ticket != ticket:
+            if leaf is None or naming.handle != handle:
                 heappop(by_index)
                 continue
             age_bin = bisect_right(EDGES_S, now_s - naming.time_s)
@@ -135,8 +135,8 @@ class Candidates:
         """Put the leaves whose index has fallen where they belong by now."""
         by_fall = self._by_fall
         while by_fall and by_fall[0][0] <= now_s:
-            _, ticket, naming, age_bin = heappop(by_fall)
-            if naming.ticket == ticket and naming.leaf is not None:
+            _, handle, naming, age_bin = heappop(by_fall)
+            if naming.handle == handle and naming.leaf is not None:
                 # Rounded, an age may lie in the bin before still.
                 self._put(naming, naming.leaf, bisect_right(EDGES_S, now_s - naming.time_s, age_bin))
         if len(self._by_index) > self._max_entries or len(by_fall) > self._max_entries:
@@ -144,7 +144,7 @@ class Candidates:
 
     def rebuild(self, now_s: float) -> None:
         """Put every leaf where it belongs after the model has changed."""
-        live = [naming.leaf for _, ticket, naming in self._by_index if naming.ticket == ticket]
+        live = [naming.leaf for _, handle, naming in self._by_index if naming.handle == handle]
         self._by_index, self._by_fall = [], []
         for leaf in live:
             if leaf is not None:
@@ -156,17 +156,17 @@ class Candidates:
     def _put(self, naming: Naming, leaf: Node, age_bin: int) -> None:
         row = self._indices[leaf.cohort.code]
         index = row[age_bin]
-        naming.ticket = ticket = self._num_tickets = self._num_tickets + 1
-        heappush(self._by_index, (index, ticket, naming))
+        naming.handle = handle = self._num_tickets = self._num_tickets + 1
+        heappush(self._by_index, (index, handle, naming))
         for lower_bin in range(age_bin + 1, NUM_BINS):
             if row[lower_bin] < index:
                 fall_s = naming.time_s + EDGES_S[lower_bin - 1]
-                heappush(self._by_fall, (fall_s, ticket, naming, lower_bin))
+                heappush(self._by_fall, (fall_s, handle, naming, lower_bin))
                 break
 
     def _drop_stale(self) -> None:
-        self._by_index = [entry for entry in self._by_index if entry[2].ticket == entry[1]]
-        self._by_fall = [entry for entry in self._by_fall if entry[2].ticket == entry[1]]
+        self._by_index = [entry for entry in self._by_index if entry[2].handle == entry[1]]
+        self._by_fall = [entry for entry in self._by_fall if entry[2].handle == entry[1]]
         heapify(self._by_index)
         heapify(self._by_fall)
         self._max_entries = 2 * max(len(self._by_index), len(self._by_fall)) + MIN_STALE
