@@ -1,7 +1,8 @@
 """Serves turns once more in a new process that shares only the tier's storage with this one.
 
 The child is this interpreter running ``kvtier.cli.demo.restarted``, which loads the model itself. One JSON document
-goes in, one JSON line per served turn comes out. The child has always ended when ``serve_after_restart`` returns or raises.
+goes in, one JSON line per served turn comes out. The child has always ended when ``serve_after_restart`` returns or
+raises.
 """
 
 import json
