@@ -214,13 +214,13 @@ def publish(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     files, path, buffers = make_files(way, folder, case.mode), folder / "a", make_buffers(PARTS)
     if case.is_taken:
         path.write_bytes(TAKEN)
-    spare = make_spare(folder, case.mode) if way.is_over else None
+    recycled_file = make_spare(folder, case.mode) if way.is_over else None
     views = [memoryview(buffer) for buffer in buffers]
     before = count_open()
     answer, raised = None, None
     planner.plan(case.plans)
     try:
-        answer = publish_one(files, str(path), views, spare)
+        answer = publish_one(files, str(path), views, recycled_file)
     except OSError as error:
         raised = error
     num_left = planner.take_num_left()
@@ -271,13 +271,13 @@ def read(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     )
 
 
-def publish_one(files: BlockFiles, path: str, buffers: Buffers, spare: str | None = None) -> bool:
+def publish_one(files: BlockFiles, path: str, buffers: Buffers, recycled_file: str | None = None) -> bool:
     """Publish one file and return whether it was new.
 
     Raises:
         OSError: what the files answered.
     """
-    (answer,) = files.publish([(path, buffers, spare)])
+    (answer,) = files.publish([(path, buffers, recycled_file)])
     if isinstance(answer, OSError):
         raise answer
     return answer
@@ -297,10 +297,10 @@ def read_one(files: BlockFiles, path: str, buffers: Buffers) -> FileStatus:
 
 def make_spare(folder: Path, mode: int) -> str:
     """Return a file as long as the parts that may be written over."""
-    spare = folder / "tmp" / "spare"
-    spare.write_bytes(bytes(len(WHOLE)))
-    spare.chmod(mode)
-    return str(spare)
+    recycled_file = folder / "tmp" / "spare"
+    recycled_file.write_bytes(bytes(len(WHOLE)))
+    recycled_file.chmod(mode)
+    return str(recycled_file)
 
 
 def make_files(way: Way, folder: Path, mode: int) -> BlockFiles:

@@ -129,7 +129,8 @@ class BlockFiles:
         calls: SystemCalls,
         wall_clock: Callable[[], float],
     ) -> None:
-        self._support = support
+        self._flags = support.flags
+        self._has_unnamed_files = support.has_unnamed_files
         self._temporary_path = temporary_path
         self._owner = owner
         self._file_mode = file_mode
@@ -144,10 +145,14 @@ class BlockFiles:
             with, for want of room or of a folder for example: an error that names the file, and nothing new is left.
         """
         whole_files = self._calls.whole_files
-        if whole_files is None or not self._support.has_unnamed_files:
+        if whole_files is None or not self._has_unnamed_files:
             return [self._publish_stepwise(file) for file in files]
-        errors = whole_files.publish(files, self._support.flags, self._file_mode)
-        return [not error or _answer_of(error, file[0]) for error, file in zip(errors, files, strict=True)]
+        errors = whole_files.publish(files, self._flags, self._file_mode)
+        return [
+            # The name was taken with EEXIST.
+            error != errno.EEXIST and (not error or _error_of(error, file[0], errno.ENOSPC, TAKEN_IN_PART))
+            for error, file in zip(errors, files, strict=True)
+        ]
 
     def read(self, files: Sequence[OldFile]) -> list[FileStatus | OSError]:
         """Fill the buffers of each file from its beginning.
@@ -159,7 +164,7 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is None:
             return [self._read_stepwise(file) for file in files]
-        found = whole_files.read(files, self._support.flags, self._wall_clock() - RENEW_AFTER_S)
+        found = whole_files.read(files, self._flags, self._wall_clock() - RENEW_AFTER_S)
         return [
             FileStatus(*status)
             if isinstance(status, tuple)
@@ -222,7 +227,7 @@ class BlockFiles:
             return _named(error, path)
 
     def _read_opened(self, path: str, buffers: Buffers) -> FileStatus:
-        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._flags, 0)
         try:
             status = status_of(os.fstat(fd))
             if status.num_bytes >= sum(map(len, buffers)):
@@ -235,11 +240,11 @@ class BlockFiles:
                 os.close(fd)
 
     def _publish_stepwise(self, file: NewFile) -> bool | OSError:
-        path, buffers, spare = file
+        path, buffers, recycled_file = file
         try:
-            if spare is not None:
-                return self._publish_over(Path(spare), path, buffers)
-            if self._support.has_unnamed_files:
+            if recycled_file is not None:
+                return self._publish_over(Path(recycled_file), path, buffers)
+            if self._has_unnamed_files:
                 return self._publish_unnamed(path, buffers)
             return self._publish_named(path, buffers)
         except OSError as error:
@@ -271,13 +276,13 @@ class BlockFiles:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _publish_over(self, spare: Path, path: str, buffers: Buffers) -> bool:
+    def _publish_over(self, recycled_file: Path, path: str, buffers: Buffers) -> bool:
         if Path(path).exists():
             return False
         _require_folder(path)
-        is_new = self._write_and_name(spare, os.O_NOFOLLOW, path, buffers)
+        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW, path, buffers)
         if is_new:
-            spare.unlink(missing_ok=True)
+            recycled_file.unlink(missing_ok=True)
         return is_new
 
     def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
@@ -290,7 +295,7 @@ class BlockFiles:
         return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
 
     def _open_new(self, path: str, flags: int) -> int:
-        fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
+        fd = self._calls.open(path, os.O_RDWR | flags | self._flags, self._file_mode)
         try:
             set_file_mode(fd, self._file_mode)
         except OSError:
@@ -319,11 +324,6 @@ def plan_batch_files(block_bytes: int) -> int:
     return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // max(1, block_bytes)))
 
 
-def folder_mode(file_mode: int) -> int:
-    """Return the permissions of folders: search wherever files may be read. Pure."""
-    return file_mode | (file_mode & 0o444) >> 2
-
-
 @contextmanager
 def _closing(fd: int) -> Iterator[None]:
     """Close a file that is written in between; an error of that counts unless there was one before.
@@ -338,12 +338,6 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
-
-
-def _answer_of(error: int, path: str) -> bool | OSError:
-    if error == errno.EEXIST:
-        return False
-    return _error_of(error, path, errno.ENOSPC, TAKEN_IN_PART)
 
 
 def _error_of(error: int, path: str, number_if_stopped: int, reason_if_stopped: str) -> OSError:

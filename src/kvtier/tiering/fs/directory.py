@@ -17,9 +17,9 @@ from kvtier.tiering.fs.owner import Owner, current_owner
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
 from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.kit.health import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class FSDirectory:
         block_bytes: length of a block's file.
         has_direct_io: whether blocks bypass the page cache.
         files: reads, publishes and removes them.
-        ledger: the shared count of bytes.
+        usage: the shared count of bytes.
         owner: this process.
         counters: what happened.
         clock: seconds, monotonic.
@@ -52,7 +52,7 @@ class FSDirectory:
     block_bytes: int
     has_direct_io: bool
     files: BlockFiles
-    ledger: SharedUsage
+    usage: SharedUsage
     owner: Owner
     counters: Counters
     clock: Callable[[], float]
@@ -97,7 +97,7 @@ def open_directory(
         block_bytes=HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1],
         has_direct_io=support.has_direct_io,
         files=files,
-        ledger=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
+        usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
         owner=owner,
         counters=Counters(*COUNTER_NAMES),
         clock=clock,

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.fs.block_file import folder_mode
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.owner import Owner, parse_owner
 
@@ -63,17 +62,15 @@ class FSNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        name: of its folder.
         path: its folder.
         index: which blocks of it are on the disk.
     """
 
     identity: Namespace
+    name: str
     path: str
     index: KeyIndex
-
-    def block_path(self, key: OffloadKey) -> str:
-        """Return where the block of ``key`` is."""
-        return block_path(self.path, key)
 
 
 EMPTY_FOLDER_IDLE_S = 3600.0
@@ -106,7 +103,7 @@ def make_folder(path: Path, file_mode: int) -> None:
     Raises:
         OSError: the system refused.
     """
-    mode = folder_mode(file_mode)
+    mode = file_mode | (file_mode & 0o444) >> 2  # search wherever files may be read
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode)
@@ -117,7 +114,7 @@ def make_folder(path: Path, file_mode: int) -> None:
 
 
 def make_block_folder(
-    root: Path, namespace: Namespace, block_path: str, file_mode: int, owner: Owner
+    root: Path, namespace: FSNamespace, block_path: str, file_mode: int, owner_name: str
 ) -> None:
     """Make the folders above a block, and the readable description of its namespace.
 
@@ -126,17 +123,17 @@ def make_block_folder(
         namespace: whose block it is.
         block_path: the block's file.
         file_mode: permissions of files.
-        owner: this process; what it leaves half written is known as its own.
+        owner_name: this process, as text; what it leaves half written is known as its own.
 
     Raises:
         OSError: the system refused.
     """
-    top = Path(namespace_path(root, namespace.name))
+    top = Path(namespace.path)
     make_folder(top, file_mode)
     document = top / NAMESPACE_DOCUMENT_NAME
     if not document.exists():
-        temporary = root / TEMPORARY_NAME / f"{owner}-{secrets.token_hex(8)}"
-        _write_document(document, temporary, namespace.document, file_mode)
+        temporary = root / TEMPORARY_NAME / f"{owner_name}-{secrets.token_hex(8)}"
+        _write_document(document, temporary, namespace.identity.document, file_mode)
     leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     make_folder(leaf, file_mode)

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvtier.compiled import report_import_error
@@ -34,17 +33,6 @@ def set_file_mode(fd: int, file_mode: int) -> None:
         # Another user's file was set when that user made it; a file system without modes needs none.
         with suppress(OSError):
             os.fchmod(fd, file_mode)
-
-
-def open_shared_file(path: Path, file_mode: int) -> int:
-    """Open a file that all processes of a directory read and write, made when it is missing.
-
-    Raises:
-        OSError: the system refused.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
-    set_file_mode(fd, file_mode)
-    return fd
 
 
 def link_open_file(fd: int, path: str) -> None:

@@ -10,7 +10,7 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
@@ -19,7 +19,6 @@ from kvtier.tiering.kit.envelope import (
     check_block,
     make_header,
 )
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.mooncake.client import MooncakeClient, Places
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from kvtier.errors import TierError
-from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
 from kvtier.tiering.obj.layout import is_own
 

@@ -11,9 +11,8 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore
+from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor

@@ -11,9 +11,8 @@ from typing import ClassVar
 from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
-from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor

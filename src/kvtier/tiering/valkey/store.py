@@ -9,7 +9,7 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
@@ -20,7 +20,6 @@ from kvtier.tiering.kit.envelope import (
     make_header,
     unpack,
 )
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
