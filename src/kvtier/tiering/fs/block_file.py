@@ -1,7 +1,7 @@
-"""What a file system can do for us: direct I/O, and files without a name.
+"""The files of blocks: published whole or not at all, read, renewed, set aside and removed.
 
-It decides nothing about policy. Some file systems refuse ``O_DIRECT`` or ``O_TMPFILE`` and say so only when
-asked, so they are asked once, when the tier is built.
+What a file system can do for them is found out by trying once, when the tier is built: some refuse ``O_DIRECT`` or
+``O_TMPFILE`` only when they are used.
 """
 
 import errno
@@ -15,72 +15,6 @@ from pathlib import Path
 from kvtier.tiering.fs.owner import Owner
 from kvtier.tiering.fs.system import STOPPED, Buffers, FileStatus, SystemCalls, set_file_mode, status_of
 from kvtier.tiering.kit.disk import allocate_page
-
-
-@dataclass(frozen=True, slots=True)
-class FileSupport:
-    """What the tier uses of a file system.
-
-    Attributes:
-        has_direct_io: blocks bypass the page cache.
-        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
-    """
-
-    has_direct_io: bool
-    has_unnamed_files: bool
-
-    @property
-    def flags(self) -> int:
-        """Flags for ``open``."""
-        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
-
-
-def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
-    """Ask the file system of ``directory`` what it can do; leaves nothing behind.
-
-    Args:
-        directory: an existing, writable directory.
-        scratch_path: a free name on the same file system.
-        file_mode: permissions of files made for the question.
-        calls: the system.
-
-    Raises:
-        OSError: not even an ordinary file can be made.
-    """
-
-    def works(attempt: Callable[[], None]) -> bool:
-        try:
-            attempt()
-        except OSError:
-            return False
-        finally:
-            scratch_path.unlink(missing_ok=True)
-        return True
-
-    def make_named(flags: int) -> int:
-        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
-
-    def write_direct() -> None:
-        fd = make_named(os.O_DIRECT)
-        try:
-            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
-            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
-        finally:
-            os.close(fd)
-
-    def link_unnamed() -> None:
-        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
-        try:
-            calls.link(fd, str(scratch_path))
-        finally:
-            os.close(fd)
-
-    try:
-        os.close(make_named(0))
-    finally:
-        scratch_path.unlink(missing_ok=True)
-    return FileSupport(works(write_direct), works(link_unnamed))
-
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -106,6 +40,24 @@ name when this fails, and when the other name was taken."""
 OldFile = tuple[str, Buffers]
 """A file that is to be read: its name, and where its beginning goes, format 'B', contiguous and writable, eight buffers
 at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSupport:
+    """What the tier uses of a file system.
+
+    Attributes:
+        has_direct_io: blocks bypass the page cache.
+        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
+    """
+
+    has_direct_io: bool
+    has_unnamed_files: bool
+
+    @property
+    def flags(self) -> int:
+        """Flags for ``open``."""
+        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
 
 
 class BlockFiles:
@@ -181,7 +133,7 @@ class BlockFiles:
         return True
 
     def remove(self, path: str, status: FileStatus | None = None) -> int:
-        """Remove a file and return its length, 0 when somebody else did.
+        """Remove a file and return its length, 0 when it was gone.
 
         Args:
             path: the file.
@@ -319,6 +271,53 @@ class BlockFiles:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
 
 
+def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
+    """Try what the file system of ``directory`` can do; leaves nothing behind.
+
+    Args:
+        directory: an existing, writable directory.
+        scratch_path: a free name on the same file system.
+        file_mode: permissions of the files that are tried.
+        calls: the system.
+
+    Raises:
+        OSError: not even an ordinary file can be made.
+    """
+
+    def works(attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except OSError:
+            return False
+        finally:
+            scratch_path.unlink(missing_ok=True)
+        return True
+
+    def make_named(flags: int) -> int:
+        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
+
+    def write_direct() -> None:
+        fd = make_named(os.O_DIRECT)
+        try:
+            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
+            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
+        finally:
+            os.close(fd)
+
+    def link_unnamed() -> None:
+        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
+        try:
+            calls.link(fd, str(scratch_path))
+        finally:
+            os.close(fd)
+
+    try:
+        os.close(make_named(0))
+    finally:
+        scratch_path.unlink(missing_ok=True)
+    return FileSupport(works(write_direct), works(link_unnamed))
+
+
 def plan_batch_files(block_bytes: int) -> int:
     """Return how many files of such blocks are moved by one call, at least one. Pure."""
     return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // max(1, block_bytes)))
@@ -328,7 +327,7 @@ def plan_batch_files(block_bytes: int) -> int:
 def _closing(fd: int) -> Iterator[None]:
     """Close a file that is written in between; an error of that counts unless there was one before.
 
-    Some file systems tell only when a file is closed that they could not keep what was written.
+    Some file systems report only when a file is closed that they could not keep what was written.
     """
     try:
         yield

@@ -1,7 +1,6 @@
 """The tier's directory, made ready: folders, permissions, what its file system can do.
 
-It stores and evicts nothing; it is what those who do have in common. Whether the directory can be written is found
-out here, once, by writing, because permissions alone do not say it.
+Whether the directory can be written is found out once, by writing, because permissions alone do not say it.
 """
 
 import logging
@@ -32,7 +31,7 @@ COUNTER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class FSDirectory:
-    """What the parts of a tier share.
+    """A directory that is ready, with what the store and the evictor share.
 
     Attributes:
         root: the directory.
@@ -106,7 +105,7 @@ def open_directory(
 
 
 def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:
-    """Decide how blocks are written, given what the file system can do; says once what is missed.
+    """Decide how blocks are written, given what the file system can do; logs once what it lacks.
 
     Raises:
         ConfigError: direct I/O is insisted on and impossible.

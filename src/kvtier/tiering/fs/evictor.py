@@ -1,6 +1,8 @@
-"""Who evicts from a directory that several processes share.
+"""Evicts from a directory that several processes share, in a thread of its own.
 
-It evicts nothing. The kernel releases the lock of a process that dies, so another takes over.
+One process evicts at a time: the one that holds the eviction lock, which the kernel releases when it dies. A round
+walks the directory when its last walk is too old, and evicts the files that were used longest ago until there is room
+for the writers that wait and some slack besides. Files of this tier's namespace are recycled as far as there is use.
 """
 
 import fcntl
@@ -28,34 +30,6 @@ from kvtier.tiering.fs.folders import (
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.shared_usage import UsageRecord, open_shared_file
 
-
-@contextmanager
-def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
-    """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours.
-
-    Args:
-        root: the directory.
-        file_mode: permissions of the lock's file when it is made.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    fd = open_shared_file(root / LOCK_NAME, file_mode)
-    has_lock = False
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_lock = True
-        except BlockingIOError:
-            pass
-        yield has_lock
-    finally:
-        # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        if has_lock:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
-
 logger = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 32_768
@@ -82,11 +56,11 @@ ROOM_WAIT_S = 0.25
 so it must be short; an eviction of a few files takes milliseconds."""
 
 LOCK_RETRY_S = 0.01
-"""Pause between attempts to become the one who evicts while a writer waits, in seconds."""
+"""Seconds between attempts to get the eviction lock while a writer waits."""
 
 REFRESH_S = 300.0
-"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Spare files of a
-tier that has stored nothing for so long are removed."""
+"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Recycled files
+of a tier that has stored nothing for so long are removed."""
 
 BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
@@ -109,7 +83,7 @@ class Evicted(NamedTuple):
     """What an eviction gave.
 
     Attributes:
-        num_bytes: length of the file, 0 when it stays or somebody else removed it.
+        num_bytes: length of the file, 0 when it stays or was gone.
         is_kept: whether it waits to be written over, and so still counts.
     """
 
@@ -120,9 +94,8 @@ class Evicted(NamedTuple):
 class Evictor:
     """A daemon thread that walks, counts and evicts; started by ``start``.
 
-    Mutable for several threads are the wishes of waiting writers, the namespace, the count of rounds and the end.
-    ``_changed``
-    guards them. The candidates belong to the evictor's thread.
+    Mutable for several threads are the room requests of waiting writers, the namespace, the count of rounds and the
+    end. ``_changed`` guards them. The candidates belong to the evictor's thread.
 
     Args:
         directory: what it works on.
@@ -187,7 +160,7 @@ class Evictor:
             self._has_work = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_closed or self._num_rounds >= enough_rounds, ROOM_WAIT_S)
-            # A round takes the wishes that it serves; one that nobody could serve ends with its writer.
+            # A round takes the requests that it serves; one that was not served ends with its writer.
             self._requests = [other for other in self._requests if other is not request]
 
     def shutdown(self, timeout_s: float) -> bool:
@@ -229,7 +202,7 @@ class Evictor:
             self._guard(self._rest)
 
     def _rest(self) -> None:
-        """Give a sign of life, and spare files back: nobody has stored for minutes, and others may want their room."""
+        """Give a sign of life, and remove recycled files: others may need the room of a tier that stores nothing."""
         self._recycled.give_up(self._directory.usage)
         self._directory.usage.refresh()
 
@@ -310,7 +283,7 @@ class Evictor:
         return self._directory.clock() - self._walked_s < FRUITLESS_FACTOR * self._walk_took_s
 
     def _walk(self, namespace: FSNamespace | None, *, is_recount: bool) -> UsageRecord | None:
-        """See every block: who is oldest, how much there is, and what of it ``namespace`` should know.
+        """Visit every block: which are oldest, how much there is, and which are for the index of ``namespace``.
 
         Returns:
             The corrected count, None when this was no recount.
@@ -404,3 +377,30 @@ def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
     """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
     slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
     return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))
+
+
+@contextmanager
+def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
+    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
+
+    Args:
+        root: the directory.
+        file_mode: permissions of the lock's file when it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = open_shared_file(root / LOCK_NAME, file_mode)
+    has_lock = False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = True
+        except BlockingIOError:
+            pass
+        yield has_lock
+    finally:
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        if has_lock:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)

@@ -1,11 +1,11 @@
-"""Names of everything in the tier's directory.
+"""The layout of the tier's directory: names, folders, walks over them.
 
-It touches no file. ``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
+``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
 hex: 256 folders of a namespace hold 4,000 files each at a million blocks, which is little for a file system of
 today, and a new namespace is not busy making folders for its first thousands of blocks. Beside the namespaces
 stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and ``tmp``.
 
-Whatever does not look like one of these names is not ours: it is neither counted nor removed.
+What does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
 import os
@@ -221,7 +221,7 @@ def _remove_if_idle(folder: Path, now_s: float) -> None:
             (folder / NAMESPACE_DOCUMENT_NAME).unlink()
         folder.rmdir()
     except OSError:
-        return  # not empty, or gone, or made again meanwhile: each is somebody's work
+        return  # not empty, or gone, or made again meanwhile: another process is at work
 
 
 def _write_document(path: Path, temporary: Path, text: str, file_mode: int) -> None:

@@ -1,6 +1,6 @@
 """Which process a temporary file or a reservation belongs to, and whether that process is dead.
 
-It touches no such file itself. A process is named by its host, its id and its start time, so that a process
+A process is named by its host, its id and its start time, so that a process
 which got a dead one's id is not mistaken for it. The host is a boot of a kernel and a process-id namespace:
 process ids of another container mean nothing here, although its boot id is ours.
 """

@@ -1,6 +1,6 @@
 """The system calls that publish and read a block, as values that a test can replace by failing ones.
 
-It adds little to them. Other calls of the tier are not here: no fault of theirs needs to be planted.
+Other calls of the tier are not here: tests plant no fault in them.
 """
 
 import os
@@ -76,10 +76,10 @@ class WholeFileCalls(Protocol):
     def publish(
         self, files: Sequence[tuple[str, Buffers, str | None]], flags: int, mode: int, /
     ) -> list[int]:
-        """Write files, each without a name and then linked, or over a spare one.
+        """Write files, each without a name and then linked, or over a recycled one.
 
         Args:
-            files: the name, the bytes, the spare file or None of each.
+            files: the name, the bytes, the recycled file or None of each.
             flags: see above.
             mode: likewise.
 
@@ -105,7 +105,7 @@ class WholeFileCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SystemCalls:
-    """What the kernel is asked to do with a block.
+    """What the kernel does with a block.
 
     Attributes:
         open: path, flags, mode -> file descriptor.

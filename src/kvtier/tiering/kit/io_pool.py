@@ -240,7 +240,7 @@ class IOPool:
         is_store = queue is self._stores
         num_threads = self._num_store_threads if is_store else self._num_threads
         # A share of what waits, not of the job: only the last parts are small, so that threads end together. The
-        # next few jobs tell enough, since each has a block at least.
+        # next few jobs are enough, since each has a block at least.
         waiting = islice(queue, num_threads)
         share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
         if self._cuts_evenly:

@@ -1,4 +1,4 @@
-"""Opens the client for a store, with every time-out set; it asks the store nothing.
+"""The client for a store: opens it with every time-out set, calls it, and leaves it alone when it does not answer.
 
 Credentials go from the environment to the client and pass nothing of ours. ``AWS_PROFILE`` is understood when no key
 is given directly; boto3 reads it, as the client itself knows no profiles.
@@ -151,7 +151,7 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-MAX_QUESTIONS_IN_FLIGHT = 64
+MAX_SMALL_REQUESTS = 64
 """Small requests at once for a batch of keys. Fewer make a long prefix wait for round trips; more open connections
 that are used for nothing else."""
 
@@ -159,7 +159,7 @@ PAGE_OBJECTS = 1000
 """Objects in one answer of a listing, and in one bulk deletion: the most that S3 allows."""
 
 PAUSE_S = 1.0
-"""Seconds for which a store that did not answer is not asked again; each question takes most of a second to fail."""
+"""Seconds for which a store that did not answer is not called again; each call takes most of a second to fail."""
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
 
@@ -191,7 +191,7 @@ class Listed(NamedTuple):
 
 
 class Client:
-    """Asks one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
+    """Calls one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
 
     Args:
         settings: where it is and how long it may take.
@@ -260,12 +260,12 @@ class Client:
                 raise
 
     def sizes(self, paths: Sequence[str]) -> dict[str, int]:
-        """Return the lengths of those objects that exist; what could not be asked in time counts as absent."""
+        """Return the lengths of those objects that exist; what got no answer in time counts as absent."""
 
         async def ask(path: str) -> int:
             return (await obstore.head_async(self._store, path))["size"]
 
-        return self._ask_each(paths, ask)
+        return self._request_each(paths, ask)
 
     def get_each(self, paths: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
         """Return the beginnings of those objects that exist, likewise."""
@@ -273,7 +273,7 @@ class Client:
         async def ask(path: str) -> memoryview:
             return memoryview(await obstore.get_range_async(self._store, path, start=0, length=max_bytes))
 
-        return self._ask_each(paths, ask)
+        return self._request_each(paths, ask)
 
     def put_new_each(self, objects: dict[str, bytes]) -> set[str]:
         """Write small objects unless there are some of those names; return which names are there now."""
@@ -283,7 +283,7 @@ class Client:
                 await obstore.put_async(self._store, path, objects[path], mode=mode)
 
         mode: obstore.PutMode = "create" if self._can_create else "overwrite"
-        return set(self._ask_each(list(objects), ask))
+        return set(self._request_each(list(objects), ask))
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects, in bulk where the store can; those that are gone already are no matter."""
@@ -304,7 +304,7 @@ class Client:
         Raises:
             TierError: there is no bucket, no server, or no leave to read.
         """
-        # A writer with all rights makes a missing bucket come into being on some servers: it is asked for by reading.
+        # A writer with all rights makes a missing bucket come into being on some servers: this reads instead.
         self.get(path, ENVELOPE_BYTES)
 
     def _put_unless_seen(self, path: str, buffers: Sequence[Buffer]) -> bool:
@@ -324,9 +324,9 @@ class Client:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, path)
 
-    def _ask_each(self, paths: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+    def _request_each(self, paths: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
         with self._explained():
-            return asyncio.run(_ask_each(paths, ask, self._settings.timeout_s))
+            return asyncio.run(_request_each(paths, ask, self._settings.timeout_s))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -341,17 +341,17 @@ class Client:
             raise TierError("obj", why) from None
 
 
-async def _ask_each(
+async def _request_each(
     paths: Sequence[str], ask: Callable[[str], Awaitable[T]], timeout_s: float
 ) -> dict[str, T]:
-    """Ask for ``paths``, some at a time; return the answers, less what is absent or was not asked in time."""
+    """Request ``paths``, some at a time; return the answers, less what is absent or got none in time."""
     answers: dict[str, T] = {}
     failures: list[Exception] = []
     remaining = iter(paths)
     end_s = time.monotonic() + timeout_s
 
     async def work() -> None:
-        # Questions in flight are never cancelled, each ends within the client's time-outs: the client would report
+        # Requests in flight are never cancelled, each ends within the client's time-outs: the client would report
         # to a loop that is gone.
         for path in remaining:
             try:
@@ -363,7 +363,7 @@ async def _ask_each(
             if failures or time.monotonic() >= end_s:
                 return
 
-    await asyncio.gather(*(work() for _ in range(min(MAX_QUESTIONS_IN_FLIGHT, len(paths)))))
+    await asyncio.gather(*(work() for _ in range(min(MAX_SMALL_REQUESTS, len(paths)))))
     if failures:
         raise failures[0]
     return answers

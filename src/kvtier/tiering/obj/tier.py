@@ -1,6 +1,6 @@
 """The secondary tier in an object store.
 
-It decides what to ask of the store and never asks it on the scheduler's thread. One bucket serves any number of
+Lookups and jobs run on threads, so the scheduler's thread never waits for the store. One bucket serves any number of
 engines and models; each namespace has its own names under a prefix, and what lies under it shares one capacity.
 """
 

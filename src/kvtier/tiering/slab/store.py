@@ -198,7 +198,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         return failures
 
     def _erase(self, pins: Sequence[SlotPin]) -> None:
-        """Make slots empty that nobody else uses now, so that no later start finds what is in them."""
+        """Make slots empty that only this call has pinned, so that no later start finds what is in them."""
         for pin in pins:
             try:
                 self._file.erase(pin.slot)

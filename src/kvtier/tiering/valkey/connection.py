@@ -1,4 +1,8 @@
-"""Questions to a server, each with the way its reply is read, and what becomes of them."""
+"""Commands to a server, and the connections that they go over.
+
+A command has the bytes of its request and the way its reply is read. Connections are redis-py's, which lend their
+sockets, so that rows are read and written without a copy.
+"""
 
 import socket
 import struct
@@ -20,7 +24,7 @@ class Command(NamedTuple):
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, in pieces. They are asked for each time that it is sent, which after a redirection is
+        request: its bytes, in pieces. They are read each time that it is sent, which after a redirection is
             once more: no iterator, therefore.
         read: reads the reply, and puts a value where it belongs.
     """
@@ -52,7 +56,7 @@ CONNECT_TIMEOUT_S = 1.0
 are what a kernel waits before it tries a second time."""
 
 SPARE_CONNECTIONS = 4
-"""Connections beyond one for each thread that moves blocks: for lookups, and for the question at the start."""
+"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
 
 
 class ServerConnections:
@@ -81,7 +85,7 @@ class ServerConnections:
             RedisError: it cannot be made.
         """
         connection = self._pool.get_connection()
-        assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes what it was told to"
+        assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes no other"
         return connection
 
     def give_back(self, connection: "PlainConnection | TLSConnection", *, is_clean: bool) -> None:
@@ -140,7 +144,7 @@ def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: re
         "socket_connect_timeout": min(CONNECT_TIMEOUT_S, settings.timeout_s),
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
-        # The third version may send what nobody asked for, in front of a reply.
+        # The third version may send unrequested data in front of a reply.
         "protocol": 2,
         # redis-py names itself on each new connection, and we let it: those replies also take the tickets off the
         # socket that a server sends after a TLS 1.3 handshake. Unread they make redis-py 8.1 believe in stray data
