@@ -17,7 +17,7 @@ from benchmarks.harness.crew import Crew
 from benchmarks.harness.tier_jobs import flat_rows
 from kvtier.base import OffloadKey
 from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, HeaderCheck, check, pack, seal
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES, HeaderCheck, check_block, make_header
 
 GET_FLAGS, SET_FLAGS, TOP_OF_HIERARCHY = 0x8008_6601, 0x4008_6602, 0x0002_0000
 """FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL of Linux, where a long has 64 bits."""
@@ -75,7 +75,7 @@ class RawFiles:
 
         def seal_block(number: int) -> int:
             if self._is_sealed:
-                envelope = pack(seal(files.keys[number], files.digest, self._rows[number]))
+                envelope = make_header(files.keys[number], files.digest, self._rows[number])
                 self._pages[number][:ENVELOPE_BYTES] = envelope
             return number
 
@@ -91,7 +91,7 @@ class RawFiles:
         def get_block(number: int) -> None:
             self._move(files.paths[number], os.O_RDONLY, os.preadv, number)
             if self._is_sealed:
-                verdict = check(self._pages[number], self._rows[number], files.keys[number], files.digest)
+                verdict = check_block(self._pages[number], self._rows[number], files.keys[number], files.digest)
                 assert verdict is HeaderCheck.OK
 
         self._crew.each(len(self._rows), get_block)
