@@ -4,25 +4,16 @@ Credentials go from the environment to the client and pass nothing of ours. ``AW
 is given directly; boto3 reads it, as the client itself knows no profiles.
 """
 
-import os
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-
-from kvtier.errors import ConfigError, MissingExtraError
-from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.obj.target import Service
-
-if TYPE_CHECKING:
-    from obstore.store import AzureConfig, BackoffConfig, ClientConfig, RetryConfig, S3Config, S3Credential
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from typing import NamedTuple, TypeVar
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvtier.errors import KVTierError, TierError
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
@@ -32,12 +23,18 @@ from kvtier.tiering.obj.errors import (
     is_bucket_missing,
     is_unanswered,
 )
+from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.target import Service
 
 try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
     from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 except ImportError as error:
     raise MissingExtraError("obstore", "obj") from error
 
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, BackoffConfig, ClientConfig, RetryConfig, S3Config, S3Credential
 
 Store: TypeAlias = AzureStore | GCSStore | HTTPStore | LocalStore | MemoryStore | S3Store
 
@@ -50,104 +47,6 @@ RETRY_WITHIN_S = 1.0
 """Seconds from the start of a request within which it is repeated after a quick failure such as 503 SlowDown. A
 request that has timed out is older than that, so time-outs are not multiplied."""
 
-
-def open_store(settings: ObjSettings) -> Store:
-    """Return a client for the place of ``settings``.
-
-    Raises:
-        ConfigError: the directory cannot be made, or the file of certificates cannot be read.
-        MissingExtraError: a profile is asked for and boto3 is missing.
-    """
-    place = settings.target
-    if place.service is Service.MEMORY:
-        return MemoryStore()
-    if place.service is Service.FILE:
-        return LocalStore(_make_directory(Path(place.bucket)))
-    client_options = _client_options(settings)
-    retry_config = _retry_config(settings)
-    if place.service is Service.HTTP:
-        return HTTPStore.from_url(place.bucket, client_options=client_options, retry_config=retry_config)
-    if place.service is Service.GCS:
-        return GCSStore(place.bucket, client_options=client_options, retry_config=retry_config)
-    if place.service is Service.AZURE:
-        config: AzureConfig = {} if settings.endpoint is None else {"endpoint": settings.endpoint}
-        return AzureStore(
-            place.bucket, config=config, client_options=client_options, retry_config=retry_config
-        )
-    return _open_s3(settings, client_options, retry_config)
-
-
-class ProfileCredentials:
-    """Credentials of the profile that ``AWS_PROFILE`` names; read at the first request, not before."""
-
-    def __init__(self) -> None:
-        try:
-            from obstore.auth.boto3 import Boto3CredentialProvider
-        except ImportError as error:
-            raise MissingExtraError("boto3", "obj") from error
-        self._provider_class = Boto3CredentialProvider
-        self._provider: Boto3CredentialProvider | None = None
-
-    def __call__(self) -> "S3Credential":
-        """Return the credentials as the client wants them. Thread: the client's; may block."""
-        if self._provider is None:
-            self._provider = self._provider_class()
-        return self._provider()
-
-
-def _open_s3(settings: ObjSettings, client_options: "ClientConfig", retry_config: "RetryConfig") -> Store:
-    config: S3Config = {}
-    if settings.endpoint is not None:
-        config["endpoint"] = settings.endpoint
-    if settings.region is not None:
-        config["region"] = settings.region
-    has_profile = "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ
-    return S3Store(
-        settings.target.bucket,
-        config=config,
-        client_options=client_options,
-        retry_config=retry_config,
-        credential_provider=ProfileCredentials() if has_profile else None,
-    )
-
-
-def _client_options(settings: ObjSettings) -> "ClientConfig":
-    options: ClientConfig = {
-        "allow_http": settings.allow_http,
-        "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, settings.timeout_s)),
-        "timeout": timedelta(seconds=settings.timeout_s),
-        "pool_max_idle_per_host": str(settings.num_threads),
-    }
-    if settings.ca_file is not None:
-        try:
-            options["root_certificate"] = settings.ca_file.read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                "ca_file", str(settings.ca_file), f"cannot be read: {error.strerror}"
-            ) from error
-    return options
-
-
-def _retry_config(settings: ObjSettings) -> "RetryConfig":
-    within = timedelta(seconds=min(RETRY_WITHIN_S, settings.timeout_s / 2))
-    first, longest = timedelta(milliseconds=100), timedelta(milliseconds=500)
-    backoff: BackoffConfig = {"init_backoff": first, "max_backoff": longest, "base": 2}
-    return {"max_retries": MAX_RETRIES, "retry_timeout": within, "backoff": backoff}
-
-
-def _make_directory(path: Path) -> Path:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("url", f"file://{path}", f"cannot be made: {error.strerror}") from error
-    return path
-
-
-try:
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-except ImportError as error:
-    raise MissingExtraError("obstore", "obj") from error
 
 T = TypeVar("T")
 
@@ -339,6 +238,98 @@ class Client:
                 self._health.begin_pause(why)
             # Without the cause: its text quotes the request and the answer.
             raise TierError("obj", why) from None
+
+
+def open_store(settings: ObjSettings) -> Store:
+    """Return a client for the place of ``settings``.
+
+    Raises:
+        ConfigError: the directory cannot be made, or the file of certificates cannot be read.
+        MissingExtraError: a profile is asked for and boto3 is missing.
+    """
+    place = settings.target
+    if place.service is Service.MEMORY:
+        return MemoryStore()
+    if place.service is Service.FILE:
+        return LocalStore(_make_directory(Path(place.bucket)))
+    client_options = _client_options(settings)
+    retry_config = _retry_config(settings)
+    if place.service is Service.HTTP:
+        return HTTPStore.from_url(place.bucket, client_options=client_options, retry_config=retry_config)
+    if place.service is Service.GCS:
+        return GCSStore(place.bucket, client_options=client_options, retry_config=retry_config)
+    if place.service is Service.AZURE:
+        config: AzureConfig = {} if settings.endpoint is None else {"endpoint": settings.endpoint}
+        return AzureStore(
+            place.bucket, config=config, client_options=client_options, retry_config=retry_config
+        )
+    return _open_s3(settings, client_options, retry_config)
+
+
+class ProfileCredentials:
+    """Credentials of the profile that ``AWS_PROFILE`` names; read at the first request, not before."""
+
+    def __init__(self) -> None:
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError as error:
+            raise MissingExtraError("boto3", "obj") from error
+        self._provider_class = Boto3CredentialProvider
+        self._provider: Boto3CredentialProvider | None = None
+
+    def __call__(self) -> "S3Credential":
+        """Return the credentials as the client wants them. Thread: the client's; may block."""
+        if self._provider is None:
+            self._provider = self._provider_class()
+        return self._provider()
+
+
+def _open_s3(settings: ObjSettings, client_options: "ClientConfig", retry_config: "RetryConfig") -> Store:
+    config: S3Config = {}
+    if settings.endpoint is not None:
+        config["endpoint"] = settings.endpoint
+    if settings.region is not None:
+        config["region"] = settings.region
+    has_profile = "AWS_PROFILE" in os.environ and "AWS_ACCESS_KEY_ID" not in os.environ
+    return S3Store(
+        settings.target.bucket,
+        config=config,
+        client_options=client_options,
+        retry_config=retry_config,
+        credential_provider=ProfileCredentials() if has_profile else None,
+    )
+
+
+def _client_options(settings: ObjSettings) -> "ClientConfig":
+    options: ClientConfig = {
+        "allow_http": settings.allow_http,
+        "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, settings.timeout_s)),
+        "timeout": timedelta(seconds=settings.timeout_s),
+        "pool_max_idle_per_host": str(settings.num_threads),
+    }
+    if settings.ca_file is not None:
+        try:
+            options["root_certificate"] = settings.ca_file.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                "ca_file", str(settings.ca_file), f"cannot be read: {error.strerror}"
+            ) from error
+    return options
+
+
+def _retry_config(settings: ObjSettings) -> "RetryConfig":
+    within = timedelta(seconds=min(RETRY_WITHIN_S, settings.timeout_s / 2))
+    first, longest = timedelta(milliseconds=100), timedelta(milliseconds=500)
+    backoff: BackoffConfig = {"init_backoff": first, "max_backoff": longest, "base": 2}
+    return {"max_retries": MAX_RETRIES, "retry_timeout": within, "backoff": backoff}
+
+
+def _make_directory(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("url", f"file://{path}", f"cannot be made: {error.strerror}") from error
+    return path
 
 
 async def _request_each(

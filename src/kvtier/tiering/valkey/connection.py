@@ -15,6 +15,21 @@ from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.resp import ProtocolError, Reply, ReplyReader, encode, read_reply
 from kvtier.tiering.valkey.settings import ValkeySettings
 
+try:
+    from redis.backoff import NoBackoff
+    from redis.connection import Connection, ConnectionPool, SSLConnection
+    from redis.retry import Retry
+except ImportError as error:
+    raise MissingExtraError("redis", "valkey") from error
+
+CONNECT_TIMEOUT_S = 1.0
+"""Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
+are what a kernel waits before it tries a second time."""
+
+SPARE_CONNECTIONS = 4
+"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
+
+
 ReplyOrError: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
@@ -42,21 +57,6 @@ def make_command(verb: bytes, name: bytes, *arguments: bytes) -> Command:
 def error_code(reply: ReplyOrError) -> str:
     """Return the code of the refusal that ``reply`` is, "" when it is something else. Pure."""
     return reply.error_code if isinstance(reply, Reply) else ""
-
-
-try:
-    from redis.backoff import NoBackoff
-    from redis.connection import Connection, ConnectionPool, SSLConnection
-    from redis.retry import Retry
-except ImportError as error:
-    raise MissingExtraError("redis", "valkey") from error
-
-CONNECT_TIMEOUT_S = 1.0
-"""Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
-are what a kernel waits before it tries a second time."""
-
-SPARE_CONNECTIONS = 4
-"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
 
 
 class ServerConnections:
