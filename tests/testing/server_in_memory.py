@@ -9,7 +9,7 @@ from kvtier.errors import TierError
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.tier_server import TierServer
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows, rows_of
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, rows_of
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
@@ -18,7 +18,6 @@ from kvtier.tiering.kit.envelope import (
     check_block,
     make_header,
 )
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions
 

@@ -16,8 +16,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
-from kvtier.tiering.fs.owner import current_owner
-from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls
+from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls, current_owner
 
 PARTS = (b"h" * 4096, b"", bytes(range(250)) * 20)
 """A header page, nothing, and a row: where a call ends early may be in the first, in the last or between them."""
@@ -214,13 +213,13 @@ def publish(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     files, path, buffers = make_files(way, folder, case.mode), folder / "a", make_buffers(PARTS)
     if case.is_taken:
         path.write_bytes(TAKEN)
-    spare = make_spare(folder, case.mode) if way.is_over else None
+    recycled_file = make_spare(folder, case.mode) if way.is_over else None
     views = [memoryview(buffer) for buffer in buffers]
     before = count_open()
     answer, raised = None, None
     planner.plan(case.plans)
     try:
-        answer = publish_one(files, str(path), views, spare)
+        answer = publish_one(files, str(path), views, recycled_file)
     except OSError as error:
         raised = error
     num_left = planner.take_num_left()
@@ -271,13 +270,13 @@ def read(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     )
 
 
-def publish_one(files: BlockFiles, path: str, buffers: Buffers, spare: str | None = None) -> bool:
+def publish_one(files: BlockFiles, path: str, buffers: Buffers, recycled_file: str | None = None) -> bool:
     """Publish one file and return whether it was new.
 
     Raises:
         OSError: what the files answered.
     """
-    (answer,) = files.publish([(path, buffers, spare)])
+    (answer,) = files.publish([(path, buffers, recycled_file)])
     if isinstance(answer, OSError):
         raise answer
     return answer
@@ -297,10 +296,10 @@ def read_one(files: BlockFiles, path: str, buffers: Buffers) -> FileStatus:
 
 def make_spare(folder: Path, mode: int) -> str:
     """Return a file as long as the parts that may be written over."""
-    spare = folder / "tmp" / "spare"
-    spare.write_bytes(bytes(len(WHOLE)))
-    spare.chmod(mode)
-    return str(spare)
+    recycled_file = folder / "tmp" / "spare"
+    recycled_file.write_bytes(bytes(len(WHOLE)))
+    recycled_file.chmod(mode)
+    return str(recycled_file)
 
 
 def make_files(way: Way, folder: Path, mode: int) -> BlockFiles:

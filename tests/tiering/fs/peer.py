@@ -44,9 +44,9 @@ class Peer:
 
     def store(self, *numbers: int) -> list[int]:
         """Store blocks in one job each and return those that succeeded."""
-        return cast("list[int]", self.ask("store", *numbers))
+        return cast("list[int]", self.request_eviction("store", *numbers))
 
-    def ask(self, command: str, *numbers: int) -> object:
+    def request_eviction(self, command: str, *numbers: int) -> object:
         """Send a command and return its answer; None when the process died of it."""
         assert self.process.stdin is not None
         try:

@@ -15,9 +15,17 @@ import pytest
 from tests.tiering.fs.faulty_calls import Way, publish_one, read_one
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, FileSupport, folder_mode, plan_batch_files
-from kvtier.tiering.fs.owner import current_owner, parse_owner
-from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls, WholeFileCalls, status_of
+from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, FileSupport, plan_batch_files
+from kvtier.tiering.fs.system import (
+    REAL_CALLS,
+    Buffers,
+    FileStatus,
+    SystemCalls,
+    WholeFileCalls,
+    current_owner,
+    parse_owner,
+    status_of,
+)
 
 MakeFiles = Callable[..., BlockFiles]
 NOW_S = 1_700_000_000.0
@@ -56,8 +64,8 @@ def publish(files: BlockFiles, way: Way, path: Path, buffers: list[memoryview], 
     """Publish a file, over one that was another block's where the way is to do so."""
     if not way.is_over:
         return publish_one(files, str(path), buffers)
-    spare = make_spare(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
-    return publish_one(files, str(path), buffers, spare)
+    recycled_file = make_spare(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
+    return publish_one(files, str(path), buffers, recycled_file)
 
 
 def make_spare(files: BlockFiles, evicted: Path, num_bytes: int, mode: int = 0o600) -> str:
@@ -105,12 +113,12 @@ def test_a_file_that_fails_costs_no_other_of_its_batch(
     files = make_files(way)
     (tmp_path / "taken").write_bytes(b"before")
     names = [*map(str, range(40)), "taken", "no/folder", *map(str, range(40, 50))]
-    spares = [make_spare(files, tmp_path / "evicted", 4) if way.is_over else None for _ in names]
+    recycled = [make_spare(files, tmp_path / "evicted", 4) if way.is_over else None for _ in names]
     texts = [f"{number:04}".encode() for number in range(len(names))]
     answers = files.publish(
         [
-            (f"{tmp_path}/{name}", parts(text), spare)
-            for name, text, spare in zip(names, texts, spares, strict=True)
+            (f"{tmp_path}/{name}", parts(text), recycled_file)
+            for name, text, recycled_file in zip(names, texts, recycled, strict=True)
         ]
     )
     assert [answer for answer in answers if answer is not True] == [False, answers[41]]
@@ -162,12 +170,12 @@ def test_a_missing_folder_is_said_and_nothing_is_left(
 @EVERY_WAY_OVER
 def test_a_missing_folder_costs_no_spare_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    spare = make_spare(files, tmp_path / "evicted", 1)
+    recycled_file = make_spare(files, tmp_path / "evicted", 1)
     with pytest.raises(FileNotFoundError):
-        publish_one(files, f"{tmp_path}/no/a", parts(b"x"), spare)
-    assert left_over(tmp_path) == [Path(spare)]
+        publish_one(files, f"{tmp_path}/no/a", parts(b"x"), recycled_file)
+    assert left_over(tmp_path) == [Path(recycled_file)]
     (tmp_path / "no").mkdir()
-    assert publish_one(files, f"{tmp_path}/no/a", parts(b"x"), spare)
+    assert publish_one(files, f"{tmp_path}/no/a", parts(b"x"), recycled_file)
     assert left_over(tmp_path) == [tmp_path / "no" / "a"]
 
 
@@ -182,9 +190,9 @@ def test_a_spare_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path
 @EVERY_WAY_OVER
 def test_what_is_written_over_is_the_same_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    spare = make_spare(files, tmp_path / "evicted", 11)
-    inode = Path(spare).stat().st_ino
-    assert publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), spare)
+    recycled_file = make_spare(files, tmp_path / "evicted", 11)
+    inode = Path(recycled_file).stat().st_ino
+    assert publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), recycled_file)
     assert (tmp_path / "a").stat().st_ino == inode
     assert (tmp_path / "a").stat().st_nlink == 1
 
@@ -239,9 +247,9 @@ def test_a_file_that_may_not_become_so_long_leaves_nothing(
     make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:
     files = make_files(way)
-    spare = make_spare(files, tmp_path / "evicted", 6) if way.is_over else None
+    recycled_file = make_spare(files, tmp_path / "evicted", 6) if way.is_over else None
     with files_of_at_most(6), pytest.raises(OSError, match="too large") as caught:
-        publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), spare)
+        publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), recycled_file)
     assert caught.value.errno == errno.EFBIG
     assert num_left_over(tmp_path) == (0, way.is_over)
 
@@ -317,15 +325,6 @@ def test_permissions_are_those_asked_for_whatever_the_umask(
 ) -> None:
     publish(make_files(way, mode=mode), way, tmp_path / "a", parts(b"x"), mode)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
-
-
-def test_folders_can_be_searched_by_those_who_read_files() -> None:
-    assert [oct(folder_mode(mode)) for mode in (0o600, 0o640, 0o660, 0o666)] == [
-        "0o700",
-        "0o750",
-        "0o770",
-        "0o777",
-    ]
 
 
 @EVERY_READ

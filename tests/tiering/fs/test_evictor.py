@@ -11,10 +11,15 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.evictor import MAX_SPARES, SLACK_SHARE, WALK_TTL_S, plan_excess, plan_num_spares
-from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
-from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_book
-from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.fs.evictor import (
+    MAX_RECYCLED_FILES,
+    SLACK_SHARE,
+    WALK_TTL_S,
+    plan_excess,
+    plan_num_recycled,
+)
+from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_record
+from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, SystemCalls, current_owner
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -34,7 +39,7 @@ def age(root: Path, number: int, seconds: float) -> None:
 
 def used_bytes(root: Path) -> int:
     """Return what the shared count says."""
-    return unpack_book((root / ".usage").read_bytes()).used_bytes
+    return unpack_record((root / ".usage").read_bytes()).used_bytes
 
 
 def store_each(driver: TierDriver, *numbers: int) -> list[bool]:
@@ -43,7 +48,7 @@ def store_each(driver: TierDriver, *numbers: int) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("used_blocks", "capacity_blocks", "num_spares", "excess_blocks"),
+    ("used_blocks", "capacity_blocks", "num_recycled", "excess_blocks"),
     [
         (0, 4, 0, -4),
         (4, 4, 0, 0),
@@ -58,34 +63,34 @@ def store_each(driver: TierDriver, *numbers: int) -> list[bool]:
     ],
 )
 def test_a_part_of_a_large_capacity_is_kept_free_or_spare(
-    used_blocks: int, capacity_blocks: int, num_spares: int, excess_blocks: int
+    used_blocks: int, capacity_blocks: int, num_recycled: int, excess_blocks: int
 ) -> None:
     assert SLACK_SHARE == 32
     member = MemberId(current_owner(), 1)
-    book = UsageRecord(used_blocks * 10, is_counted=True).joined(member, capacity_blocks * 10, 0.0)
-    assert plan_excess(book, 10, num_spares * 10) == excess_blocks * 10
+    record = UsageRecord(used_blocks * 10, is_counted=True).joined(member, capacity_blocks * 10, 0.0)
+    assert plan_excess(record, 10, num_recycled * 10) == excess_blocks * 10
 
 
 @pytest.mark.parametrize(
-    ("capacity_blocks", "num_members", "num_spares"),
+    ("capacity_blocks", "num_members", "num_recycled"),
     [
         (31, 1, 0),
         (32, 1, 1),
         (640, 1, 20),
         (640, 3, 6),
         (640, 21, 0),
-        (10**6, 1, MAX_SPARES),
-        (10**6, 99, MAX_SPARES),
+        (10**6, 1, MAX_RECYCLED_FILES),
+        (10**6, 99, MAX_RECYCLED_FILES),
     ],
 )
 def test_the_spare_files_of_all_together_fit_into_what_is_kept_free(
-    capacity_blocks: int, num_members: int, num_spares: int
+    capacity_blocks: int, num_members: int, num_recycled: int
 ) -> None:
-    book = UsageRecord(is_counted=True)
+    record = UsageRecord(is_counted=True)
     for number in range(num_members):
-        book = book.joined(MemberId(current_owner(), number), capacity_blocks * 10, 0.0)
-    assert plan_num_spares(book, 10) == num_spares
-    assert num_members * num_spares <= capacity_blocks // SLACK_SHARE
+        record = record.joined(MemberId(current_owner(), number), capacity_blocks * 10, 0.0)
+    assert plan_num_recycled(record, 10) == num_recycled
+    assert num_members * num_recycled <= capacity_blocks // SLACK_SHARE
 
 
 def test_a_full_directory_makes_room_for_the_next_block(start_tier: StartTier, root: Path) -> None:
@@ -182,9 +187,9 @@ def test_room_that_a_dead_writer_had_reserved_is_found_at_the_next_start(
     store_each(start_tier(), 1)
     here = current_owner()
     dead = MemberId(Owner(here.host, here.pid, here.start_ticks + 1), 7)
-    book = unpack_book((root / ".usage").read_bytes()).joined(dead, 5, 0.0)
-    book = book.changed(dead, Change(used_bytes=10**9, in_flight_bytes=10**9))
-    (root / ".usage").write_bytes(book.pack())
+    record = unpack_record((root / ".usage").read_bytes()).joined(dead, 5, 0.0)
+    record = record.changed(dead, Change(used_bytes=10**9, in_flight_bytes=10**9))
+    (root / ".usage").write_bytes(record.pack())
     driver = start_tier()
     assert used_bytes(root) == BLOCK_BYTES
     assert store_each(driver, 2) == [True]

@@ -11,13 +11,15 @@ from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.fs import folders
 from kvtier.tiering.fs.folders import (
     EMPTY_FOLDER_IDLE_S,
+    FSNamespace,
     make_block_folder,
     make_folder,
     remove_empty_folders,
     sweep_temporaries,
     walk_blocks,
 )
-from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner
+from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, current_owner
 
 NAMESPACE = Namespace('{"model": "m"}', bytes(range(32)))
 NOW_S = 1_700_000_000.0
@@ -30,10 +32,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def handle_of(root: Path, identity: Namespace) -> FSNamespace:
+    """Return the handle of a namespace in the directory."""
+    path = folders.namespace_path(root, identity.name)
+    return FSNamespace(identity, identity.name, path, KeyIndex(10, is_complete=True))
+
+
 def put_block(root: Path, number: int, namespace: Namespace = NAMESPACE) -> Path:
     """Write a block's file and return it."""
-    path = folders.block_path(folders.namespace_path(root, namespace.name), key_of(number))
-    make_block_folder(root, namespace, path, 0o600, current_owner())
+    handle = handle_of(root, namespace)
+    path = folders.block_path(handle.path, key_of(number))
+    make_block_folder(root, handle, path, 0o600, str(current_owner()))
     Path(path).write_bytes(b"x" * number)
     return Path(path)
 
@@ -86,7 +95,8 @@ def test_a_description_that_was_half_written_at_a_crash_is_swept(
 ) -> None:
     here = current_owner()
     dead = Owner(here.host, here.pid, here.start_ticks + 1)
-    path = folders.block_path(folders.namespace_path(root, NAMESPACE.name), key_of(1))
+    handle = handle_of(root, NAMESPACE)
+    path = folders.block_path(handle.path, key_of(1))
 
     def crash(*_: object) -> int:
         os._exit(9)
@@ -94,7 +104,7 @@ def test_a_description_that_was_half_written_at_a_crash_is_swept(
     child = os.fork()
     if child == 0:
         monkeypatch.setattr(os, "write", crash)
-        make_block_folder(root, NAMESPACE, path, 0o600, dead)
+        make_block_folder(root, handle, path, 0o600, str(dead))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(list((root / "tmp").iterdir())) == 1
@@ -115,3 +125,11 @@ def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:
         remove_empty_folders(root, now_s + level * EMPTY_FOLDER_IDLE_S)
     assert kept.exists()
     assert not gone.parents[2].exists()
+
+
+@pytest.mark.parametrize(
+    ("file_mode", "mode"), [(0o600, 0o700), (0o640, 0o750), (0o660, 0o770), (0o666, 0o777)], ids=oct
+)
+def test_folders_can_be_searched_by_those_who_read_files(tmp_path: Path, file_mode: int, mode: int) -> None:
+    folders.make_folder(tmp_path / "folder", file_mode)
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == mode

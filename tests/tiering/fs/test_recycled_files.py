@@ -8,9 +8,8 @@ import pytest
 
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
-from kvtier.tiering.fs.owner import current_owner, parse_owner
-from kvtier.tiering.fs.recycled_files import RecycledFiles, Spare
-from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.fs.recycled_files import RecycledFile, RecycledFiles
+from kvtier.tiering.fs.system import SystemCalls, current_owner, parse_owner
 
 NUM_BYTES = 5
 FILE_MODE = 0o600
@@ -18,7 +17,7 @@ NAMESPACE, ANOTHER = "namespace-a", "namespace-b"
 
 
 @pytest.fixture
-def spares(tmp_path: Path) -> RecycledFiles:
+def recycled(tmp_path: Path) -> RecycledFiles:
     """Spare files of five bytes in a directory of the test."""
     (tmp_path / "tmp").mkdir()
     support = FileSupport(has_direct_io=False, has_unnamed_files=True)
@@ -34,9 +33,9 @@ def make_block(folder: Path, name: str, num_bytes: int = NUM_BYTES, mode: int = 
     return path
 
 
-def test_a_folder_is_no_spare_file(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_a_folder_is_no_spare_file(recycled: RecycledFiles, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    assert not spares.can_keep((tmp_path / "folder").lstat())
+    assert not recycled.can_keep((tmp_path / "folder").lstat())
 
 
 def names_in(folder: Path) -> list[str]:
@@ -45,26 +44,28 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_an_evicted_file_has_a_temporary_name_of_this_process_and_counts(
-    spares: RecycledFiles, tmp_path: Path
+    recycled: RecycledFiles, tmp_path: Path
 ) -> None:
     for name in ("a", "b"):
-        assert spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
+        assert recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
     assert names_in(tmp_path) == []
     kept = names_in(tmp_path / "tmp")
     assert {parse_owner(name) for name in kept} == {current_owner()}
     assert sorted((tmp_path / "tmp" / name).read_bytes() for name in kept) == [b"aaaaa", b"bbbbb"]
-    assert (len(spares), spares.num_bytes) == (2, 2 * NUM_BYTES)
+    assert len(recycled.waiting) == 2
 
 
-def test_what_is_gone_is_not_kept(spares: RecycledFiles, tmp_path: Path) -> None:
-    assert not spares.keep(f"{tmp_path}/gone", NAMESPACE)
-    assert len(spares) == 0
+def test_what_is_gone_is_not_kept(recycled: RecycledFiles, tmp_path: Path) -> None:
+    assert not recycled.keep(f"{tmp_path}/gone", NAMESPACE)
+    assert len(recycled.waiting) == 0
 
 
-def test_without_the_folder_for_temporary_names_the_file_stays(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_without_the_folder_for_temporary_names_the_file_stays(
+    recycled: RecycledFiles, tmp_path: Path
+) -> None:
     (tmp_path / "tmp").rmdir()
     path = make_block(tmp_path, "a")
-    assert not spares.keep(str(path), NAMESPACE)
+    assert not recycled.keep(str(path), NAMESPACE)
     assert path.read_bytes() == b"aaaaa"
 
 
@@ -79,106 +80,106 @@ def test_without_the_folder_for_temporary_names_the_file_stays(spares: RecycledF
     ],
 )
 def test_a_file_that_others_may_want_as_it_is_is_not_written_over(
-    spares: RecycledFiles, tmp_path: Path, num_bytes: int, mode: int, num_links: int, expected: bool
+    recycled: RecycledFiles, tmp_path: Path, num_bytes: int, mode: int, num_links: int, expected: bool
 ) -> None:
     path = make_block(tmp_path, "a", num_bytes, mode)
     for number in range(1, num_links):
         os.link(path, tmp_path / f"backup{number}")
-    assert spares.can_keep(path.lstat()) is expected
+    assert recycled.can_keep(path.lstat()) is expected
 
 
 def test_a_file_of_another_user_is_not_written_over(
-    spares: RecycledFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recycled: RecycledFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status = make_block(tmp_path, "a").lstat()
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)
-    assert not spares.can_keep(status)
+    assert not recycled.can_keep(status)
 
 
-def test_takers_get_what_there_is_and_may_give_it_back(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_takers_get_what_there_is_and_may_give_it_back(recycled: RecycledFiles, tmp_path: Path) -> None:
     for name in "abc":
-        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
-    assert spares.take(0, NAMESPACE) == []
-    taken = spares.take(2, NAMESPACE)
-    assert (len(taken), len(spares)) == (2, 1)
-    assert len(spares.take(5, NAMESPACE)) == 1
-    assert spares.take(1, NAMESPACE) == []
-    spares.give_back(taken)
-    assert sorted(spares.take(9, NAMESPACE)) == sorted(taken)
+        recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    assert recycled.take(0, NAMESPACE) == []
+    taken = recycled.take(2, NAMESPACE)
+    assert (len(taken), len(recycled.waiting)) == (2, 1)
+    assert len(recycled.take(5, NAMESPACE)) == 1
+    assert recycled.take(1, NAMESPACE) == []
+    recycled.give_back(taken)
+    assert sorted(recycled.take(9, NAMESPACE)) == sorted(taken)
 
 
-def test_each_file_has_one_taker(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_each_file_has_one_taker(recycled: RecycledFiles, tmp_path: Path) -> None:
     for number in range(64):
-        spares.keep(str(make_block(tmp_path, f"a{number}")), NAMESPACE)
+        recycled.keep(str(make_block(tmp_path, f"a{number}")), NAMESPACE)
     start = threading.Barrier(8)
-    taken: list[Spare] = []
+    taken: list[RecycledFile] = []
 
     def take() -> None:
         start.wait()
-        taken.extend(spare for _ in range(64) for spare in spares.take(1, NAMESPACE))
+        taken.extend(recycled_file for _ in range(64) for recycled_file in recycled.take(1, NAMESPACE))
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (len(taken), len(set(taken)), len(spares)) == (64, 64, 0)
+    assert (len(taken), len(set(taken)), len(recycled.waiting)) == (64, 64, 0)
 
 
 def test_those_beyond_a_number_are_removed_and_what_that_gives_is_said(
-    spares: RecycledFiles, tmp_path: Path
+    recycled: RecycledFiles, tmp_path: Path
 ) -> None:
     for name in "abc":
-        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
-    assert spares.trim(5) == 0
-    assert spares.trim(1) == 2 * NUM_BYTES
-    assert (len(names_in(tmp_path / "tmp")), len(spares)) == (1, 1)
-    assert spares.trim(0) == NUM_BYTES
+        recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    assert recycled.trim(5) == 0
+    assert recycled.trim(1) == 2 * NUM_BYTES
+    assert (len(names_in(tmp_path / "tmp")), len(recycled.waiting)) == (1, 1)
+    assert recycled.trim(0) == NUM_BYTES
     assert names_in(tmp_path / "tmp") == []
 
 
 def test_a_file_that_cannot_be_removed_gives_nothing(
-    spares: RecycledFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recycled: RecycledFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spares.keep(str(make_block(tmp_path, "a")), NAMESPACE)
+    recycled.keep(str(make_block(tmp_path, "a")), NAMESPACE)
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert spares.trim(0) == 0
+    assert recycled.trim(0) == 0
 
 
-def test_those_that_somebody_else_removed_give_nothing(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_those_that_somebody_else_removed_give_nothing(recycled: RecycledFiles, tmp_path: Path) -> None:
     for name in "ab":
-        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
+        recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
     next((tmp_path / "tmp").iterdir()).unlink()
-    assert spares.trim(0) == NUM_BYTES
-    assert len(spares) == 0
+    assert recycled.trim(0) == NUM_BYTES
+    assert len(recycled.waiting) == 0
 
 
-def test_the_oldest_is_used_and_removed_first(spares: RecycledFiles, tmp_path: Path) -> None:
+def test_the_oldest_is_used_and_removed_first(recycled: RecycledFiles, tmp_path: Path) -> None:
     for name in "abcd":
-        spares.keep(str(make_block(tmp_path, name)), NAMESPACE)
-    spares.trim(3)
-    (taken,) = spares.take(1, NAMESPACE)
+        recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
+    recycled.trim(3)
+    (taken,) = recycled.take(1, NAMESPACE)
     assert Path(taken.path).read_bytes() == b"bbbbb"
 
 
 def test_blocks_of_another_namespace_get_none_and_it_is_removed(
-    spares: RecycledFiles, tmp_path: Path
+    recycled: RecycledFiles, tmp_path: Path
 ) -> None:
     for name, namespace_name in (("a", ANOTHER), ("b", NAMESPACE), ("c", ANOTHER)):
-        spares.keep(str(make_block(tmp_path, name)), namespace_name)
-    (taken,) = spares.take(3, NAMESPACE)
+        recycled.keep(str(make_block(tmp_path, name)), namespace_name)
+    (taken,) = recycled.take(3, NAMESPACE)
     assert Path(taken.path).read_bytes() == b"bbbbb"
     assert names_in(tmp_path / "tmp") == [Path(taken.path).name]
-    assert len(spares) == 0
+    assert len(recycled.waiting) == 0
 
 
-def test_what_is_of_no_use_is_removed_if_it_is_there(spares: RecycledFiles, tmp_path: Path) -> None:
-    spares.keep(str(make_block(tmp_path, "a")), NAMESPACE)
-    (taken,) = spares.take(1, NAMESPACE)
-    spares.discard(taken)
-    spares.discard(taken)
+def test_what_is_of_no_use_is_removed_if_it_is_there(recycled: RecycledFiles, tmp_path: Path) -> None:
+    recycled.keep(str(make_block(tmp_path, "a")), NAMESPACE)
+    (taken,) = recycled.take(1, NAMESPACE)
+    recycled.discard(taken)
+    recycled.discard(taken)
     assert names_in(tmp_path / "tmp") == []

@@ -1,4 +1,4 @@
-"""Whoever removes a tier's files under a living engine costs it those blocks, and nothing else."""
+"""Files that another program removes under a living engine cost their blocks, and nothing else."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from tests.tiering.fs.peer import Peer
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of
-from kvtier.tiering.fs.shared_usage import UsageRecord, unpack_book
+from kvtier.tiering.fs.shared_usage import UsageRecord, unpack_record
 from kvtier.tiering.fs.system import SystemCalls
 
 BLOCK_BYTES = ROW_BYTES + 4096
@@ -101,10 +101,10 @@ def bytes_in(root: Path) -> int:
     return total
 
 
-def book_of(root: Path) -> UsageRecord:
+def record_of(root: Path) -> UsageRecord:
     """Return the shared count."""
     try:
-        return unpack_book((root / ".usage").read_bytes())
+        return unpack_record((root / ".usage").read_bytes())
     except FileNotFoundError:
         return UsageRecord()
 
@@ -113,8 +113,8 @@ def require_true_count(driver: TierDriver, root: Path) -> None:
     """Wait until the shared count says what is on the disk, with nothing in flight."""
 
     def is_true() -> bool:
-        book = book_of(root)
-        return (book.is_counted, book.used_bytes, book.in_flight_bytes) == (True, bytes_in(root), 0)
+        record = record_of(root)
+        return (record.is_counted, record.used_bytes, record.in_flight_bytes) == (True, bytes_in(root), 0)
 
     driver.poll_until(is_true)
 
@@ -177,7 +177,7 @@ def test_lookups_miss_what_was_removed_before_anybody_loads_it(
     carry_out(remove, root)
 
     driver.poll_until(lambda: not any(driver.lookup(number) for number in BLOCKS))
-    assert ["removed by somebody else" in line for line in lines_about_removal(caplog)] == [True]
+    assert ["removed by another program" in line for line in lines_about_removal(caplog)] == [True]
 
 
 @removed
@@ -324,7 +324,7 @@ def test_a_namespace_that_nobody_serves_here_gives_its_room_back(start_tier: Sta
     driver = start_tier()
     (foreign,) = set(root.glob("[!.]*")) - {root / "tmp"}
     assert driver.store(BLOCKS).success
-    driver.poll_until(lambda: book_of(root).used_bytes == 2 * len(BLOCKS) * BLOCK_BYTES)
+    driver.poll_until(lambda: record_of(root).used_bytes == 2 * len(BLOCKS) * BLOCK_BYTES)
 
     shutil.rmtree(foreign)
 

@@ -65,7 +65,7 @@ def test_a_block_that_b_evicts_between_as_lookup_and_load_fails_alone(
     driver, peer = start_tier(), peers.start()
     driver.store([1, 2, 3])
     assert driver.lookup(2) is True
-    assert peer.ask("evict", 2) is True
+    assert peer.request_eviction("evict", 2) is True
     result = driver.load([1, 2, 3])
     assert result.successful_keys == frozenset({key_of(1), key_of(3)})
     assert driver.lookup(2) is False
@@ -111,8 +111,8 @@ def test_both_write_the_same_blocks_and_each_is_there_once(
 def test_another_model_sees_nothing_and_removes_nothing(start_tier: StartTier, peers: Peers) -> None:
     driver, peer = start_tier(), peers.start("--model", "model-b")
     driver.store([1])
-    assert peer.ask("lookup", 1) is False
-    assert peer.ask("load", 1) is False
+    assert peer.request_eviction("lookup", 1) is False
+    assert peer.request_eviction("load", 1) is False
     assert driver.load([1]).success
 
 
@@ -121,7 +121,7 @@ def test_while_another_process_evicts_a_store_is_declined_and_after_its_death_ta
 ) -> None:
     driver, peer = start_tier(capacity_bytes=4 * BLOCK_BYTES), peers.start()
     assert driver.store([1, 2, 3, 4]).success
-    assert peer.ask("lead") is True
+    assert peer.request_eviction("lead") is True
     assert not driver.store([5]).success
     assert driver.tier.stats()["declined"] == 1
     peer.kill()

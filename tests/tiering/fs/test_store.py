@@ -12,7 +12,7 @@ import pytest
 from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.fs import block_writer, store
+from kvtier.tiering.fs import store
 from kvtier.tiering.fs.system import REAL_CALLS, STOPPED, Buffers, SystemCalls, WholeFileCalls
 from kvtier.tiering.kit import envelope
 
@@ -163,14 +163,13 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
 
 def set_batches(monkeypatch: pytest.MonkeyPatch, batch_blocks: int, num_ahead: int) -> None:
     """Have so many blocks be moved by one call, and so many batches be sealed ahead."""
-    monkeypatch.setattr(block_writer, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
-    for module in (block_writer, store):
-        monkeypatch.setattr(module, "plan_batch_files", lambda _: batch_blocks)
+    monkeypatch.setattr(store, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
+    monkeypatch.setattr(store, "plan_batch_files", lambda _: batch_blocks)
 
 
 @pytest.mark.parametrize("batch_blocks", [1, 3, NUM_ROWS])
 @pytest.mark.parametrize("num_ahead", [0, 1, 4])
-def test_blocks_that_are_sealed_ahead_keep_their_own_headers(
+def test_blocks_whose_checksums_are_ahead_keep_their_own_headers(
     start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, num_ahead: int, batch_blocks: int
 ) -> None:
     set_batches(monkeypatch, batch_blocks, num_ahead)
@@ -183,7 +182,7 @@ def test_blocks_that_are_sealed_ahead_keep_their_own_headers(
 @pytest.mark.parametrize("batch_blocks", [1, 3, NUM_ROWS])
 @pytest.mark.parametrize("num_ahead", [0, 1, 4])
 @pytest.mark.parametrize("num_refusals", [1, 2])
-def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
+def test_a_full_disk_spoils_no_block_that_is_prepared_before_or_behind(
     start_tier: StartTier,
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,10 +200,7 @@ def test_a_full_disk_spoils_no_block_that_is_sealed_before_or_behind(
 
     driver = start_tier(num_threads=1, calls=SystemCalls(pwritev=full))
     assert driver.store([NUM_ROWS]).success
-    (oldest,) = root.rglob("*.kv")
-    os.utime(
-        oldest, (0, 0)
-    )  # what leaves when room is made: within a tick of the kernel's clock all are as old
+    os.utime(file_of(root, NUM_ROWS), (0, 0))  # the oldest, which is evicted when room is made
     numbers = list(range(NUM_ROWS))
     result = driver.store(numbers)
     assert result.success == (num_refusals == 1)

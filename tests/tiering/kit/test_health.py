@@ -7,7 +7,8 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.kit.health import BackendHealth, Counters
+from kvtier.tiering.kit.backend import Counters
+from kvtier.tiering.kit.health import BackendHealth
 
 
 def test_named_counts_begin_at_zero() -> None:

@@ -9,7 +9,7 @@ from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, free_port
 
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.mooncake.client import PAUSE_S, MooncakeClient, Places
+from kvtier.tiering.mooncake.client import PAUSE_S, MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code
 from kvtier.tiering.mooncake.native import open_native
 from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
@@ -17,7 +17,7 @@ from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
 pytestmark = pytest.mark.servers
 
 MEMORY = memoryview(bytearray(4096))
-NOWHERE = Places([], [])
+NOWHERE = ScatterLists([], [])
 
 
 class Rig:

@@ -7,8 +7,8 @@ from tests.tiering.obj.conftest import HANG_GUARD_S, Bucket, StartTier
 
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver
+from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.obj.client import Client, Listed
 from kvtier.tiering.obj.evictor import Evictor, PrefixListing, plan_victims
 from kvtier.tiering.obj.layout import block_path, group_path, is_own, namespace_path

@@ -1,7 +1,7 @@
-"""What a file system can do for us: direct I/O, and files without a name.
+"""The files of blocks: published whole or not at all, read, renewed, set aside and removed.
 
-It decides nothing about policy. Some file systems refuse ``O_DIRECT`` or ``O_TMPFILE`` and say so only when
-asked, so they are asked once, when the tier is built.
+What a file system can do for them is found out by trying once, when the tier is built: some refuse ``O_DIRECT`` or
+``O_TMPFILE`` only when they are used.
 """
 
 import errno
@@ -12,75 +12,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tiering.fs.owner import Owner
-from kvtier.tiering.fs.system import STOPPED, Buffers, FileStatus, SystemCalls, set_file_mode, status_of
+from kvtier.tiering.fs.system import (
+    STOPPED,
+    Buffers,
+    FileStatus,
+    Owner,
+    SystemCalls,
+    set_file_mode,
+    status_of,
+)
 from kvtier.tiering.kit.disk import allocate_page
-
-
-@dataclass(frozen=True, slots=True)
-class FileSupport:
-    """What the tier uses of a file system.
-
-    Attributes:
-        has_direct_io: blocks bypass the page cache.
-        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
-    """
-
-    has_direct_io: bool
-    has_unnamed_files: bool
-
-    @property
-    def flags(self) -> int:
-        """Flags for ``open``."""
-        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
-
-
-def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
-    """Ask the file system of ``directory`` what it can do; leaves nothing behind.
-
-    Args:
-        directory: an existing, writable directory.
-        scratch_path: a free name on the same file system.
-        file_mode: permissions of files made for the question.
-        calls: the system.
-
-    Raises:
-        OSError: not even an ordinary file can be made.
-    """
-
-    def works(attempt: Callable[[], None]) -> bool:
-        try:
-            attempt()
-        except OSError:
-            return False
-        finally:
-            scratch_path.unlink(missing_ok=True)
-        return True
-
-    def make_named(flags: int) -> int:
-        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
-
-    def write_direct() -> None:
-        fd = make_named(os.O_DIRECT)
-        try:
-            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
-            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
-        finally:
-            os.close(fd)
-
-    def link_unnamed() -> None:
-        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
-        try:
-            calls.link(fd, str(scratch_path))
-        finally:
-            os.close(fd)
-
-    try:
-        os.close(make_named(0))
-    finally:
-        scratch_path.unlink(missing_ok=True)
-    return FileSupport(works(write_direct), works(link_unnamed))
-
 
 RENEW_AFTER_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -108,6 +49,24 @@ OldFile = tuple[str, Buffers]
 at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class FileSupport:
+    """What the tier uses of a file system.
+
+    Attributes:
+        has_direct_io: blocks bypass the page cache.
+        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
+    """
+
+    has_direct_io: bool
+    has_unnamed_files: bool
+
+    @property
+    def flags(self) -> int:
+        """Flags for ``open``."""
+        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
+
+
 class BlockFiles:
     """The files of a directory; immutable, so any thread may use it.
 
@@ -129,7 +88,8 @@ class BlockFiles:
         calls: SystemCalls,
         wall_clock: Callable[[], float],
     ) -> None:
-        self._support = support
+        self._flags = support.flags
+        self._has_unnamed_files = support.has_unnamed_files
         self._temporary_path = temporary_path
         self._owner = owner
         self._file_mode = file_mode
@@ -144,10 +104,14 @@ class BlockFiles:
             with, for want of room or of a folder for example: an error that names the file, and nothing new is left.
         """
         whole_files = self._calls.whole_files
-        if whole_files is None or not self._support.has_unnamed_files:
+        if whole_files is None or not self._has_unnamed_files:
             return [self._publish_stepwise(file) for file in files]
-        errors = whole_files.publish(files, self._support.flags, self._file_mode)
-        return [not error or _answer_of(error, file[0]) for error, file in zip(errors, files, strict=True)]
+        errors = whole_files.publish(files, self._flags, self._file_mode)
+        return [
+            # The name was taken with EEXIST.
+            error != errno.EEXIST and (not error or _error_of(error, file[0], errno.ENOSPC, TAKEN_IN_PART))
+            for error, file in zip(errors, files, strict=True)
+        ]
 
     def read(self, files: Sequence[OldFile]) -> list[FileStatus | OSError]:
         """Fill the buffers of each file from its beginning.
@@ -159,7 +123,7 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is None:
             return [self._read_stepwise(file) for file in files]
-        found = whole_files.read(files, self._support.flags, self._wall_clock() - RENEW_AFTER_S)
+        found = whole_files.read(files, self._flags, self._wall_clock() - RENEW_AFTER_S)
         return [
             FileStatus(*status)
             if isinstance(status, tuple)
@@ -176,7 +140,7 @@ class BlockFiles:
         return True
 
     def remove(self, path: str, status: FileStatus | None = None) -> int:
-        """Remove a file and return its length, 0 when somebody else did.
+        """Remove a file and return its length, 0 when it was gone.
 
         Args:
             path: the file.
@@ -222,7 +186,7 @@ class BlockFiles:
             return _named(error, path)
 
     def _read_opened(self, path: str, buffers: Buffers) -> FileStatus:
-        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._support.flags, 0)
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._flags, 0)
         try:
             status = status_of(os.fstat(fd))
             if status.num_bytes >= sum(map(len, buffers)):
@@ -235,11 +199,11 @@ class BlockFiles:
                 os.close(fd)
 
     def _publish_stepwise(self, file: NewFile) -> bool | OSError:
-        path, buffers, spare = file
+        path, buffers, recycled_file = file
         try:
-            if spare is not None:
-                return self._publish_over(Path(spare), path, buffers)
-            if self._support.has_unnamed_files:
+            if recycled_file is not None:
+                return self._publish_over(Path(recycled_file), path, buffers)
+            if self._has_unnamed_files:
                 return self._publish_unnamed(path, buffers)
             return self._publish_named(path, buffers)
         except OSError as error:
@@ -271,13 +235,13 @@ class BlockFiles:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _publish_over(self, spare: Path, path: str, buffers: Buffers) -> bool:
+    def _publish_over(self, recycled_file: Path, path: str, buffers: Buffers) -> bool:
         if Path(path).exists():
             return False
         _require_folder(path)
-        is_new = self._write_and_name(spare, os.O_NOFOLLOW, path, buffers)
+        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW, path, buffers)
         if is_new:
-            spare.unlink(missing_ok=True)
+            recycled_file.unlink(missing_ok=True)
         return is_new
 
     def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
@@ -290,7 +254,7 @@ class BlockFiles:
         return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
 
     def _open_new(self, path: str, flags: int) -> int:
-        fd = self._calls.open(path, os.O_RDWR | flags | self._support.flags, self._file_mode)
+        fd = self._calls.open(path, os.O_RDWR | flags | self._flags, self._file_mode)
         try:
             set_file_mode(fd, self._file_mode)
         except OSError:
@@ -314,21 +278,63 @@ class BlockFiles:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
 
 
+def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
+    """Try what the file system of ``directory`` can do; leaves nothing behind.
+
+    Args:
+        directory: an existing, writable directory.
+        scratch_path: a free name on the same file system.
+        file_mode: permissions of the files that are tried.
+        calls: the system.
+
+    Raises:
+        OSError: not even an ordinary file can be made.
+    """
+
+    def works(attempt: Callable[[], None]) -> bool:
+        try:
+            attempt()
+        except OSError:
+            return False
+        finally:
+            scratch_path.unlink(missing_ok=True)
+        return True
+
+    def make_named(flags: int) -> int:
+        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
+
+    def write_direct() -> None:
+        fd = make_named(os.O_DIRECT)
+        try:
+            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
+            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
+        finally:
+            os.close(fd)
+
+    def link_unnamed() -> None:
+        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
+        try:
+            calls.link(fd, str(scratch_path))
+        finally:
+            os.close(fd)
+
+    try:
+        os.close(make_named(0))
+    finally:
+        scratch_path.unlink(missing_ok=True)
+    return FileSupport(works(write_direct), works(link_unnamed))
+
+
 def plan_batch_files(block_bytes: int) -> int:
     """Return how many files of such blocks are moved by one call, at least one. Pure."""
     return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // max(1, block_bytes)))
-
-
-def folder_mode(file_mode: int) -> int:
-    """Return the permissions of folders: search wherever files may be read. Pure."""
-    return file_mode | (file_mode & 0o444) >> 2
 
 
 @contextmanager
 def _closing(fd: int) -> Iterator[None]:
     """Close a file that is written in between; an error of that counts unless there was one before.
 
-    Some file systems tell only when a file is closed that they could not keep what was written.
+    Some file systems report only when a file is closed that they could not keep what was written.
     """
     try:
         yield
@@ -338,12 +344,6 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
-
-
-def _answer_of(error: int, path: str) -> bool | OSError:
-    if error == errno.EEXIST:
-        return False
-    return _error_of(error, path, errno.ENOSPC, TAKEN_IN_PART)
 
 
 def _error_of(error: int, path: str, number_if_stopped: int, reason_if_stopped: str) -> OSError:

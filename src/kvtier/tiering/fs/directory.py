@@ -1,7 +1,6 @@
 """The tier's directory, made ready: folders, permissions, what its file system can do.
 
-It stores and evicts nothing; it is what those who do have in common. Whether the directory can be written is found
-out here, once, by writing, because permissions alone do not say it.
+Whether the directory can be written is found out once, by writing, because permissions alone do not say it.
 """
 
 import logging
@@ -13,13 +12,12 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, probe
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
-from kvtier.tiering.fs.owner import Owner, current_owner
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
-from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.fs.system import Owner, SystemCalls, current_owner
+from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.kit.health import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ COUNTER_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class FSDirectory:
-    """What the parts of a tier share.
+    """A directory that is ready, with what the store and the evictor share.
 
     Attributes:
         root: the directory.
@@ -40,7 +38,7 @@ class FSDirectory:
         block_bytes: length of a block's file.
         has_direct_io: whether blocks bypass the page cache.
         files: reads, publishes and removes them.
-        ledger: the shared count of bytes.
+        usage: the shared count of bytes.
         owner: this process.
         counters: what happened.
         clock: seconds, monotonic.
@@ -52,7 +50,7 @@ class FSDirectory:
     block_bytes: int
     has_direct_io: bool
     files: BlockFiles
-    ledger: SharedUsage
+    usage: SharedUsage
     owner: Owner
     counters: Counters
     clock: Callable[[], float]
@@ -96,7 +94,7 @@ def open_directory(
         block_bytes=HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1],
         has_direct_io=support.has_direct_io,
         files=files,
-        ledger=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
+        usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
         owner=owner,
         counters=Counters(*COUNTER_NAMES),
         clock=clock,
@@ -105,7 +103,7 @@ def open_directory(
 
 
 def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:
-    """Decide how blocks are written, given what the file system can do; says once what is missed.
+    """Decide how blocks are written, given what the file system can do; logs once what it lacks.
 
     Raises:
         ConfigError: direct I/O is insisted on and impossible.

@@ -1,6 +1,8 @@
-"""Who evicts from a directory that several processes share.
+"""Evicts from a directory that several processes share, in a thread of its own.
 
-It evicts nothing. The kernel releases the lock of a process that dies, so another takes over.
+One process evicts at a time: the one that holds the eviction lock, which the kernel releases when it dies. A round
+walks the directory when its last walk is too old, and evicts the files that were used longest ago until there is room
+for the writers that wait and some slack besides. Files of this tier's namespace are recycled as far as there is use.
 """
 
 import fcntl
@@ -27,36 +29,7 @@ from kvtier.tiering.fs.folders import (
 )
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.removals import Removals
-from kvtier.tiering.fs.shared_usage import UsageRecord
-from kvtier.tiering.fs.system import open_shared_file
-
-
-@contextmanager
-def leading(root: Path, file_mode: int) -> Iterator[bool]:
-    """Hold the lock of the directory's only evictor, if nobody else does; gives whether it is ours.
-
-    Args:
-        root: the directory.
-        file_mode: permissions of the lock's file when it is made.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    fd = open_shared_file(root / LOCK_NAME, file_mode)
-    is_leader = False
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_leader = True
-        except BlockingIOError:
-            pass
-        yield is_leader
-    finally:
-        # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        if is_leader:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
+from kvtier.tiering.fs.shared_usage import UsageRecord, open_shared_file
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +44,11 @@ SLACK_SHARE = 32
 """One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
 eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
 
-MAX_SPARES = 256
+MAX_RECYCLED_FILES = 256
 """Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie idle, and
 take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
 
-BARREN_FACTOR = 10
+FRUITLESS_FACTOR = 10
 """After a walk that led to no eviction, the next has to wait this many times as long as it took: a directory full
 of what cannot be removed must not be walked all the time. For a small directory that is no time at all."""
 
@@ -83,23 +56,23 @@ ROOM_WAIT_S = 0.25
 """Seconds that a writer waits for room before its block is declined. A thread that waits moves nothing else,
 so it must be short; an eviction of a few files takes milliseconds."""
 
-LEADER_RETRY_S = 0.01
-"""Pause between attempts to become the one who evicts while a writer waits, in seconds."""
+LOCK_RETRY_S = 0.01
+"""Seconds between attempts to get the eviction lock while a writer waits."""
 
 REFRESH_S = 300.0
-"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Spare files of a
-tier that has stored nothing for so long are removed."""
+"""Seconds between signs of life in the shared count; a host that gives none for an hour is forgotten. Recycled files
+of a tier that has stored nothing for so long are removed."""
 
-WATCH_S = 1.0
-"""Seconds between two looks at whether the folders are still there, four calls of ``stat``. Longer answers lookups with
-blocks that somebody has removed, whose loads then fail; shorter wakes an idle engine more often."""
+CHECK_S = 1.0
+"""Seconds between two checks whether the folders are still there, four calls of ``stat``. Longer answers lookups with
+blocks that another program has removed, whose loads then fail; shorter wakes an idle engine more often."""
 
 BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wish:
+class RoomRequest:
     """Room that a waiting writer needs.
 
     Attributes:
@@ -115,7 +88,7 @@ class Evicted(NamedTuple):
     """What an eviction gave.
 
     Attributes:
-        num_bytes: length of the file, 0 when it stays or somebody else removed it.
+        num_bytes: length of the file, 0 when it stays or was gone.
         is_kept: whether it waits to be written over, and so still counts.
     """
 
@@ -126,30 +99,29 @@ class Evicted(NamedTuple):
 class Evictor:
     """A daemon thread that walks, counts and evicts; started by ``start``.
 
-    Mutable for several threads are the wishes of waiting writers, the namespace, the count of rounds and the end.
-    ``_changed``
-    guards them. The candidates belong to the evictor's thread.
+    Mutable for several threads are the room requests of waiting writers, the namespace, the count of rounds and the
+    end. ``_changed`` guards them. The candidates belong to the evictor's thread.
 
     Args:
         directory: what it works on.
-        spares: takes files of evicted blocks that can be written over.
+        recycled: takes files of evicted blocks that can be written over.
 
     Attributes:
-        removals: what others remove under the tier.
+        removals: what other programs remove under the tier.
     """
 
-    def __init__(self, directory: FSDirectory, spares: RecycledFiles) -> None:
+    def __init__(self, directory: FSDirectory, recycled: RecycledFiles) -> None:
         self._directory = directory
         self._namespace: FSNamespace | None = None
-        self._spares = spares
+        self._recycled = recycled
         self._changed = threading.Condition()
-        self._wishes: list[Wish] = []
+        self._requests: list[RoomRequest] = []
         self._has_work = False
         self._is_running = False
         self._is_closed = False
         self._num_rounds = 0
-        self._num_looks = 0
-        self.removals = Removals(directory, self._current_namespace, spares)
+        self._num_checks = 0
+        self.removals = Removals(directory, self._current_namespace, recycled)
         self._candidates: list[BlockFile] = []
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
@@ -166,19 +138,22 @@ class Evictor:
         """Start the thread, once there is a namespace; its first work is to see what is there."""
         self._thread.start()
 
-    def note(self, book: UsageRecord | None) -> None:
-        """Ask for an eviction, without waiting for it, when ``book`` says that the slack is being used up."""
-        block_bytes = self._directory.block_bytes
-        if book is None:
-            return
-        if not book.is_counted or plan_excess(book, block_bytes, self._spares.num_bytes) > 0:
-            self.ask()
+    def on_reserved(self, num_recycled: int, record: UsageRecord | None) -> None:
+        """Start a round, without waiting for it, after a reservation that it has work from.
 
-    def ask(self) -> None:
-        """Ask for an eviction, without waiting for it, when spare files were taken."""
-        with self._changed:
-            self._has_work = True
-            self._changed.notify_all()
+        That is one that used up recycled files or the slack, or found the bytes uncounted.
+
+        Args:
+            num_recycled: recycled files that it took.
+            record: the shared count after it, None when it did not change.
+        """
+        block_bytes = self._directory.block_bytes
+        has_work = num_recycled > 0
+        if record is not None and not has_work:
+            recycled_bytes = len(self._recycled.waiting) * block_bytes
+            has_work = not record.is_counted or plan_excess(record, block_bytes, recycled_bytes) > 0
+        if has_work:
+            self._start_round()
 
     def make_room(self, num_bytes: int, *, is_disk_full: bool = False) -> None:
         """Wait, a quarter of a second at most, until an eviction has been tried.
@@ -188,15 +163,15 @@ class Evictor:
             is_disk_full: the disk refused it although the capacity allows it. So much is evicted then, whatever
                 the count says: a disk filled by others shrinks the tier instead of stopping it.
         """
-        wish = Wish(num_bytes, is_disk_full)
+        request = RoomRequest(num_bytes, is_disk_full)
         with self._changed:
             enough_rounds = self._num_rounds + (2 if self._is_running else 1)
-            self._wishes.append(wish)
+            self._requests.append(request)
             self._has_work = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._is_closed or self._num_rounds >= enough_rounds, ROOM_WAIT_S)
-            # A round takes the wishes that it serves; one that nobody could serve ends with its writer.
-            self._wishes = [other for other in self._wishes if other is not wish]
+            # A round takes the requests that it serves; one that was not served ends with its writer.
+            self._requests = [other for other in self._requests if other is not request]
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the thread; False when it had not ended after ``timeout_s``; idempotent."""
@@ -224,39 +199,44 @@ class Evictor:
             self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
-        """Return True with work to do, False at the end; gives signs of life in between."""
+        """Return True with work to do, False at the end; checks the folders in between."""
         while True:
             with self._changed:
-                has_work = self._changed.wait_for(lambda: self._is_closed or self._has_work, WATCH_S)
+                has_work = self._changed.wait_for(lambda: self._is_closed or self._has_work, CHECK_S)
                 if self._is_closed:
                     return False
-                # Also of a look at the folders: a writer that comes now must wait for the round behind it.
+                # Set for a check of the folders too: a writer that comes now must wait for the round after it.
                 self._is_running = True
                 if has_work:
                     self._has_work = False
                     return True
-            self._guard(self._look)
+            self._guard(self._check_folders)
 
-    def _look(self) -> None:
-        """See whether the folders are there; now and then give a sign of life, and spare files back."""
-        was_due = self.removals.is_count_due
-        has_lost = self.removals.look()
+    def _start_round(self) -> None:
+        with self._changed:
+            self._has_work = True
+            self._changed.notify_all()
+
+    def _check_folders(self) -> None:
+        """Check that the folders are there; now and then give a sign of life, and remove recycled files."""
+        was_due = self.removals.is_recount_due
+        has_found_any = self.removals.check()
         if not self.removals.has_root:
             return
-        self._num_looks += 1
-        if self._num_looks * WATCH_S >= REFRESH_S:
-            # Nobody has stored for minutes, and others may want the room of the spare files.
-            self._num_looks = 0
-            self._spares.give_up(self._directory.ledger)
-            self._directory.ledger.refresh()
-        if was_due and not has_lost:
-            self.ask()
+        self._num_checks += 1
+        if self._num_checks * CHECK_S >= REFRESH_S:
+            # This tier has stored nothing for minutes, and others may need the room of its recycled files.
+            self._num_checks = 0
+            self._recycled.give_up(self._directory.usage)
+            self._directory.usage.refresh()
+        if was_due and not has_found_any:
+            self._start_round()
 
     def _leave(self) -> None:
         self.removals.close()
         if self.removals.has_root:
-            self._spares.give_up(self._directory.ledger)
-            self._directory.ledger.leave()
+            self._recycled.give_up(self._directory.usage)
+            self._directory.usage.leave()
 
     def _current_namespace(self) -> FSNamespace:
         with self._changed:
@@ -268,81 +248,83 @@ class Evictor:
         namespace = self._current_namespace()
         try:
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
-            with leading(directory.root, directory.file_mode) as is_leader:
-                book = self._walk(namespace, is_recount=is_leader)
-            if book is not None and book.used_bytes > book.limit_bytes:
-                self.note(book)
+            with eviction_lock(directory.root, directory.file_mode) as has_lock:
+                record = self._walk(namespace, is_recount=has_lock)
+            if record is not None and record.used_bytes > record.limit_bytes:
+                self.on_reserved(0, record)
         finally:
             # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.
             namespace.index.set_complete()
 
     def _run_round(self) -> None:
         directory = self._directory
-        if self.removals.look() and not self._wishes:
-            return  # more may be removed just now: the next look has it counted
-        while self.removals.restore_root() if self._wishes else self.removals.has_root:
-            with suppress(FileNotFoundError), leading(directory.root, directory.file_mode) as is_leader:
-                if is_leader:
+        if self.removals.check() and not self._requests:
+            return  # more may be removed just now: the next check starts the recount
+        while self.removals.restore_root() if self._requests else self.removals.has_root:
+            with suppress(FileNotFoundError), eviction_lock(directory.root, directory.file_mode) as has_lock:
+                if has_lock:
                     self._evict()
                     return
             with self._changed:
-                if self._is_closed or not self._wishes:
+                if self._is_closed or not self._requests:
                     return
-                self._changed.wait(LEADER_RETRY_S)
+                self._changed.wait(LOCK_RETRY_S)
 
     def _evict(self) -> None:
-        wishes = self._take_wishes()
-        book = self._directory.ledger.refresh()
-        if book is None:
+        requests = self._take_requests()
+        record = self._directory.usage.refresh()
+        if record is None:
             return
-        if not (book.is_counted and self._is_walk_fresh()):
-            book = self._walk(None, is_recount=True) or book
+        if not (record.is_counted and self._is_walk_fresh()):
+            record = self._walk(None, is_recount=True) or record
         block_bytes = self._directory.block_bytes
-        num_spares = plan_num_spares(book, block_bytes)
-        self._directory.ledger.remove(self._spares.trim(num_spares))
-        wanted_bytes = sum(wish.num_bytes for wish in wishes)
-        disk_full_bytes = sum(wish.num_bytes for wish in wishes if wish.is_disk_full)
-        excess_bytes = plan_excess(book, block_bytes, self._spares.num_bytes) + wanted_bytes
+        num_recycled = plan_num_recycled(record, block_bytes)
+        self._directory.usage.remove(self._recycled.trim(num_recycled))
+        wanted_bytes = sum(request.num_bytes for request in requests)
+        disk_full_bytes = sum(request.num_bytes for request in requests if request.is_disk_full)
+        excess_bytes = (
+            plan_excess(record, block_bytes, len(self._recycled.waiting) * block_bytes) + wanted_bytes
+        )
         excess_bytes = max(disk_full_bytes, excess_bytes)
         has_just_walked = False
         while excess_bytes > 0 and not self._is_closed:
             if not self._candidates:
-                if has_just_walked or self._is_barren():
+                if has_just_walked or self._is_walk_fruitless():
                     return
                 self._walk(None, is_recount=True)
                 has_just_walked = True
-            freed_bytes = self._evict_batch(excess_bytes, num_spares)
+            freed_bytes = self._evict_batch(excess_bytes, num_recycled)
             excess_bytes -= freed_bytes
             self._freed_since_walk_bytes += freed_bytes
             has_just_walked = has_just_walked and freed_bytes == 0
 
-    def _take_wishes(self) -> list[Wish]:
+    def _take_requests(self) -> list[RoomRequest]:
         with self._changed:
-            wishes, self._wishes = self._wishes, []
-            return wishes
+            requests, self._requests = self._requests, []
+            return requests
 
     def _is_walk_fresh(self) -> bool:
-        if self._walked_s is None or self.removals.is_count_due:
+        if self._walked_s is None or self.removals.is_recount_due:
             return False
         return self._directory.clock() - self._walked_s < WALK_TTL_S
 
-    def _is_barren(self) -> bool:
+    def _is_walk_fruitless(self) -> bool:
         """Return whether the last walk found what cannot be removed, and that not long ago for what it cost."""
         if self._walked_s is None or self._freed_since_walk_bytes or not self._num_found_blocks:
             return False
-        return self._directory.clock() - self._walked_s < BARREN_FACTOR * self._walk_took_s
+        return self._directory.clock() - self._walked_s < FRUITLESS_FACTOR * self._walk_took_s
 
     def _walk(self, namespace: FSNamespace | None, *, is_recount: bool) -> UsageRecord | None:
-        """See every block: who is oldest, how much there is, and what of it ``namespace`` should know.
+        """Visit every block: which are oldest, how much there is, and which are for the index of ``namespace``.
 
         Returns:
             The corrected count, None when this was no recount.
         """
         directory = self._directory
         begun_s = directory.clock()
-        if is_recount and self.removals.take_count():
+        if is_recount and self.removals.take_recount_request():
             namespace = self._current_namespace()  # what is left of its blocks is to be found again
-        begun = directory.ledger.begin_recount() if is_recount else None
+        begun = directory.usage.begin_recount() if is_recount else None
         found_bytes = sweep_temporaries(
             directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock()
         )
@@ -367,20 +349,20 @@ class Evictor:
         self._freed_since_walk_bytes = 0
         if begun is None:
             if is_recount:
-                self.removals.ask_count()
+                self.removals.request_recount()
             return None
         remove_empty_folders(directory.root, directory.wall_clock())
-        counted = directory.ledger.end_recount(found_bytes, begun)
+        counted = directory.usage.end_recount(found_bytes, begun)
         if counted is None:
-            self.removals.ask_count()
+            self.removals.request_recount()
         return counted
 
-    def _evict_batch(self, excess_bytes: int, num_spares: int) -> int:
+    def _evict_batch(self, excess_bytes: int, num_recycled: int) -> int:
         """Evict the next candidates, as many as are needed or a batch, and return the bytes they gave.
 
         Args:
             excess_bytes: how much is needed.
-            num_spares: how many files may be kept to be written over; others are removed.
+            num_recycled: how many files may be kept to be written over; others are removed.
         """
         own = self._current_namespace()
         evicted_bytes, kept_bytes, num_blocks, keys = 0, 0, 0, []
@@ -389,25 +371,25 @@ class Evictor:
                 break
             block = self._candidates.pop()
             is_own = namespace_of(block.path) == own.identity.name
-            heir = own.identity.name if is_own and len(self._spares) < num_spares else None
-            evicted = self._evict_if_still_old(block, heir)
+            reuse_for = own.identity.name if is_own and len(self._recycled.waiting) < num_recycled else None
+            evicted = self._evict_if_still_old(block, reuse_for)
             evicted_bytes += evicted.num_bytes
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0
             num_blocks += evicted.num_bytes > 0
             if is_own and evicted.num_bytes > 0:
                 keys.append(block.key)
         own.index.evict(keys)
-        self._directory.ledger.remove(evicted_bytes - kept_bytes)
+        self._directory.usage.remove(evicted_bytes - kept_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
         return evicted_bytes
 
-    def _evict_if_still_old(self, block: BlockFile, heir: str | None) -> Evicted:
-        """Keep the file for blocks of the namespace ``heir``, or remove it."""
+    def _evict_if_still_old(self, block: BlockFile, reuse_for: str | None) -> Evicted:
+        """Keep the file for blocks of the namespace ``reuse_for``, or remove it."""
         try:
             status = os.lstat(block.path)
             if status.st_mtime_ns != block.mtime_ns:
                 return Evicted(0)  # used since the walk: the next walk gives it its new place
-            if heir and self._spares.can_keep(status) and self._spares.keep(block.path, heir):
+            if reuse_for and self._recycled.can_keep(status) and self._recycled.keep(block.path, reuse_for):
                 return Evicted(status.st_size, is_kept=True)
             return Evicted(self._directory.files.remove(block.path))
         except FileNotFoundError:
@@ -417,23 +399,47 @@ class Evictor:
             return Evicted(0)
 
 
-def plan_excess(book: UsageRecord, block_bytes: int, spare_bytes: int) -> int:
+def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:
     """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
 
     Args:
-        book: the shared count.
+        record: the shared count.
         block_bytes: length of a block's file.
-        spare_bytes: what of the count waits to be written over by the one who asks.
+        recycled_bytes: what of the count waits to be written over by this tier.
     """
-    slack_bytes = plan_slack_blocks(book, block_bytes) * block_bytes
-    return book.used_bytes - spare_bytes - (book.limit_bytes - slack_bytes)
+    limit_bytes = record.limit_bytes
+    slack_bytes = limit_bytes // SLACK_SHARE // block_bytes * block_bytes
+    return record.used_bytes - recycled_bytes - (limit_bytes - slack_bytes)
 
 
-def plan_num_spares(book: UsageRecord, block_bytes: int) -> int:
-    """Return how many spare files one tier may keep: those of all together fit into the slack. Pure."""
-    return min(MAX_SPARES, plan_slack_blocks(book, block_bytes) // max(1, len(book.members)))
+def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
+    """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
+    slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
+    return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))
 
 
-def plan_slack_blocks(book: UsageRecord, block_bytes: int) -> int:
-    """Return for how many blocks a directory is to have room that is not used. Pure."""
-    return book.limit_bytes // SLACK_SHARE // block_bytes
+@contextmanager
+def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
+    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
+
+    Args:
+        root: the directory.
+        file_mode: permissions of the lock's file when it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = open_shared_file(root / LOCK_NAME, file_mode)
+    has_lock = False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = True
+        except BlockingIOError:
+            pass
+        yield has_lock
+    finally:
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        if has_lock:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)

@@ -1,11 +1,11 @@
-"""Names of everything in the tier's directory.
+"""The layout of the tier's directory: names, folders, walks over them.
 
-It touches no file. ``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
+``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
 hex: 256 folders of a namespace hold 4,000 files each at a million blocks, which is little for a file system of
 today, and a new namespace is not busy making folders for its first thousands of blocks. Beside the namespaces
 stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and ``tmp``.
 
-Whatever does not look like one of these names is not ours: it is neither counted nor removed.
+What does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
 import os
@@ -18,9 +18,8 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.fs.block_file import folder_mode
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.owner import Owner, parse_owner
+from kvtier.tiering.fs.system import Owner, parse_owner
 
 LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
@@ -41,8 +40,8 @@ def block_path(namespace_path: str, key: OffloadKey) -> str:
     return f"{namespace_path}/{digits[0]}/{digits[1]}/{digits}.kv"
 
 
-def prefix_of(key: OffloadKey) -> bytes:
-    """Return what all keys begin with whose blocks are in the folder of this one's. Pure."""
+def folder_prefix(key: OffloadKey) -> bytes:
+    """Return what all keys begin with whose blocks are in the same folder as that of ``key``. Pure."""
     return key[:1]
 
 
@@ -68,19 +67,18 @@ class FSNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        name: of its folder.
         path: its folder.
         index: which blocks of it are on the disk.
-        folders: what keys begin with whose folders this process has made or written to; a missing one was removed.
+        known_folders: by key prefix, the folders that this process has made or written to; one of them that is missing
+            was removed. Adding and discarding are atomic.
     """
 
     identity: Namespace
+    name: str
     path: str
     index: KeyIndex
-    folders: set[bytes] = field(default_factory=set)
-
-    def block_path(self, key: OffloadKey) -> str:
-        """Return where the block of ``key`` is."""
-        return block_path(self.path, key)
+    known_folders: set[bytes] = field(default_factory=set, compare=False)
 
 
 EMPTY_FOLDER_IDLE_S = 3600.0
@@ -113,7 +111,7 @@ def make_folder(path: Path, file_mode: int) -> None:
     Raises:
         OSError: the system refused.
     """
-    mode = folder_mode(file_mode)
+    mode = file_mode | (file_mode & 0o444) >> 2  # search wherever files may be read
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode)
@@ -134,27 +132,27 @@ def make_root(root: Path, file_mode: int) -> None:
 
 
 def make_block_folder(
-    root: Path, namespace: Namespace, block_path: str, file_mode: int, owner: Owner
+    root: Path, namespace: FSNamespace, block_path: str, file_mode: int, owner_name: str
 ) -> None:
-    """Make the folders above a block, and the readable description of its namespace.
+    """Make the folders above a block, the tier's directory included, and the readable description of its namespace.
 
     Args:
         root: the tier's directory.
         namespace: whose block it is.
         block_path: the block's file.
         file_mode: permissions of files.
-        owner: this process; what it leaves half written is known as its own.
+        owner_name: this process, as text; what it leaves half written is known as its own.
 
     Raises:
         OSError: the system refused.
     """
     make_root(root, file_mode)
-    top = Path(namespace_path(root, namespace.name))
+    top = Path(namespace.path)
     make_folder(top, file_mode)
     document = top / NAMESPACE_DOCUMENT_NAME
     if not document.exists():
-        temporary = root / TEMPORARY_NAME / f"{owner}-{secrets.token_hex(8)}"
-        _write_document(document, temporary, namespace.document, file_mode)
+        temporary = root / TEMPORARY_NAME / f"{owner_name}-{secrets.token_hex(8)}"
+        _write_document(document, temporary, namespace.identity.document, file_mode)
     leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     make_folder(leaf, file_mode)
@@ -242,7 +240,7 @@ def _remove_if_idle(folder: Path, now_s: float) -> None:
             (folder / NAMESPACE_DOCUMENT_NAME).unlink()
         folder.rmdir()
     except OSError:
-        return  # not empty, or gone, or made again meanwhile: each is somebody's work
+        return  # not empty, or gone, or made again meanwhile: another process is at work
 
 
 def _write_document(path: Path, temporary: Path, text: str, file_mode: int) -> None:

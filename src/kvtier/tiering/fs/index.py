@@ -1,7 +1,7 @@
 """Which blocks of one namespace are on the disk, as far as this process knows.
 
-It asks no disk. A key in it was seen or written by this process and may have been evicted by another one since;
-a key missing from it may have been written by another one. Both errors cost a hit, neither gives wrong bytes.
+A key in it was seen or written by this process and may have been evicted by another one since; a key missing from it
+may have been written by another one. Both errors cost a hit, neither gives wrong bytes.
 """
 
 import threading
@@ -43,7 +43,7 @@ class KeyIndex:
             self._complete.set()
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that the blocks of ``keys`` are on the disk."""
+        """Add blocks that are on the disk."""
         rest = iter(keys)
         while batch := list(islice(rest, BATCH_KEYS)):
             with self._lock:
@@ -52,7 +52,7 @@ class KeyIndex:
                     self._keys.popitem(last=False)
 
     def evict(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that this process has removed the blocks of ``keys``; those it knew of are told to whoever asks."""
+        """Remove blocks that this process has evicted, and record those it knew of for the next report."""
         with self._lock:
             for key in keys:
                 if key in self._keys:
@@ -60,19 +60,19 @@ class KeyIndex:
                     if self._evicted is not None:
                         self._evicted.add(key)
 
-    def lose(self, prefix: bytes = b"") -> int:
-        """Note that somebody has removed the files of all keys that begin so; return how many were known.
+    def evict_prefix(self, prefix: bytes = b"") -> int:
+        """Remove all keys that begin with ``prefix``, whose files another program removed; return their number.
 
-        Nobody else tells of them, as a process does that evicts: they count as evicted by this one.
+        No tier reports these blocks as one that evicts them does: they count as evicted by this process.
         """
         with self._lock:
             known = list(self._keys)
-        lost = iter([key for key in known if key.startswith(prefix)] if prefix else known)
-        num_lost = 0
-        while batch := list(islice(lost, BATCH_KEYS)):
+        removed = iter([key for key in known if key.startswith(prefix)] if prefix else known)
+        num_removed = 0
+        while batch := list(islice(removed, BATCH_KEYS)):
             self.evict(batch)
-            num_lost += len(batch)
-        return num_lost
+            num_removed += len(batch)
+        return num_removed
 
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
@@ -82,13 +82,13 @@ class KeyIndex:
             return self._evicted.take(being_stored, self._keys.__contains__)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that the blocks of ``keys`` are gone, somebody else's doing."""
+        """Remove blocks that were gone."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
 
     def set_complete(self) -> None:
-        """Note that the first scan has ended."""
+        """Record that the first scan has ended."""
         self.is_complete = True
         self._complete.set()
 

@@ -1,21 +1,23 @@
-"""Files of evicted blocks that wait to be written over.
+"""Files of evicted blocks that are written over, and what a part of a job has reserved to write into.
 
-It evicts nothing and writes no block. To remove a file and to make another is most of what a file system does for a
-block; a spare one has its inode and its place on the disk already. Spare files have temporary names, so those of a
-process that died are removed like any other half-written file, and count as bytes on the disk. They are used in the
-order in which they came: another host takes a process without a sign of life for dead, and a file's time is one.
+To remove a file and to make another is most of what a file system does for a block; a recycled one has its inode and
+its place on the disk already. Recycled files have temporary names, so those of a process that died are removed like any
+other half-written file, and count as bytes on the disk. They are used in the order in which they came: another host
+takes a process without a sign of life for dead, and a file's time is one.
 
 Each is written over by a block of its own namespace only. Should the disk lose the bytes and keep the name, a reader
-finds an older block of the same namespace, which says that it is another than its name does: that is damage, and is
-removed, where a block of another namespace would be left alone for ever.
+finds an older block of the same namespace, whose header has another key than its name: that is damage and is removed,
+where a block of another namespace would be left alone for ever.
 """
 
 import logging
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from kvtier.tiering.fs.shared_usage import SharedUsage
 logger = logging.getLogger(__name__)
 
 
-class Spare(NamedTuple):
+class RecycledFile(NamedTuple):
     """A file that may be written over.
 
     Attributes:
@@ -38,7 +40,7 @@ class Spare(NamedTuple):
 
 
 class RecycledFiles:
-    """The spare files of one tier.
+    """The recycled files of one tier.
 
     Mutable is the deque of them, where appending and taking are atomic.
 
@@ -46,22 +48,16 @@ class RecycledFiles:
         files: sets them aside.
         file_mode: permissions that they must have.
         block_bytes: length that they must have.
+
+    Attributes:
+        waiting: the files, in the order in which they came.
     """
 
     def __init__(self, files: BlockFiles, file_mode: int, block_bytes: int) -> None:
         self._files = files
         self._file_mode = file_mode
         self._block_bytes = block_bytes
-        self._spares: deque[Spare] = deque()
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._spares)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the disk that wait here."""
-        return len(self._spares) * self._block_bytes
+        self.waiting: deque[RecycledFile] = deque()
 
     def can_keep(self, status: os.stat_result) -> bool:
         """Return whether a file could be written over: a block's, this user's, under no other name."""
@@ -74,70 +70,142 @@ class RecycledFiles:
         )
 
     def keep(self, path: str, namespace_name: str) -> bool:
-        """Set the file of an evicted block aside; False when that cannot be done, and then nothing has changed."""
+        """Set the file of an evicted block aside; False when that failed and nothing has changed."""
         try:
-            self._spares.append(Spare(self._files.set_aside(path), namespace_name))
+            self.waiting.append(RecycledFile(self._files.set_aside(path), namespace_name))
         except OSError:
             return False  # gone meanwhile, or the folder for temporary files is
         return True
 
-    def take(self, num_files: int, namespace_name: str) -> list[Spare]:
+    def take(self, num_files: int, namespace_name: str) -> list[RecycledFile]:
         """Return up to ``num_files`` of them, which are the caller's now; others than the namespace's are removed.
 
         Thread: any; may block.
         """
-        taken: list[Spare] = []
+        taken: list[RecycledFile] = []
         try:
             while len(taken) < num_files:
-                spare = self._spares.popleft()
-                if spare.namespace_name == namespace_name:
-                    taken.append(spare)
+                recycled_file = self.waiting.popleft()
+                if recycled_file.namespace_name == namespace_name:
+                    taken.append(recycled_file)
                 else:
-                    self.discard(spare)
+                    self.discard(recycled_file)
         except IndexError:
             pass
         return taken
 
-    def give_back(self, spares: Iterable[Spare]) -> None:
+    def give_back(self, recycled: Iterable[RecycledFile]) -> None:
         """Take back what was not written over. Thread: any."""
-        self._spares.extend(spares)
+        self.waiting.extend(recycled)
 
-    def forget_missing(self) -> None:
-        """Drop those whose files somebody has removed. Thread: the evictor's; blocks."""
-        there = []
+    def drop_missing(self) -> None:
+        """Forget those whose files another program has removed. Thread: the evictor's; blocks."""
+        present = []
         with suppress(IndexError):
             while True:
-                spare = self._spares.popleft()
-                if os.path.lexists(spare.path):
-                    there.append(spare)
-        self._spares.extendleft(reversed(there))
+                recycled_file = self.waiting.popleft()
+                if os.path.lexists(recycled_file.path):
+                    present.append(recycled_file)
+        self.waiting.extendleft(reversed(present))
 
-    def discard(self, spare: Spare) -> None:
+    def discard(self, recycled_file: RecycledFile) -> None:
         """Remove a file that is of no use, if it is there. Thread: any; may block.
 
-        Its bytes stay in the shared count until somebody counts anew: who walks the directory in between must not have
-        them counted out twice.
+        Its bytes stay in the shared count until the next recount: a walk over the directory that is under way would
+        otherwise count them out a second time.
         """
         with suppress(OSError):
-            Path(spare.path).unlink()
+            Path(recycled_file.path).unlink()
 
-    def give_up(self, ledger: SharedUsage) -> None:
+    def give_up(self, usage: SharedUsage) -> None:
         """Remove every one and count them out, while others may be counting. Thread: the evictor's; blocks."""
-        num_bytes = self.num_bytes
-        ledger.begin_removal(num_bytes)
-        ledger.end_removal(num_bytes, self.trim(0))
+        num_bytes = len(self.waiting) * self._block_bytes
+        usage.begin_removal(num_bytes)
+        usage.end_removal(num_bytes, self.trim(0))
 
     def trim(self, num_files: int) -> int:
         """Remove the oldest beyond ``num_files`` and return the bytes that this gave. Thread: the evictor's; blocks."""
         freed_bytes = 0
-        while len(self._spares) > num_files:
+        while len(self.waiting) > num_files:
             try:
-                spare = self._spares.popleft()
-                Path(spare.path).unlink()
+                recycled_file = self.waiting.popleft()
+                Path(recycled_file.path).unlink()
             except (IndexError, FileNotFoundError):
                 continue
             except OSError as error:
-                logger.warning("tier fs: spare file %s cannot be removed: %s", spare.path, error)
+                logger.warning("tier fs: recycled file %s cannot be removed: %s", recycled_file.path, error)
                 continue
             freed_bytes += self._block_bytes
         return freed_bytes
+
+
+Target = RecycledFile | None
+"""Where one block may be written: over a recycled file, or into a new one."""
+
+
+class StoreOutcome(Enum):
+    """What became of one block that was to be stored; ``NO_RECYCLED``: the file to be written over was gone."""
+
+    WRITTEN = "written"
+    EXISTED = "existed"
+    NO_ROOM = "no_room"
+    NO_RECYCLED = "no_recycled"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Where the blocks of one part of a job may be written; used by one thread.
+
+    The bytes of recycled files are in the shared count already. One that is written over stays there under its new
+    name; one that was used up in vain stays until the next recount, which is too much and never too little. A target
+    that is taken and not completed, because an exception came in between, counts as written: its file may be there.
+
+    Attributes:
+        recycled: where recycled files come from, and go when they were not used.
+        block_bytes: length of a block's file.
+        targets: what is left, recycled files first.
+        num_reserved: new files for which there is room in the shared count.
+        in_use: recycled files that are taken and not completed.
+    """
+
+    recycled: RecycledFiles
+    block_bytes: int
+    targets: deque[Target] = field(default_factory=deque)
+    num_reserved: int = 0
+    in_use: set[RecycledFile] = field(default_factory=set)
+
+    def add(self, recycled: Sequence[RecycledFile], num_reserved: int) -> None:
+        """Have more targets: recycled files, and room for so many new ones."""
+        self.targets.extendleft(reversed(recycled))
+        self.targets.extend([None] * num_reserved)
+        self.num_reserved += num_reserved
+
+    def take(self, num_blocks: int) -> list[Target]:
+        """Return up to ``num_blocks`` targets, each of which is to be completed whatever becomes of its block."""
+        taken = [self.targets.popleft() for _ in range(min(num_blocks, len(self.targets)))]
+        self.in_use.update(target for target in taken if target is not None)
+        return taken
+
+    def complete(self, target: Target, outcome: StoreOutcome) -> None:
+        """Record what became of the block that was to be written there."""
+        if target is not None:
+            self.in_use.remove(target)
+        if outcome is StoreOutcome.WRITTEN:
+            return
+        if target is None:
+            self.targets.append(None)
+        elif outcome is StoreOutcome.EXISTED:
+            self.targets.appendleft(target)
+        else:
+            self.recycled.discard(target)
+
+    def settle(self, usage: SharedUsage) -> None:
+        """Give back what was not used, and record the rest in the shared count."""
+        for target in self.in_use:
+            self.recycled.discard(target)
+        unused = [target for target in self.targets if target is not None]
+        if unused:
+            self.recycled.give_back(unused)
+        num_written = self.num_reserved - (len(self.targets) - len(unused))
+        usage.settle(self.num_reserved * self.block_bytes, num_written * self.block_bytes)

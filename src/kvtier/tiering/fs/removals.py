@@ -1,49 +1,56 @@
-"""What a tier does about folders that somebody else removes under it.
+"""What the tier does about folders that another program removes, moves or replaces under it.
 
-What was known of their blocks is forgotten, and what is left is to be counted and indexed anew, which the evictor does.
-One line in the log tells of it, not one for each block. A tier that has nothing to store waits until nothing more is
-removed, and does not make the directory again: an ``rm -rf`` is not to find new files where it has removed the old.
+Every call of the tier names a path, so after ``rm -rf`` it would work in other folders than it knows blocks of. A
+folder is the same as long as its path leads to the inode that was found there before.
+
+What was known of removed blocks is forgotten, and the evictor counts and indexes what is left. One line in the log says
+so, not one for each block. A tier that has nothing to store waits until nothing more is removed, and does not make the
+directory again: an ``rm -rf`` must not find new files where it has removed the old.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from kvtier.tiering.fs.directory import FSDirectory
-from kvtier.tiering.fs.folder_watch import FolderWatch
-from kvtier.tiering.fs.folders import FSNamespace, make_root
+from kvtier.tiering.fs.folders import FOLDER_PATTERNS, TEMPORARY_NAME, USAGE_NAME, FSNamespace, make_root
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 
 logger = logging.getLogger(__name__)
 
-TELL_AGAIN_S = 60.0
-"""Seconds for which further removals go without a line in the log: to remove a large directory takes a while."""
+LOG_AGAIN_S = 60.0
+"""Seconds for which further removals are not logged: to remove a large directory takes a while. Zero logs each of them;
+longer hides that a program removes files again and again."""
 
 
 class Removals:
-    """Removals that were seen, and whether a count is due for one.
+    """Removals that were seen, and whether a recount is due for one.
 
-    Mutable for several threads are the number of removals, whether a count is due and when the log was told; ``_lock``
-    guards them. The watch belongs to the evictor's thread.
+    Mutable for several threads are the number of removals, whether a recount is due and when the last was logged;
+    ``_lock`` guards them. The watch belongs to the evictor's thread.
 
     Args:
         directory: what is watched.
-        current_namespace: the namespace that is served now.
-        spares: files that may have been removed too.
+        current_namespace: returns the namespace of the tier's present jobs.
+        recycled: files that may have been removed too.
     """
 
     def __init__(
-        self, directory: FSDirectory, current_namespace: Callable[[], FSNamespace], spares: RecycledFiles
+        self, directory: FSDirectory, current_namespace: Callable[[], FSNamespace], recycled: RecycledFiles
     ) -> None:
         self._directory = directory
         self._current_namespace = current_namespace
-        self._spares = spares
+        self._recycled = recycled
         self._watch = FolderWatch(directory.root)
         self._lock = threading.Lock()
         self._num_seen = 0
-        self._is_count_due = False
-        self._told_s: float | None = None
-        self._has_told_missing = False
+        self._is_recount_due = False
+        self._logged_s: float | None = None
+        self._has_logged_missing_root = False
 
     @property
     def num_seen(self) -> int:
@@ -51,58 +58,58 @@ class Removals:
         return self._num_seen
 
     @property
-    def is_count_due(self) -> bool:
-        """Whether what is in the directory is to be counted and indexed."""
-        return self._is_count_due
+    def is_recount_due(self) -> bool:
+        """Whether what is in the directory has to be counted and indexed."""
+        return self._is_recount_due
 
     @property
     def has_root(self) -> bool:
         """Whether the directory is there."""
         return self._directory.root.is_dir()
 
-    def note(self, path: str | None) -> None:
-        """Note that somebody has removed ``path``; None needs no line in the log. Thread: any."""
+    def on_removed(self, path: str | None) -> None:
+        """Record that another program has removed ``path``; None needs no line in the log. Thread: any."""
         now_s = self._directory.clock()
         with self._lock:
             self._num_seen += 1
-            self._is_count_due = True
-            is_told = path is None or (self._told_s is not None and now_s - self._told_s < TELL_AGAIN_S)
-            if not is_told:
-                self._told_s = now_s
-        if not is_told:
-            logger.warning(
-                "tier fs: %s was removed by somebody else: its blocks are misses, new ones are stored as before",
-                path,
-            )
+            self._is_recount_due = True
+            is_recent = self._logged_s is not None and now_s - self._logged_s < LOG_AGAIN_S
+            if path is None or is_recent:
+                return
+            self._logged_s = now_s
+        logger.warning(
+            "tier fs: %s was removed by another program: its blocks are misses, new ones are stored as before",
+            path,
+        )
 
-    def ask_count(self) -> None:
+    def request_recount(self) -> None:
         """Have what is in the directory counted once more. Thread: any."""
         with self._lock:
-            self._is_count_due = True
+            self._is_recount_due = True
 
-    def take_count(self) -> bool:
-        """Return whether a count is due, which the caller makes now. Thread: the evictor's."""
+    def take_recount_request(self) -> bool:
+        """Return whether a recount is due, which the caller makes now. Thread: the evictor's."""
         with self._lock:
-            is_due, self._is_count_due = self._is_count_due, False
+            is_due, self._is_recount_due = self._is_recount_due, False
         return is_due
 
-    def look(self) -> bool:
-        """See what somebody has removed, and forget it; return whether it was anything.
+    def check(self) -> bool:
+        """Find what has been removed since the last check, and forget it; return whether there was anything.
 
         Thread: the evictor's; blocks.
         """
         namespace = self._current_namespace()
-        losses = self._watch.take_losses(namespace.path, has_blocks=len(namespace.index) > 0)
-        if not losses.is_count_wrong:
+        removed = self._watch.find_removed(namespace.path, has_blocks=len(namespace.index) > 0)
+        if not removed.is_count_wrong:
             return False
-        if losses.is_namespace_lost:
-            namespace.index.lose()
-        self._spares.forget_missing()
-        self.note(losses.paths[0] if losses.paths else None)
+        if removed.has_namespace:
+            namespace.index.evict_prefix()
+        self._recycled.drop_missing()
+        self.on_removed(removed.paths[0] if removed.paths else None)
         return True
 
     def restore_root(self) -> bool:
-        """Make the directory again if it is gone; False when that cannot be done. Thread: the evictor's."""
+        """Make the directory again if it is gone; False when that is impossible. Thread: the evictor's; blocks."""
         if self.has_root:
             return True
         directory = self._directory
@@ -110,13 +117,135 @@ class Removals:
             make_root(directory.root, directory.file_mode)
             next(directory.root.iterdir())
         except OSError as error:
-            if not self._has_told_missing:
+            if not self._has_logged_missing_root:
                 logger.warning("tier fs: %s is gone and cannot be made again: %s", directory.root, error)
-            self._has_told_missing = True
+            self._has_logged_missing_root = True
             return False
-        self._has_told_missing = False
+        self._has_logged_missing_root = False
         return True
 
     def close(self) -> None:
-        """Watch no longer."""
+        """End the watch; idempotent."""
         self._watch.close()
+
+
+class Removed(NamedTuple):
+    """What another program has removed.
+
+    Attributes:
+        paths: what was known to be in use, outermost first.
+        has_namespace: whether blocks of the current namespace are among it.
+        is_count_wrong: whether a recount is needed.
+    """
+
+    paths: list[str]
+    has_namespace: bool
+    is_count_wrong: bool
+
+
+class FolderWatch:
+    """The folders of a tier: its directory, that of temporary files, those of namespaces; and the usage record.
+
+    Used by one thread.
+
+    Args:
+        root: the directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root_path = root
+        self._root = WatchedFolder(str(root))
+        self._temporaries = WatchedFolder(str(root / TEMPORARY_NAME))
+        self._namespace: WatchedFolder | None = None
+        self._usage_path = str(root / USAGE_NAME)
+        self._root_mtime_ns: int | None = None
+        self._namespace_names: frozenset[str] = frozenset()
+
+    def find_removed(self, namespace_path: str, *, has_blocks: bool) -> Removed:
+        """Return what has been removed since the last call.
+
+        Args:
+            namespace_path: the folder of the current namespace.
+            has_blocks: whether blocks of it are known, so that its folder must be there.
+        """
+        if self._namespace is None or self._namespace.path != namespace_path:
+            if self._namespace is not None:
+                self._namespace.close()
+            self._namespace = WatchedFolder(namespace_path)
+        is_root_removed = self._root.find_removal()
+        paths = [self._root.path] if is_root_removed else []
+        if self._temporaries.find_removal():
+            paths.append(self._temporaries.path)
+        is_namespace_removed = self._namespace.find_removal(must_exist=has_blocks)
+        if is_namespace_removed and has_blocks:
+            paths.append(namespace_path)
+        if self._root_path.is_dir() and not os.path.lexists(self._usage_path):
+            paths.append(self._usage_path)
+        # Of another namespace only the bytes are missing; and another process may have removed it because it was empty.
+        is_count_wrong = self._has_lost_namespace() or is_namespace_removed or bool(paths)
+        return Removed(paths, is_root_removed or is_namespace_removed, is_count_wrong)
+
+    def close(self) -> None:
+        """Close every folder; idempotent."""
+        for folder in (self._root, self._temporaries, self._namespace):
+            if folder is not None:
+                folder.close()
+
+    def _has_lost_namespace(self) -> bool:
+        """Return whether any namespace's folder has gone; lists the directory only when that has changed."""
+        try:
+            mtime_ns = self._root_path.stat().st_mtime_ns
+            if mtime_ns == self._root_mtime_ns:
+                return False
+            names = frozenset(path.name for path in self._root_path.iterdir())
+        except OSError:
+            return False  # gone, which find_removed sees, or the disk does not answer
+        self._root_mtime_ns = mtime_ns
+        names = frozenset(name for name in names if FOLDER_PATTERNS[0].fullmatch(name))
+        before, self._namespace_names = self._namespace_names, names
+        return not before <= names
+
+
+class WatchedFolder:
+    """One folder, and whether it is still the one that was there.
+
+    It keeps the folder's inode open: the file system gives its number to no other folder meanwhile.
+
+    Args:
+        path: the folder; it need not exist yet.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fd: int | None = None
+
+    def find_removal(self, *, must_exist: bool = False) -> bool:
+        """Return whether the folder has gone, or has become another one, since the last call.
+
+        Args:
+            must_exist: whether it counts as gone when it is missing and was never seen.
+        """
+        try:
+            found = os.stat(self.path)  # noqa: PTH116 - once a second, beside others
+        except (FileNotFoundError, NotADirectoryError):
+            found = None
+        except OSError:
+            return False  # the disk does not answer: what is there may be the same
+        if self._fd is None:
+            self._open()
+            return must_exist and found is None
+        if found is not None and os.path.samestat(found, os.fstat(self._fd)):
+            return False
+        self.close()
+        self._open()
+        return True
+
+    def close(self) -> None:
+        """Close the folder; idempotent."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> None:
+        with suppress(OSError):
+            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

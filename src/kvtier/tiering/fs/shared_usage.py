@@ -1,13 +1,12 @@
-"""The shared count of bytes in a directory, as a value: what each change makes of it, and its form on disk.
+"""The shared count of bytes in a directory: the record, its form on disk, and one tier's access to it.
 
-It opens no file. ``used_bytes`` counts blocks on the disk and room that is reserved; each process that writes is a
-member with what it has in flight, which is such room, and the capacity it was configured with. The smallest capacity
-counts.
+``used_bytes`` counts blocks on the disk and room that is reserved; each process that writes is a member with what it
+has in flight, which is such room, and the capacity it was configured with. The smallest capacity counts.
 
 A recount walks the directory while others write. It takes what it found, adds what was finished since it began
 and what is in flight now: that may count a block twice for a while, and never misses one.
 
-Values are NamedTuples here: each part of a store changes the book while it holds every other writer's lock, and
+Values are NamedTuples here: each part of a store changes the record while it holds every other writer's lock, and
 frozen dataclasses took twice as long.
 """
 
@@ -20,26 +19,26 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.tiering.fs.owner import Owner
-from kvtier.tiering.fs.system import open_shared_file
+from kvtier.tiering.fs.system import PRIVATE_MODE, Owner, set_file_mode
 
 MAX_MEMBERS = 1024
 """Members kept; more would make each reservation read more than a few pages."""
 
-BOOK_PAGE_BYTES = 4096
-MAX_BOOK_BYTES = 64 * 1024
+RECORD_PAGE_BYTES = 4096
+MAX_RECORD_BYTES = 64 * 1024
 
 _MAGIC = b"KVTU"
 _VERSION = 1
 _HEAD = struct.Struct("<4sHHBxxxQQ")
 _MEMBER = struct.Struct("<8sIQQQQd")
-_SEAL = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<I")
 
 
 class MemberId(NamedTuple):
@@ -55,7 +54,7 @@ class MemberId(NamedTuple):
 
 
 class UsageMember(NamedTuple):
-    """What a member told the others.
+    """What the record says of a member.
 
     Attributes:
         in_flight_bytes: reserved and not known to be on the disk.
@@ -89,7 +88,7 @@ class UsageRecord(NamedTuple):
         used_bytes: bytes on the disk and in flight, never too few once counted.
         finished_bytes: bytes ever finished; only differences between two readings mean something.
         members: who writes.
-        is_counted: False until somebody has walked the directory.
+        is_counted: False before the first recount.
     """
 
     used_bytes: int = 0
@@ -109,23 +108,33 @@ class UsageRecord(NamedTuple):
 
     @property
     def room_bytes(self) -> int:
-        """What may still be reserved, 0 while nobody has counted."""
+        """What may still be reserved, 0 before the first recount."""
         return max(0, self.limit_bytes - self.used_bytes) if self.is_counted else 0
 
-    def joined(self, member_id: MemberId, capacity_bytes: int, now_s: float) -> "UsageRecord":
-        """Return the book with a sign of life of the member. Pure."""
+    def joined(
+        self, member_id: MemberId, capacity_bytes: int, now_s: float, in_flight_bytes: int = 0
+    ) -> "UsageRecord":
+        """Return the record with a sign of life of the member. Pure.
+
+        Args:
+            member_id: the member.
+            capacity_bytes: the most that it allows in the directory.
+            now_s: wall clock.
+            in_flight_bytes: what it has in flight, should the record not know the member: the record was lost, or the
+                member taken for dead, and a recount since then did not see these bytes.
+        """
         known = self.members.get(member_id)
-        in_flight_bytes = known.in_flight_bytes if known else 0
-        member = UsageMember(in_flight_bytes, capacity_bytes, now_s)
-        return self._replace(members={**self.members, member_id: member})
+        member = UsageMember(known.in_flight_bytes if known else in_flight_bytes, capacity_bytes, now_s)
+        used_bytes = self.used_bytes if known else self.used_bytes + in_flight_bytes
+        return self._replace(used_bytes=used_bytes, members={**self.members, member_id: member})
 
     def left(self, member_id: MemberId) -> "UsageRecord":
-        """Return the book without the member. Pure."""
+        """Return the record without the member. Pure."""
         rest = {name: member for name, member in self.members.items() if name != member_id}
         return self._replace(members=rest)
 
     def changed(self, member_id: MemberId, change: Change) -> "UsageRecord":
-        """Return the book after ``change`` by a member. Pure."""
+        """Return the record after ``change`` by a member. Pure."""
         member = self.members[member_id]
         in_flight_bytes = max(0, member.in_flight_bytes + change.in_flight_bytes)
         moved = member._replace(in_flight_bytes=in_flight_bytes)
@@ -136,7 +145,7 @@ class UsageRecord(NamedTuple):
         )
 
     def without_dead(self, here: Owner, now_s: float) -> "UsageRecord":
-        """Return the book without members whose process has ended.
+        """Return the record without members whose process has ended.
 
         What they had in flight stays in ``used_bytes`` until the recount that this call begins.
         """
@@ -148,7 +157,7 @@ class UsageRecord(NamedTuple):
         return self._replace(members=alive)
 
     def recounted(self, found_bytes: int, finished_before_bytes: int) -> "UsageRecord":
-        """Return the book after a walk over the directory. Pure.
+        """Return the record after a walk over the directory. Pure.
 
         Args:
             found_bytes: what the walk found.
@@ -159,7 +168,7 @@ class UsageRecord(NamedTuple):
         return self._replace(used_bytes=used_bytes, is_counted=True)
 
     def pack(self) -> bytes:
-        """Return the book's form on disk, whole pages. Pure."""
+        """Return its form on disk, whole pages. Pure."""
         parts = [
             _HEAD.pack(
                 _MAGIC, _VERSION, len(self.members), self.is_counted, self.used_bytes, self.finished_bytes
@@ -171,19 +180,19 @@ class UsageRecord(NamedTuple):
             numbers = (member.in_flight_bytes, member.capacity_bytes, member.seen_s)
             parts.append(_MEMBER.pack(host, owner.pid, owner.start_ticks, name.tier_id, *numbers))
         body = b"".join(parts)
-        sealed = body + _SEAL.pack(zlib.crc32(body))
-        return sealed + bytes(-len(sealed) % BOOK_PAGE_BYTES)
+        whole = body + _CHECKSUM.pack(zlib.crc32(body))
+        return whole + bytes(-len(whole) % RECORD_PAGE_BYTES)
 
 
-def unpack_book(text: bytes) -> UsageRecord:
-    """Return the book in ``text``, or an uncounted empty one when it is none or damaged. Pure."""
+def unpack_record(text: bytes) -> UsageRecord:
+    """Return the record in ``text``, or an uncounted empty one when it is none or damaged. Pure."""
     if len(text) < _HEAD.size:
         return UsageRecord()
     magic, version, num_members, is_counted, used_bytes, finished_bytes = _HEAD.unpack_from(text)
     body_bytes = _HEAD.size + num_members * _MEMBER.size
-    if magic != _MAGIC or version != _VERSION or len(text) < body_bytes + _SEAL.size:
+    if magic != _MAGIC or version != _VERSION or len(text) < body_bytes + _CHECKSUM.size:
         return UsageRecord()
-    if _SEAL.unpack_from(text, body_bytes)[0] != zlib.crc32(text[:body_bytes]):
+    if _CHECKSUM.unpack_from(text, body_bytes)[0] != zlib.crc32(text[:body_bytes]):
         return UsageRecord()
     members = {}
     for offset in range(_HEAD.size, body_bytes, _MEMBER.size):
@@ -214,26 +223,26 @@ class Grant:
 
     Attributes:
         num_blocks: blocks that may be written.
-        book: the count after it, None when it could not be had or did not change.
+        record: the count after it, None when it could not be had or did not change.
     """
 
     num_blocks: int
-    book: UsageRecord | None
+    record: UsageRecord | None
 
 
 class SharedUsage:
-    """One tier's access to the book of its directory.
+    """One tier's access to the usage record of its directory.
 
-    Mutable are the deque of changes that are not in the book yet, where appending and taking are atomic, and the
-    bytes of open reservations and of room that was taken ahead, which ``_lock`` guards. The book itself is guarded by
-    the file's ``flock``, and with it what it was last told to be in flight. Room is taken ahead only while there is an
-    open reservation, and counts as one in the book.
+    Mutable are the deque of changes that are not in the record yet, where appending and taking are atomic, and the
+    bytes of open reservations and of room that was taken ahead, which ``_lock`` guards. The record itself is guarded by
+    its file's ``flock``, and with it what this tier has recorded as in flight. Room is taken ahead only while there is
+    an open reservation, and counts as one in the record.
 
     Args:
-        path: the book.
+        path: the record.
         owner: this process.
         capacity_bytes: the most that this tier allows in the directory.
-        file_mode: permissions of the book when it is made.
+        file_mode: permissions of the record when it is made.
         wall_clock: seconds since 1970.
     """
 
@@ -249,7 +258,7 @@ class SharedUsage:
         self._lock = threading.Lock()
         self._open_bytes = 0
         self._ahead_bytes = 0
-        self._told_bytes = 0
+        self._recorded_in_flight_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
         """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards.
@@ -260,30 +269,32 @@ class SharedUsage:
         if num_ahead == num_blocks:
             return Grant(num_blocks, None)
         granted = further = 0
-
-        def take(book: UsageRecord) -> UsageRecord:
-            nonlocal num_ahead, granted, further
-            # Another thread may have taken some while this one waited for the book.
-            num_ahead += self._take_ahead(num_blocks - num_ahead, block_bytes)
-            num_free = book.room_bytes // block_bytes
-            granted = min(num_blocks - num_ahead, num_free)
-            further = min(AHEAD_RESERVATIONS * granted, (num_free - granted) // AHEAD_SHARE)
-            size = (granted + further) * block_bytes
-            self._add_taken(granted * block_bytes, further * block_bytes)
-            return book.changed(self._id, Change(used_bytes=size, in_flight_bytes=size))
-
-        after = self._update(take)
-        if after is None:
-            self._add_taken(-granted * block_bytes, -further * block_bytes)
+        with self._updating() as update:
+            if update.record is not None:
+                # Another thread may have taken some ahead while this one waited for the record.
+                num_ahead += self._take_ahead(num_blocks - num_ahead, block_bytes)
+                num_free = update.record.room_bytes // block_bytes
+                granted = min(num_blocks - num_ahead, num_free)
+                further = min(AHEAD_RESERVATIONS * granted, (num_free - granted) // AHEAD_SHARE)
+                num_bytes = (granted + further) * block_bytes
+                with self._lock:
+                    self._open_bytes += granted * block_bytes
+                    self._ahead_bytes += further * block_bytes
+                change = Change(used_bytes=num_bytes, in_flight_bytes=num_bytes)
+                update.record = update.record.changed(self._id, change)
+        if not update.is_written:
+            with self._lock:
+                self._open_bytes -= granted * block_bytes
+                self._ahead_bytes = max(0, self._ahead_bytes - further * block_bytes)
             return Grant(num_ahead, None)
-        return Grant(num_ahead + granted, after)
+        return Grant(num_ahead + granted, update.record)
 
     def settle(self, reserved_bytes: int, written_bytes: int) -> None:
         """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
 
-        When all of it was written and other threads are still writing, the book hears of it with the next change
-        or from the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives
-        back what was taken ahead.
+        When all of it was written and other threads are still writing, the record gets it with the next change or from
+        the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives back what
+        was taken ahead.
         """
         if not reserved_bytes:
             return
@@ -295,12 +306,12 @@ class SharedUsage:
                 unused_bytes += self._ahead_bytes
                 reserved_bytes += self._ahead_bytes
                 self._ahead_bytes = 0
+            # Under the lock: the last to settle must find what those before it have left to it.
             change = Change(-unused_bytes, -reserved_bytes, written_bytes)
-            can_wait = not is_last and unused_bytes == 0
-            if can_wait:
-                self._unwritten.append(change)
-        if not can_wait:
-            self._change(change)
+            self._unwritten.append(change)
+        if is_last or unused_bytes:
+            with self._updating():
+                pass  # it writes what is unwritten
 
     def remove(self, num_bytes: int) -> None:
         """Count ``num_bytes`` as gone from the disk."""
@@ -308,7 +319,7 @@ class SharedUsage:
             self._change(Change(used_bytes=-num_bytes))
 
     def begin_removal(self, num_bytes: int) -> None:
-        """Say that files are about to be removed while others may count; the directory's evictor need not."""
+        """Record that files are about to be removed while a recount may run; the directory's evictor need not."""
         if num_bytes:
             self._change(Change(in_flight_bytes=num_bytes))
 
@@ -318,21 +329,30 @@ class SharedUsage:
             self._change(Change(used_bytes=-removed_bytes, in_flight_bytes=-num_bytes))
 
     def begin_recount(self) -> UsageRecord | None:
-        """Forget members that died and return the book, None when it cannot be had."""
-        here = self._id.owner
-        return self._update(lambda book: book.without_dead(here, self._wall_clock()))
+        """Drop members that died and return the record, None when it cannot be had."""
+        with self._updating() as update:
+            if update.record is not None:
+                update.record = update.record.without_dead(self._id.owner, self._wall_clock())
+        return update.record if update.is_written else None
 
     def end_recount(self, found_bytes: int, begun: UsageRecord) -> UsageRecord | None:
-        """Correct the count after a walk that began with the book ``begun``, and return it."""
-        return self._update(lambda book: book.recounted(found_bytes, begun.finished_bytes))
+        """Correct the count after a walk that began with the record ``begun``, and return it."""
+        with self._updating() as update:
+            if update.record is not None:
+                update.record = update.record.recounted(found_bytes, begun.finished_bytes)
+        return update.record if update.is_written else None
 
     def refresh(self) -> UsageRecord | None:
-        """Give a sign of life and return the book, None when it cannot be had."""
-        return self._update(lambda book: book)
+        """Give a sign of life and return the record, None when it cannot be had."""
+        with self._updating() as update:
+            pass
+        return update.record if update.is_written else None
 
     def leave(self) -> None:
         """Let the others go by their own capacities; the next change joins again."""
-        self._update(lambda book: book.left(self._id))
+        with self._updating() as update:
+            if update.record is not None:
+                update.record = update.record.left(self._id)
 
     def _take_ahead(self, num_blocks: int, block_bytes: int) -> int:
         """Return for how many of ``num_blocks`` there was room that had been taken ahead; it is reserved now."""
@@ -342,62 +362,78 @@ class SharedUsage:
             self._open_bytes += taken * block_bytes
         return taken
 
-    def _add_taken(self, open_bytes: int, ahead_bytes: int) -> None:
-        """Note what was reserved, and what was taken ahead with it; negative when the book could not be told of it."""
-        with self._lock:
-            self._open_bytes += open_bytes
-            self._ahead_bytes = max(0, self._ahead_bytes + ahead_bytes)
-
     def _change(self, change: Change) -> None:
-        self._update(lambda book: book.changed(self._id, change), if_busy=change)
+        self._unwritten.append(change)
+        with self._updating():
+            pass  # it writes what is unwritten
 
-    def _update(
-        self, edit: Callable[[UsageRecord], UsageRecord], if_busy: Change | None = None
-    ) -> UsageRecord | None:
-        """Apply ``edit`` and what was left over; None, and ``if_busy`` kept for later, when there is no lock."""
+    @contextmanager
+    def _updating(self) -> Iterator["_Update"]:
+        """Give the record with this member and its unwritten changes in it, and write what it has become afterwards.
+
+        Without the lock, or when the system refuses, the record is None or is not written, the unwritten changes stay
+        for the next update, and the log says why, unless the directory was removed.
+        """
+        update = _Update()
         leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
-
-        def edit_all(book: UsageRecord) -> UsageRecord:
-            is_known = self._id in book.members
-            book = book.joined(self._id, self._capacity_bytes, self._wall_clock())
-            if not is_known:
-                # The book was lost, or this process taken for dead: who has counted since knew nothing of these bytes.
-                book = book.changed(self._id, Change(self._told_bytes, self._told_bytes))
-            for change in leftover:
-                book = book.changed(self._id, change)
-            book = edit(book)
-            self._told_bytes = book.members[self._id].in_flight_bytes if self._id in book.members else 0
-            return book
-
+        fd = -1
         try:
-            after = self._rewrite(edit_all)
+            fd = open_shared_file(self._path, self._file_mode)
+            # A record that was removed while this waited for its lock is not written: no other process would read it.
+            if _lock(fd) and os.fstat(fd).st_nlink:
+                record = unpack_record(os.pread(fd, MAX_RECORD_BYTES, 0)).joined(
+                    self._id, self._capacity_bytes, self._wall_clock(), self._recorded_in_flight_bytes
+                )
+                for change in leftover:
+                    record = record.changed(self._id, change)
+                update.record = record
         except (FileNotFoundError, NotADirectoryError):
-            after = None  # somebody has removed the directory: the evictor says so, once, and makes it again
+            pass  # the directory was removed: the evictor makes it again, and the log has one line about it
         except OSError as error:
             logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
-            after = None
-        if after is None:
-            self._unwritten.extend(leftover if if_busy is None else [*leftover, if_busy])
-        return after
-
-    def _rewrite(self, edit: Callable[[UsageRecord], UsageRecord]) -> UsageRecord | None:
-        fd = open_shared_file(self._path, self._file_mode)
         try:
-            if not _lock(fd):
-                return None
-            if os.fstat(fd).st_nlink == 0:
-                # Removed while we waited for the lock: what is written there, nobody else would ever read.
-                return None
-            before = unpack_book(os.pread(fd, MAX_BOOK_BYTES, 0))
-            after = edit(before)
-            if len(after.members) > MAX_MEMBERS:
-                after = after.without_dead(self._id.owner, self._wall_clock())
-            os.pwrite(fd, after.pack(), 0)
-            return after
+            yield update
+            if update.record is not None:
+                member = update.record.members.get(self._id)
+                self._recorded_in_flight_bytes = member.in_flight_bytes if member is not None else 0
+                if len(update.record.members) > MAX_MEMBERS:
+                    update.record = update.record.without_dead(self._id.owner, self._wall_clock())
+                os.pwrite(fd, update.record.pack(), 0)
+                update.is_written = True
+        except OSError as error:
+            logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
         finally:
-            # Closing alone would not do: a child that was forked meanwhile has the same lock.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+            if not update.is_written:
+                self._unwritten.extend(leftover)
+            if fd >= 0:
+                # Closing alone would not do: a child that was forked meanwhile has the same lock.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+                os.close(fd)
+
+
+@dataclass(slots=True)
+class _Update:
+    """One change of the record, from its reading to its writing.
+
+    Attributes:
+        record: what is to be written; None when it could not be read.
+        is_written: whether it is on the disk.
+    """
+
+    record: UsageRecord | None = None
+    is_written: bool = False
+
+
+def open_shared_file(path: Path, file_mode: int) -> int:
+    """Open a file that all processes of a directory read and write, made when it is missing.
+
+    Raises:
+        OSError: the system refused.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
+    if file_mode != PRIVATE_MODE:
+        set_file_mode(fd, file_mode)
+    return fd
 
 
 def _lock(fd: int) -> bool:

@@ -1,30 +1,325 @@
-"""Reads blocks from files into rows of the primary tier, and says what is wrong with which.
+"""Moves blocks between rows of the primary tier and files, and says what is wrong with which.
 
-It knows no job and no room. Small blocks are read some at a time, as they are written. A file that is damaged is
-removed; one of another namespace or version is somebody's, and left alone.
+A store reserves room for all its blocks with one call, writes some at a time, and settles what it used. A load reads
+some at a time and checks their headers; a damaged file is removed, one of another namespace or version is left alone.
 """
 
+import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import cycle
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.fs.block_file import OldFile, plan_batch_files
-from kvtier.tiering.fs.block_writer import NO_PLACE, BlockWriter, StoreOutcome
+from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.folders import FSNamespace, namespace_path, prefix_of
+from kvtier.tiering.fs.folders import (
+    FSNamespace,
+    block_path,
+    folder_prefix,
+    make_block_folder,
+    namespace_path,
+)
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
-from kvtier.tiering.kit.disk import ThreadPages
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HeaderCheck, check_block
+from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    HeaderCheck,
+    check_block,
+    make_header,
+)
 from kvtier.tiering.kit.io_pool import TransferOutcome
 
 logger = logging.getLogger(__name__)
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+NO_TARGET = (StoreOutcome.NO_ROOM, StoreOutcome.NO_RECYCLED)
+
+HELD = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
+
+FOLDER_ATTEMPTS = 3
+"""How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would hold the row
+longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
+
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
+
+Outcomes = dict[OffloadKey, StoreOutcome]
+
+
+class ReadyBlock(NamedTuple):
+    """A block that is ready to be written: its header is in the page."""
+
+    key: OffloadKey
+    path: str
+    page: memoryview
+    row: memoryview
+
+
+class FSBlockStore(BlockStore[FSNamespace]):
+    """Stores and loads some blocks at a time in files; keeps no state of its own.
+
+    Args:
+        directory: where to.
+        rows: the primary's.
+        evictor: makes room.
+        recycled: files of evicted blocks, to be written over.
+        max_keys: blocks of a namespace that the index has room for.
+        emit_events: whether evictions are recorded.
+    """
+
+    def __init__(
+        self,
+        directory: FSDirectory,
+        rows: Rows,
+        evictor: Evictor,
+        recycled: RecycledFiles,
+        max_keys: int,
+        *,
+        emit_events: bool,
+    ) -> None:
+        self._directory = directory
+        self._row_bytes = rows.row_bytes
+        self._files = directory.files
+        self._counters = directory.counters
+        self._evictor = evictor
+        self._writer = BlockWriter(directory, rows, evictor, recycled)
+        self._reader = BlockReader(directory, rows)
+        self._max_keys = max_keys
+        self._emit_events = emit_events
+
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
+        index = KeyIndex(self._max_keys, is_complete=is_new, emit_events=self._emit_events)
+        name = identity.name
+        namespace = FSNamespace(identity, name, namespace_path(self._directory.root, name), index)
+        self._evictor.set_namespace(namespace)
+        return namespace
+
+    def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
+        found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
+        namespace.index.add(found)
+        return found
+
+    def store(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        held: list[OffloadKey] = []
+        todo: list[tuple[OffloadKey, int]] = []
+        for key, slot in zip(keys, slots, strict=True):
+            if key in namespace.index and self._files.renew(block_path(namespace.path, key)):
+                held.append(key)
+            else:
+                todo.append((key, slot))
+        if not todo:
+            return TransferOutcome(held)
+        outcomes = self._writer.write(namespace, todo)
+        stored = [key for key, outcome in outcomes.items() if outcome in HELD]
+        namespace.index.add(stored)
+        reached = list(outcomes.values())
+        num_written = reached.count(StoreOutcome.WRITTEN)
+        num_failed = reached.count(StoreOutcome.FAILED)
+        self._counters.add(
+            stored_blocks=num_written,
+            stored_bytes=num_written * self._row_bytes,
+            declined=len(reached) - len(stored) - num_failed,
+            store_errors=num_failed,
+        )
+        return TransferOutcome(held + stored, is_fault=num_failed > 0)
+
+    def load(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        failures = self._reader.read(namespace, keys, slots)
+        succeeded = [key for key in keys if key not in failures]
+        for failure in failures.values():
+            self._counters.add(**{failure.value: 1})
+        absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
+        self._check_folders_of(namespace, absent)
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
+        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
+        """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
+        folders = {block_path(namespace.path, key).rpartition("/")[0]: key for key in absent}
+        for folder, key in folders.items():
+            if not os.access(folder, os.F_OK) and namespace.index.evict_prefix(folder_prefix(key)):
+                self._evictor.removals.on_removed(folder)
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.snapshot()
+
+    def close(self) -> None:
+        self._evictor.shutdown(CLOSE_TIMEOUT_S)
+
+
+class BlockWriter:
+    """Writes some blocks at a time; keeps no state but header pages per thread.
+
+    Args:
+        directory: where to.
+        rows: the primary's.
+        evictor: makes room.
+        recycled: files of evicted blocks, to be written over.
+    """
+
+    def __init__(self, directory: FSDirectory, rows: Rows, evictor: Evictor, recycled: RecycledFiles) -> None:
+        self._directory = directory
+        self._rows = rows
+        self._files = directory.files
+        self._usage = directory.usage
+        self._owner_name = str(directory.owner)
+        self._evictor = evictor
+        self._recycled = recycled
+        self._batch_blocks = plan_batch_files(rows.row_bytes)
+        self._num_ahead = plan_num_checksums_ahead(
+            self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
+        )
+        self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
+
+    def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
+        """Write blocks, given as keys and slots, and return what became of each.
+
+        Thread: any of the pool's; blocks.
+        """
+        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        removals = self._evictor.removals
+        num_removals = removals.num_seen
+        reservation = Reservation(self._recycled, self._directory.block_bytes)
+        try:
+            self._reserve(reservation, namespace, len(blocks))
+            num_blocks = min(len(blocks), len(reservation.targets))
+            starts = range(0, num_blocks, self._batch_blocks)
+            batches = [blocks[start : min(start + self._batch_blocks, num_blocks)] for start in starts]
+            add_headers = partial(self._add_headers, namespace, cycle(self._pages.of_this_thread()))
+            for batch in checksum_ahead(batches, add_headers, self._num_ahead):
+                self._write_batch(namespace, reservation, batch, outcomes)
+                lacking = [block for block in batch if outcomes[block.key] in NO_TARGET]
+                if lacking and not all(
+                    self._write_again(namespace, reservation, block, outcomes) for block in lacking
+                ):
+                    break
+        finally:
+            reservation.settle(self._usage)
+            if removals.num_seen != num_removals:
+                # What was written before the removal is gone, and has just been counted as being on the disk.
+                removals.request_recount()
+        return outcomes
+
+    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
+        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be."""
+        block_bytes = self._directory.block_bytes
+        for is_last_try in (False, True):
+            num_missing = num_blocks - len(reservation.targets)
+            recycled = self._recycled.take(num_missing, namespace.name)
+            grant = self._usage.reserve(num_missing - len(recycled), block_bytes)
+            reservation.add(recycled, grant.num_blocks)
+            self._evictor.on_reserved(len(recycled), grant.record)
+            num_missing = num_blocks - len(reservation.targets)
+            if num_missing <= 0 or is_last_try:
+                return
+            self._evictor.make_room(num_missing * block_bytes)
+
+    def _add_headers(
+        self,
+        namespace: FSNamespace,
+        pages: Iterator[memoryview],
+        blocks: Sequence[tuple[OffloadKey, int]],
+    ) -> list[ReadyBlock]:
+        """Fill the next of ``pages`` with the headers of blocks, given as keys and slots."""
+        ready = []
+        for key, slot in blocks:
+            page, row = next(pages), self._rows.row(slot)
+            page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, row)
+            ready.append(ReadyBlock(key, block_path(namespace.path, key), page, row))
+        return ready
+
+    def _write_batch(
+        self,
+        namespace: FSNamespace,
+        reservation: Reservation,
+        batch: Sequence[ReadyBlock],
+        outcomes: Outcomes,
+    ) -> None:
+        """Write the first of some blocks, as many as have targets, with one call; the others have no room."""
+        targets = reservation.take(len(batch))
+        files: list[NewFile] = []
+        for block, target in zip(batch, targets, strict=False):
+            files.append((block.path, (block.page, block.row), target and target.path))
+        answers = self._files.publish(files)
+        for number, (block, target) in enumerate(zip(batch, targets, strict=False)):
+            answer = answers[number]
+            if isinstance(answer, FileNotFoundError):
+                answer = self._publish_in_new_folder(namespace, block.key, files[number])
+            elif answer is True:
+                namespace.known_folders.add(folder_prefix(block.key))
+            outcome = StoreOutcome.WRITTEN if answer is True else _outcome_of(files[number], answer)
+            reservation.complete(target, outcome)
+            outcomes[block.key] = outcome
+        for block in batch[len(targets) :]:
+            outcomes[block.key] = StoreOutcome.NO_ROOM
+
+    def _write_again(
+        self,
+        namespace: FSNamespace,
+        reservation: Reservation,
+        block: ReadyBlock,
+        outcomes: Outcomes,
+    ) -> bool:
+        """Write a block that had no target to another one, made if need be; False when there is none."""
+        while outcomes[block.key] is StoreOutcome.NO_RECYCLED:
+            self._write_batch(namespace, reservation, [block], outcomes)
+        if outcomes[block.key] is StoreOutcome.NO_ROOM and not reservation.targets:
+            self._reserve(reservation, namespace, 1)  # the disk is not full, recycled files were gone
+            self._write_batch(namespace, reservation, [block], outcomes)
+        if outcomes[block.key] is StoreOutcome.NO_ROOM:
+            self._evictor.make_room(self._directory.block_bytes, is_disk_full=True)
+            reservation.add(self._recycled.take(1, namespace.name), 0)
+            self._write_batch(namespace, reservation, [block], outcomes)
+        return outcomes[block.key] not in NO_TARGET
+
+    def _publish_in_new_folder(
+        self, namespace: FSNamespace, key: OffloadKey, file: NewFile
+    ) -> bool | OSError:
+        path, _, recycled_path = file
+        directory = self._directory
+        self._check_known_folder(namespace, key, path)
+        answer: bool | OSError = FileNotFoundError()
+        for _ in range(FOLDER_ATTEMPTS):
+            try:
+                make_block_folder(directory.root, namespace, path, directory.file_mode, self._owner_name)
+            except FileNotFoundError as error:
+                answer = error
+                continue
+            except OSError as error:
+                return error
+            namespace.known_folders.add(folder_prefix(key))
+            (answer,) = self._files.publish([file])
+            # With a recycled file it may be that file which is missing: the block gets another target then.
+            if recycled_path is not None or not isinstance(answer, FileNotFoundError):
+                break
+        return answer
+
+    def _check_known_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
+        """Forget the blocks of a folder that is missing; it was removed, unless it never was there."""
+        prefix = folder_prefix(key)
+        was_there = prefix in namespace.known_folders
+        namespace.known_folders.discard(prefix)
+        if namespace.index.evict_prefix(prefix):
+            self._evictor.removals.on_removed(path.rpartition("/")[0])
+        elif was_there:
+            self._evictor.removals.on_removed(None)  # perhaps only as an empty folder, which evictors remove
 
 
 class BlockReader:
@@ -39,164 +334,74 @@ class BlockReader:
         self._block_bytes = directory.block_bytes
         self._rows = rows
         self._files = directory.files
-        self._ledger = directory.ledger
+        self._usage = directory.usage
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
 
     def read(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> dict[OffloadKey, TierFailure]:
-        """Read blocks into slots; return what kept those from arriving that have not.
+        """Read blocks into slots; return what is wrong with those that failed.
 
         Thread: any of the pool's; blocks.
         """
         failures: dict[OffloadKey, TierFailure] = {}
         pages = self._pages.of_this_thread()
+        digest = namespace.identity.digest
         for start in range(0, len(keys), self._batch_blocks):
             batch = keys[start : start + self._batch_blocks]
             files = []
             for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
-            for key, file, status in zip(batch, files, self._files.read(files), strict=True):
-                failure = self._judge(namespace, key, file, status)
-                if failure is not None:
-                    failures[key] = failure
+                files.append((block_path(namespace.path, key), (page, self._rows.row(slot))))
+            for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
+                found = HeaderCheck.DAMAGED
+                if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
+                    found = check_block(page, row, key, digest)
+                if found is not HeaderCheck.OK:
+                    failures[key] = self._explain(namespace, key, path, status, found)
         return failures
 
-    def _judge(
-        self, namespace: FSNamespace, key: OffloadKey, file: OldFile, status: FileStatus | OSError
-    ) -> TierFailure | None:
-        """Return what is wrong with a block, None if nothing is; what cannot be loaded again leaves the index."""
-        path, (page, row) = file
-        if isinstance(status, FileStatus):
-            if status.num_bytes < self._block_bytes:
-                verdict = HeaderCheck.DAMAGED
-            else:
-                verdict = check_block(page, row, key, namespace.identity.digest)
-            if verdict is HeaderCheck.OK:
-                return None
-            failure = self._explain(namespace, key, path, status, verdict)
-        elif isinstance(status, FileNotFoundError):
-            failure = TierFailure.ABSENT
+    def _explain(
+        self,
+        namespace: FSNamespace,
+        key: OffloadKey,
+        path: str,
+        status: FileStatus | OSError,
+        found: HeaderCheck,
+    ) -> TierFailure:
+        """Return why a block was not loaded; one that cannot be loaded again leaves the index."""
+        if isinstance(status, FileStatus) and self._files.is_still(path, status):
+            failure = FAILURE_OF_CHECK[found]
+            logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
+            if failure is TierFailure.DAMAGED:
+                self._remove_damaged(namespace, key, path, status)
+        elif isinstance(status, FileStatus | FileNotFoundError):
+            failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
         else:
             logger.warning("tier fs: block %s was not loaded: %s", path, status)
             return TierFailure.IO_ERROR
         namespace.index.discard((key,))
         return failure
 
-    def _explain(
-        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, verdict: HeaderCheck
-    ) -> TierFailure:
-        if not self._files.is_still(path, status):
-            return TierFailure.ABSENT  # evicted, and its file written over, while it was read
-        failure = FAILURE_OF_CHECK[verdict]
-        logger.warning("tier fs: block %s is %s (%s)", path, failure.value, verdict.value)
-        if failure is TierFailure.DAMAGED:
-            self._remove_damaged(namespace, key, path, status)
-        return failure
-
     def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
         try:
-            self._ledger.remove(self._files.remove(path, status))
+            self._usage.remove(self._files.remove(path, status))
             namespace.index.evict((key,))
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 
 
-CLOSE_TIMEOUT_S = 1.0
-"""Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
-
-ARRIVED = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
-
-
-class FSBlockStore(BlockStore[FSNamespace]):
-    """Stores and loads some blocks at a time in files; keeps no state of its own.
-
-    Args:
-        directory: where to.
-        rows: the primary's.
-        evictor: makes room.
-        spares: files of evicted blocks, to be written over.
-        max_keys: blocks of a namespace that are kept in mind.
-        emit_events: whether evictions are recorded.
-    """
-
-    def __init__(
-        self,
-        directory: FSDirectory,
-        rows: Rows,
-        evictor: Evictor,
-        spares: RecycledFiles,
-        max_keys: int,
-        *,
-        emit_events: bool,
-    ) -> None:
-        self._directory = directory
-        self._row_bytes = rows.row_bytes
-        self._files = directory.files
-        self._counters = directory.counters
-        self._evictor = evictor
-        self._writer = BlockWriter(directory, rows, evictor, spares)
-        self._reader = BlockReader(directory, rows)
-        self._max_keys = max_keys
-        self._emit_events = emit_events
-
-    def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
-        index = KeyIndex(self._max_keys, is_complete=is_new, emit_events=self._emit_events)
-        namespace = FSNamespace(identity, namespace_path(self._directory.root, identity.name), index)
-        self._evictor.set_namespace(namespace)
-        return namespace
-
-    def store(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
-    ) -> TransferOutcome:
-        held = {
-            key for key in keys if key in namespace.index and self._files.renew(namespace.block_path(key))
-        }
-        todo = [(key, slot) for key, slot in zip(keys, slots, strict=True) if key not in held]
-        if not todo:
-            return TransferOutcome(held)
-        outcomes = self._writer.write(namespace, todo)
-        succeeded = [key for key, outcome in outcomes.items() if outcome in ARRIVED]
-        namespace.index.add(succeeded)
-        reached = list(outcomes.values())
-        num_written = reached.count(StoreOutcome.WRITTEN)
-        num_failed = reached.count(StoreOutcome.FAILED)
-        self._counters.add(
-            stored_blocks=num_written,
-            stored_bytes=num_written * self._row_bytes,
-            declined=sum(outcome in NO_PLACE for outcome in reached),
-            store_errors=num_failed,
-        )
-        return TransferOutcome([*held, *succeeded], is_fault=num_failed > 0)
-
-    def load(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
-    ) -> TransferOutcome:
-        failures = self._reader.read(namespace, keys, slots)
-        succeeded = [key for key in keys if key not in failures]
-        for failure in failures.values():
-            self._counters.add(**{failure.value: 1})
-        self._note_missing_folders(
-            namespace, [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
-        )
-        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
-        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
-
-    def _note_missing_folders(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
-        """Forget all blocks of the folders of ``absent`` that are gone: eviction leaves folders."""
-        for folder, key in {namespace.block_path(key).rpartition("/")[0]: key for key in absent}.items():
-            if not os.access(folder, os.F_OK) and namespace.index.lose(prefix_of(key)):
-                self._evictor.removals.note(folder)
-
-    def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [key for key in keys if os.access(namespace.block_path(key), os.F_OK)]
-        namespace.index.add(found)
-        return found
-
-    def stats(self) -> dict[str, float]:
-        return self._counters.snapshot()
-
-    def close(self) -> None:
-        self._evictor.shutdown(CLOSE_TIMEOUT_S)
+def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
+    """Return what became of a block whose file was not simply written."""
+    path, _, recycled_path = file
+    if not isinstance(answer, OSError):
+        # One that was there is not renewed: should it be a file that we cannot read, it has to age until it is evicted.
+        return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
+    if answer.errno in NO_ROOM:
+        return StoreOutcome.NO_ROOM
+    if recycled_path is not None and isinstance(answer, FileNotFoundError):
+        # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
+        return StoreOutcome.NO_RECYCLED
+    if not isinstance(answer, FileNotFoundError):  # the evictor logs folders that were removed under the tier
+        logger.warning("tier fs: block %s was not stored: %s", path, answer)
+    return StoreOutcome.FAILED

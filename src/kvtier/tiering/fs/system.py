@@ -1,9 +1,16 @@
-"""The system calls that publish and read a block, as values that a test can replace by failing ones.
+"""What the tier needs of the operating system: the calls that move a block, and which process owns a file.
 
-It adds little to them. Other calls of the tier are not here: no fault of theirs needs to be planted.
+The calls that publish and read a block are values that a test can replace by failing ones. Other calls of the tier are
+not here: tests plant no fault in them.
+
+The owner of a temporary file or of a reservation is a process, named by its host, its id and its start time, so that a
+process which got a dead one's id is not mistaken for it. The host is a boot of a kernel and a process-id namespace:
+process ids of another container mean nothing here, although its boot id is ours.
 """
 
+import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,6 +34,42 @@ STOPPED = -1
 PRIVATE_MODE = 0o600
 """Permissions that no usual umask changes."""
 
+FOREIGN_OWNER_IDLE_S = 3600.0
+"""Seconds without a sign of life after which an owner on another host counts as dead. Shorter would take a
+file from a stalled writer on a network file system; longer keeps the room of crashed ones."""
+
+_NAME = re.compile(r"([0-9a-f]{16})-([0-9]{1,10})-([0-9]{1,19})")
+_STARTTIME_FIELD = 19
+"""Index of the start time behind the command's closing parenthesis. Source: proc_pid_stat(5), field 22."""
+
+
+class Owner(NamedTuple):
+    """A process, unmistakable among processes that share a directory.
+
+    Attributes:
+        host: 16 hex digits for this boot and process-id namespace.
+        pid: its process id.
+        start_ticks: its start time in clock ticks since boot.
+    """
+
+    host: str
+    pid: int
+    start_ticks: int
+
+    def __str__(self) -> str:
+        return f"{self.host}-{self.pid}-{self.start_ticks}"
+
+    def is_dead(self, here: "Owner", idle_s: float) -> bool:
+        """Return whether the process has certainly, or from another host presumably, ended.
+
+        Args:
+            here: any process of this host.
+            idle_s: seconds since the owner's last sign of life.
+        """
+        if self.host != here.host:
+            return idle_s > FOREIGN_OWNER_IDLE_S
+        return _start_ticks(self.pid) != self.start_ticks
+
 
 def set_file_mode(fd: int, file_mode: int) -> None:
     """Give a file that this user made the permissions that sharing needs and a umask took away."""
@@ -34,17 +77,6 @@ def set_file_mode(fd: int, file_mode: int) -> None:
         # Another user's file was set when that user made it; a file system without modes needs none.
         with suppress(OSError):
             os.fchmod(fd, file_mode)
-
-
-def open_shared_file(path: Path, file_mode: int) -> int:
-    """Open a file that all processes of a directory read and write, made when it is missing.
-
-    Raises:
-        OSError: the system refused.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
-    set_file_mode(fd, file_mode)
-    return fd
 
 
 def link_open_file(fd: int, path: str) -> None:
@@ -88,10 +120,10 @@ class WholeFileCalls(Protocol):
     def publish(
         self, files: Sequence[tuple[str, Buffers, str | None]], flags: int, mode: int, /
     ) -> list[int]:
-        """Write files, each without a name and then linked, or over a spare one.
+        """Write files, each without a name and then linked, or over a recycled one.
 
         Args:
-            files: the name, the bytes, the spare file or None of each.
+            files: the name, the bytes, the recycled file or None of each.
             flags: see above.
             mode: likewise.
 
@@ -117,7 +149,7 @@ class WholeFileCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SystemCalls:
-    """What the kernel is asked to do with a block.
+    """What the kernel does with a block.
 
     Attributes:
         open: path, flags, mode -> file descriptor.
@@ -135,3 +167,34 @@ class SystemCalls:
 
 
 REAL_CALLS = SystemCalls(whole_files=_whole_files)
+
+
+def current_owner() -> Owner:
+    """Return the calling process."""
+    pid = os.getpid()
+    return Owner(_host(), pid, _start_ticks(pid) or 0)
+
+
+def parse_owner(text: str) -> Owner | None:
+    """Return the owner that ``text`` begins with, None when it names none. Pure."""
+    found = _NAME.match(text)
+    return Owner(found[1], int(found[2]), int(found[3])) if found else None
+
+
+def _host() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        boot, namespace = os.uname().nodename, ""
+    return hashlib.sha256(f"{boot}{namespace}".encode()).hexdigest()[:16]
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, None when there is none or only a zombie is left of it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else int(fields[_STARTTIME_FIELD])

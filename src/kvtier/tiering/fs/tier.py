@@ -84,7 +84,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
             options=ThreadOptions(
                 plan_num_threads(fs_settings.num_threads, rows.row_bytes, has_direct_io=has_direct_io),
                 max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
-                # What is found on the disk goes into the index, which is told of evictions: no answer is cached.
+                # What is found on the disk goes into the index, which evictions leave: no answer is cached.
                 positive_ttl_s=0.0,
                 negative_ttl_s=fs_settings.negative_ttl_s,
                 num_store_threads=plan_num_store_threads(

@@ -5,11 +5,11 @@ backend; lookups, queues, deadlines and outages are done.
 """
 
 from kvtier.settings import parse_settings, setting
-from kvtier.tiering.kit.backend import BlockStore, Rows, rows_of
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, rows_of
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead
 from kvtier.tiering.kit.envelope import HeaderCheck, check_block, make_header
 from kvtier.tiering.kit.eviction_log import EvictionLog
-from kvtier.tiering.kit.health import BackendHealth, Counters
+from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys

@@ -4,7 +4,9 @@ A ``BlockStore`` moves the bytes of some blocks between rows of the primary tier
 and returns which ones succeeded.
 """
 
+import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -42,6 +44,28 @@ def rows_of(primary_kv_view: memoryview) -> Rows:
     """Return the rows behind a primary's view of shape (num_rows, row_bytes), format 'b'. Pure."""
     row_bytes = primary_kv_view.shape[1] if primary_kv_view.shape else 0
     return Rows(primary_kv_view.cast("B"), row_bytes)
+
+
+class Counters:
+    """Named counts that any thread may raise.
+
+    Mutable are the counts. ``_lock`` guards them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
+
+    def add(self, **amounts: int) -> None:
+        """Raise each named count."""
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+
+    def snapshot(self) -> dict[str, float]:
+        """Return the counts by name."""
+        with self._lock:
+            return dict(self._counts)
 
 
 class BlockStore(ABC, Generic[S]):

@@ -70,7 +70,7 @@ def num_threads_setting(more: str = "") -> Mapping[str, Setting]:
 
 
 def plan_num_threads(num_threads: int | None, row_bytes: int, *, has_direct_io: bool) -> int:
-    """Return how many threads move rows of ``row_bytes`` bytes, when the user asked for ``num_threads``. Pure."""
+    """Return how many threads move rows of ``row_bytes`` bytes, given the setting ``num_threads``. Pure."""
     if num_threads is not None:
         return num_threads
     return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
@@ -88,7 +88,7 @@ def allocate_pages(num_pages: int) -> list[memoryview]:
 
 
 class ThreadPages:
-    """Aligned pages that each thread has for itself, made when it first asks for them.
+    """Aligned pages that each thread has for itself, made at its first use.
 
     Args:
         num_pages: how many a thread has.

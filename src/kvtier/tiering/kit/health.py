@@ -1,4 +1,4 @@
-"""What a tier's threads count, and the state of the backend that they use.
+"""The state of a tier's backend: whether it answers, and how long it is left alone.
 
 A backend that does not answer is left alone for a while, because each call to it fails only after a time-out. An
 outage is logged once when it begins and once when it ends. Lookups that got no answer are counted for the manager's
@@ -7,34 +7,11 @@ circuit breaker.
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable
 
 from kvtier.errors import TierError
 
 logger = logging.getLogger(__name__)
-
-
-class Counters:
-    """Named counts that any thread may raise.
-
-    Mutable are the counts. ``_lock`` guards them.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter(dict.fromkeys(names, 0))
-
-    def add(self, **amounts: int) -> None:
-        """Raise each named count."""
-        with self._lock:
-            for name, amount in amounts.items():
-                self._counts[name] += amount
-
-    def snapshot(self) -> dict[str, float]:
-        """Return the counts by name."""
-        with self._lock:
-            return dict(self._counts)
 
 
 class BackendHealth:

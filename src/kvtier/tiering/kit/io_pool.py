@@ -1,12 +1,12 @@
 """Threads that move the blocks of jobs: two queues, loads first, bounded.
 
-It knows no tier, no file and no network: a job comes with the function that moves some of its blocks. A job
-of many blocks is cut into parts as threads become free, so one large job uses every thread and many small
-ones share them. A job is reported once, when no thread touches its slots any more.
+A job comes with the function that moves some of its blocks. A job of many blocks is cut into parts as threads become
+free, so one large job uses every thread and many small ones share them. A job is reported once, when no thread touches
+its slots any more.
 
-A job that is not finished by its deadline loses the parts that nobody has begun: their keys have failed. A part
-that is in a system call just then is waited for, because a slot that may still be written must stay reserved; a
-call that never returns therefore keeps its job open, and nothing else of it.
+A job that is not finished by its deadline loses the parts that have not begun: their keys have failed. A part that is
+in a system call just then is waited for, because a slot that may still be written must stay reserved; a call that never
+returns therefore keeps its job open, and nothing else of it.
 """
 
 import logging
@@ -28,8 +28,8 @@ class TransferOutcome(NamedTuple):
     """What a transfer achieved.
 
     Attributes:
-        succeeded: the keys whose bytes succeeded.
-        is_fault: whether what failed speaks against the tier; no room or an evicted block does not.
+        succeeded: the keys whose bytes were moved.
+        is_fault: whether what failed counts against the tier; no room or an evicted block does not.
     """
 
     succeeded: Collection[OffloadKey]
@@ -40,8 +40,8 @@ Transfer = Callable[[Sequence[OffloadKey], Sequence[int]], TransferOutcome]
 """Moves blocks, given keys and their slots. Runs on a thread of the pool; may block and raise."""
 
 DEFAULT_MAX_QUEUED_BLOCKS = 65_536
-"""Blocks that may wait for a thread. Far beyond what budgets let through, so reaching it means that nobody
-polls; fewer would refuse the promotion of one very long prefix."""
+"""Blocks that may wait for a thread. Far beyond what budgets let through, so reaching it means that the tier is not
+polled; fewer would refuse the promotion of one very long prefix."""
 
 
 @dataclass(slots=True)
@@ -58,24 +58,6 @@ class _PoolJob:
     num_running_parts: int = 0
     succeeded: list[OffloadKey] = field(default_factory=list)
     is_fault: bool = False
-
-    @property
-    def is_ended(self) -> bool:
-        return self.num_running_parts == 0 and self.num_begun == len(self.keys)
-
-    def result(self, now_s: float) -> JobResult:
-        """Return the report: everything succeeded, or which keys did."""
-        succeeded = frozenset(self.succeeded)
-        took_s = now_s - self.submitted_s
-        if succeeded.issuperset(self.keys):
-            return JobResult(self.job_id, success=True, took_s=took_s)
-        return JobResult(
-            self.job_id,
-            success=False,
-            successful_keys=succeeded or None,
-            is_fault=self.is_fault,
-            took_s=took_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +125,7 @@ class IOPool:
         Args:
             job: what to move.
             run: moves some of its blocks; a raise fails those blocks.
-            timeout_s: seconds until parts that nobody has begun are given up.
+            timeout_s: seconds until parts that have not begun are given up.
 
         Raises:
             TierError: the pool is closed or its queue is full; nothing was started.
@@ -173,7 +155,7 @@ class IOPool:
             return self._changed.wait_for(lambda: self._num_open_jobs == 0, timeout_s)
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Refuse new jobs, hand back what nobody has begun as failed, and end the threads; idempotent.
+        """Refuse new jobs, report what has not begun as failed, and end the threads; idempotent.
 
         Returns:
             False when ``timeout_s`` passed and a transfer may still be running; its job stays open.
@@ -210,7 +192,7 @@ class IOPool:
             self._start_threads()
             self._num_open_jobs += 1
             if not job.keys:
-                self._report(opened)
+                self._report_if_ended(opened)
                 return
             self._num_queued_blocks = num_queued
             queue.append(opened)
@@ -229,17 +211,18 @@ class IOPool:
 
     def _work(self) -> None:
         while (part := self._take_part()) is not None:
-            moved = TransferOutcome((), is_fault=True)
+            outcome = TransferOutcome((), is_fault=True)
             try:
-                moved = part.job.run(part.keys, part.block_ids)
+                outcome = part.job.run(part.keys, part.block_ids)
             except Exception:  # thread top
                 logger.exception("tier %s: job %d failed", self._name, part.job.job_id)
-            self._finish(part, moved)
+            self._finish(part, outcome)
 
     def _take_part(self) -> _Part | None:
         with self._changed:
             while True:
-                queue = self._loads or (self._stores if self._may_store() else None)
+                may_store = self._num_storing_threads < self._num_store_threads
+                queue = self._loads or (self._stores if may_store else None)
                 if queue and queue[0].deadline_s <= self._clock():
                     self._give_up(queue.popleft(), is_timeout=True)
                 elif queue:
@@ -251,16 +234,13 @@ class IOPool:
                 else:
                     self._changed.wait()
 
-    def _may_store(self) -> bool:
-        return self._num_storing_threads < self._num_store_threads
-
     def _cut_part(self, queue: deque[_PoolJob]) -> _Part:
         job = queue[0]
         begin = job.num_begun
         is_store = queue is self._stores
         num_threads = self._num_store_threads if is_store else self._num_threads
         # A share of what waits, not of the job: only the last parts are small, so that threads end together. The
-        # next few jobs tell enough, since each has a block at least.
+        # next few jobs are enough, since each has a block at least.
         waiting = islice(queue, num_threads)
         share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
         if self._cuts_evenly:
@@ -274,15 +254,14 @@ class IOPool:
             queue.popleft()
         return _Part(job, job.keys[begin:end], job.block_ids[begin:end], is_store)
 
-    def _finish(self, part: _Part, moved: TransferOutcome) -> None:
+    def _finish(self, part: _Part, outcome: TransferOutcome) -> None:
         with self._changed:
-            # No other thread is told that it may store now: this one looks for work next.
+            # No other thread is woken although it may store now: this one looks for work next.
             self._num_storing_threads -= part.is_store
             part.job.num_running_parts -= 1
-            part.job.succeeded.extend(moved.succeeded)
-            part.job.is_fault |= moved.is_fault
-            if part.job.is_ended:
-                self._report(part.job)
+            part.job.succeeded.extend(outcome.succeeded)
+            part.job.is_fault |= outcome.is_fault
+            self._report_if_ended(part.job)
 
     def _expire(self, now_s: float) -> None:
         for queue in (self._loads, self._stores):
@@ -298,10 +277,24 @@ class IOPool:
         job.is_fault = True
         self._num_queued_blocks -= num_dropped
         self._num_timeout_blocks += num_dropped if is_timeout else 0
-        if job.is_ended:
-            self._report(job)
+        self._report_if_ended(job)
 
-    def _report(self, job: _PoolJob) -> None:
-        self._reports.append(job.result(self._clock()))
+    def _report_if_ended(self, job: _PoolJob) -> None:
+        """Report a job of which no part is running or still to begin: all succeeded, or which keys did."""
+        if job.num_running_parts or job.num_begun < len(job.keys):
+            return
+        succeeded = frozenset(job.succeeded)
+        took_s = self._clock() - job.submitted_s
+        if succeeded.issuperset(job.keys):
+            result = JobResult(job.job_id, success=True, took_s=took_s)
+        else:
+            result = JobResult(
+                job.job_id,
+                success=False,
+                successful_keys=succeeded or None,
+                is_fault=job.is_fault,
+                took_s=took_s,
+            )
+        self._reports.append(result)
         self._num_open_jobs -= 1
         self._changed.notify_all()

@@ -1,8 +1,8 @@
 """The connection to the store: joined when it is first needed, left alone for a while when it fails.
 
-It knows no block and no envelope. A call that the master did not answer is a TierError, and for a while each further
-call is one at once; then the master is knocked at before it is asked again, because the library itself would block
-for more than four seconds. What single names lack stays in the answer.
+A call that the master did not answer is a TierError, and for a while each further call is one at once. Then ``knock``
+checks that the master answers before the library is called again, which itself would block for more than four seconds.
+What single names lack stays in the answer.
 """
 
 import threading
@@ -42,7 +42,7 @@ class _Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ScatterLists:
     """Where the bytes of values come from or go to.
 
     Attributes:
@@ -57,7 +57,7 @@ class Places:
 class MooncakeClient:
     """Calls of the store, each with a time limit and no retry.
 
-    Mutable are the session, the pause and the doubt. ``_changed`` guards them; nobody talks to the network under it.
+    Mutable are the session, the pause and the doubt. ``_changed`` guards them; no call is made under it.
 
     Args:
         settings: which store.
@@ -93,20 +93,20 @@ class MooncakeClient:
         """
         return self._call(lambda native: native.batch_is_exist(names))
 
-    def put(self, names: list[str], places: Places) -> list[int]:
+    def put(self, names: list[str], scatter_lists: ScatterLists) -> list[int]:
         """Write a value under each name; one that is there stays as it is. Raises as ``exist``."""
-        addresses, lengths = places.addresses, places.lengths
+        addresses, lengths = scatter_lists.addresses, scatter_lists.lengths
         return self._call(
             lambda native: native.batch_put_from_multi_buffers(names, addresses, lengths, self._replicas)
         )
 
-    def get(self, names: list[str], places: Places) -> list[int]:
+    def get(self, names: list[str], scatter_lists: ScatterLists) -> list[int]:
         """Read each name's value; return its length, or why not. Raises as ``exist``."""
-        addresses, lengths = places.addresses, places.lengths
+        addresses, lengths = scatter_lists.addresses, scatter_lists.lengths
         return self._call(lambda native: native.batch_get_into_multi_buffers(names, addresses, lengths))
 
     def remove(self, names: list[str]) -> list[int]:
-        """Remove values that nobody reads just now. Raises as ``exist``."""
+        """Remove values that are not leased. Raises as ``exist``."""
         return self._call(lambda native: native.batch_remove(names))
 
     def size(self, name: str) -> int:
@@ -152,7 +152,7 @@ class MooncakeClient:
         return self._join(session)
 
     def _join(self, session: _Session | None) -> _Session:
-        """Make sure that somebody answers; the caller has announced that it does so."""
+        """Make sure that the master answers; the caller has set ``_is_joining``."""
         try:
             if session is None:
                 session = _Session(self._register(self._open_store(self._settings)))
@@ -189,7 +189,7 @@ class MooncakeClient:
         return TierError(TIER_TYPE, reason)
 
     def _retire(self, session: _Session) -> None:
-        """Close a client when nobody uses it any more; returns when it is closed."""
+        """Close a client when no call uses it any more; returns when it is closed."""
         with self._changed:
             if self._session is session:
                 self._session = None

@@ -88,7 +88,7 @@ MASTER_AWAY = frozenset(
         Code.UNAVAILABLE_IN_CURRENT_MODE,
     }
 )
-"""The master was not asked, or does not serve: nothing is known of any key."""
+"""The master was not reached, or does not serve: nothing is known of any key."""
 
 NO_ROOM = frozenset(
     {
@@ -109,7 +109,7 @@ ABSENT = frozenset(
         Code.REPLICA_IS_GONE,
     }
 )
-"""There is no whole value: never written, evicted, or still being written by somebody."""
+"""There is no whole value: never written, evicted, or still being written."""
 
 HELD = frozenset({Code.OK, Code.OBJECT_ALREADY_EXISTS})
 """The store has a value under the name, ours or an older one."""

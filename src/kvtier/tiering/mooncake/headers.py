@@ -1,7 +1,7 @@
-"""Memory for the envelopes of blocks on their way: the rows have no room for them.
+"""Memory for the headers of blocks on their way: the rows have no room for them.
 
-A value in the store is an envelope followed by a row. The client gathers both from, and scatters them to, two places
-in one transfer, so a value has its envelope or does not exist. Each call borrows a strip of places and gives it back.
+A value in the store is a header followed by a row. The client gathers both from, and scatters them to, two pieces of
+memory in one transfer, so a value has its header or does not exist. Each call borrows header slots and returns them.
 """
 
 import mmap
@@ -17,49 +17,49 @@ from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class HeaderSlots:
-    """Places for the envelopes of one call.
+    """Room for the headers of one call.
 
     Attributes:
-        memory: the places one after another, format 'B'.
-        address: where the first one is.
+        memory: the slots one after another, format 'B'.
+        address: of the first one.
     """
 
     memory: memoryview
     address: int
 
-    def place(self, number: int) -> memoryview:
-        """Return the bytes of place ``number``, writable."""
+    def slot(self, number: int) -> memoryview:
+        """Return the bytes of slot ``number``, writable."""
         return self.memory[number * ENVELOPE_BYTES : (number + 1) * ENVELOPE_BYTES]
 
     def address_of(self, number: int) -> int:
-        """Return the address of place ``number``."""
+        """Return the address of slot ``number``."""
         return self.address + number * ENVELOPE_BYTES
 
 
 class HeaderPool:
-    """Strips for as many calls as there are threads.
+    """Header slots for as many calls as there are threads.
 
     Args:
-        num_strips: calls at the same time; a further one waits.
-        places_per_strip: blocks in a call.
+        num_calls: calls at the same time; a further one waits.
+        slots_per_call: blocks in a call.
     """
 
-    def __init__(self, num_strips: int, places_per_strip: int) -> None:
-        strip_bytes = places_per_strip * ENVELOPE_BYTES
-        self.memory = memoryview(mmap.mmap(-1, num_strips * strip_bytes))
+    def __init__(self, num_calls: int, slots_per_call: int) -> None:
+        call_bytes = slots_per_call * ENVELOPE_BYTES
+        self.memory = memoryview(mmap.mmap(-1, num_calls * call_bytes))
         self.address = address_of(self.memory)
         self._free: queue.SimpleQueue[HeaderSlots] = queue.SimpleQueue()
-        for begin in range(0, len(self.memory), strip_bytes):
-            self._free.put(HeaderSlots(self.memory[begin : begin + strip_bytes], self.address + begin))
+        for begin in range(0, len(self.memory), call_bytes):
+            self._free.put(HeaderSlots(self.memory[begin : begin + call_bytes], self.address + begin))
 
     @contextmanager
     def borrow(self) -> Iterator[HeaderSlots]:
-        """Lend a strip; waits for one when all are lent. Thread: any."""
-        strip = self._free.get()
+        """Lend header slots; waits when all are lent. Thread: any."""
+        header_slots = self._free.get()
         try:
-            yield strip
+            yield header_slots
         finally:
-            self._free.put(strip)
+            self._free.put(header_slots)
 
 
 def address_of(memory: memoryview) -> int:

@@ -5,7 +5,7 @@ for the whole process, and whatever the operator has set stays.
 
 Workaround (2026-11, mooncake-transfer-engine-non-cuda 0.3.13.post1): ``setup`` and ``close`` hold the interpreter's
 lock while they talk to the master, so a hung one would stop every thread of the engine. ``knock`` finds out first
-whether somebody answers at all; ``test_a_hung_master_is_found_out_before_the_library_is_asked`` fails without it.
+whether anything answers at all; ``test_a_hung_master_is_found_out_before_the_library_is_asked`` fails without it.
 """
 
 import math
@@ -44,7 +44,7 @@ class ReplicaOptions(Protocol):
 
 
 class NativeStore(Protocol):
-    """What is used of the library's client, by position; each answer is explained in ``codes``."""
+    """What is used of the library's client, by position; ``errors`` explains each answer."""
 
     def setup(
         self,
@@ -128,10 +128,10 @@ def make_replica_options(num_replicas: int) -> ReplicaOptions:
 
 
 def knock(master: str, timeout_s: float) -> None:
-    """Find out whether somebody answers at the master's address.
+    """Check that the master answers at its address.
 
     Raises:
-        TierError: nobody, or nobody in time.
+        TierError: it does not, or not in time.
     """
     host, _, port = master.rpartition(":")
     try:
@@ -146,7 +146,7 @@ def knock(master: str, timeout_s: float) -> None:
 
 
 def prepare_environment(settings: MooncakeSettings) -> None:
-    """Set what the library reads from the environment and nobody has set.
+    """Set what the library reads from the environment and is not set yet.
 
     Effects: ``os.environ``, for the life of the process; a second tier finds what the first has set.
     """

@@ -1,4 +1,8 @@
-"""One namespace of the tier: its identity and the names of its blocks in the store."""
+"""Moves blocks between rows of the primary tier and values of the store, and removes damaged values.
+
+A value that is leased to a reader cannot be removed: its name waits in ``PendingDeletes`` and is neither looked up nor
+stored until its removal succeeds.
+"""
 
 import logging
 import threading
@@ -10,7 +14,7 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
@@ -19,9 +23,8 @@ from kvtier.tiering.kit.envelope import (
     check_block,
     make_header,
 )
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.mooncake.client import MooncakeClient, Places
+from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
 
@@ -45,7 +48,7 @@ RETRY_S = 6.0
 """Seconds until a removal is tried again: the store's leases last 5 unless its master says otherwise."""
 
 MAX_NAMES = 4096
-"""Names kept in mind. A forgotten one is found damaged again by the next load."""
+"""Names that wait. One that is dropped is found damaged again by the next load."""
 
 
 class PendingDeletes:
@@ -63,7 +66,7 @@ class PendingDeletes:
         self._due_s: OrderedDict[str, float] = OrderedDict()
 
     def add(self, names: Iterable[str]) -> None:
-        """Keep ``names`` in mind; the next removal is due after a lease."""
+        """Add ``names``; their next removal is due after a lease."""
         due_s = self._clock() + RETRY_S
         with self._lock:
             for name in names:
@@ -79,14 +82,14 @@ class PendingDeletes:
                 self._due_s.pop(name, None)
 
     def among(self, names: Collection[str]) -> frozenset[str]:
-        """Return which of ``names`` are doomed."""
+        """Return which of ``names`` wait for their removal."""
         if not self._due_s:  # read without the lock: the usual case, and a late answer costs one lookup
             return frozenset()
         with self._lock:
             return frozenset(name for name in names if name in self._due_s)
 
     def take_due(self) -> list[str]:
-        """Return the names whose removal is due, and put it off for everybody else."""
+        """Return the names whose removal is due; until the next try they are not due for other threads."""
         now_s = self._clock()
         with self._lock:
             due = [name for name, due_s in self._due_s.items() if due_s <= now_s]
@@ -101,7 +104,7 @@ class PendingDeletes:
 logger = logging.getLogger(__name__)
 
 PROBE_NAME = "kvtier/reachable"
-"""A name that nobody stores: asking for it shows that the master answers."""
+"""A name that is never stored: looking it up shows that the master answers."""
 
 COUNTS = ("hits", "loaded_bytes", "stored_blocks", "stored_bytes", "declined", "store_errors")
 MORE_COUNTS = ("absent", "damaged", "foreign", "io_error", "removed_damaged", "ask_errors", "unknown_answers")
@@ -124,7 +127,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._rows = rows
         self._rows_address = address_of(rows.flat)
         self._headers = headers
-        self._doomed = PendingDeletes(clock)
+        self._pending_deletes = PendingDeletes(clock)
         self._counters = Counters(*COUNTS, *MORE_COUNTS)
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
 
@@ -135,10 +138,10 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._client.exist([PROBE_NAME])
 
     def contains_batch(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        self._remove(self._doomed.take_due())
+        self._remove(self._pending_deletes.take_due())
         names = {key: namespace.name_of(key) for key in keys}
-        doomed = self._doomed.among(names.values())
-        asked = [key for key in keys if names[key] not in doomed]
+        pending = self._pending_deletes.among(names.values())
+        asked = [key for key in keys if names[key] not in pending]
         if not asked:
             return []
         answers = self._client.exist([names[key] for key in asked])
@@ -150,63 +153,63 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         todo = list(zip(keys, slots, [namespace.name_of(key) for key in keys], strict=True))
-        if len(self._doomed):
-            self._remove(self._doomed.among([name for _, _, name in todo]))
-            doomed = self._doomed.among([name for _, _, name in todo])
-            todo = [block for block in todo if block[2] not in doomed]
+        if len(self._pending_deletes):
+            self._remove(self._pending_deletes.among([name for _, _, name in todo]))
+            pending = self._pending_deletes.among([name for _, _, name in todo])
+            todo = [block for block in todo if block[2] not in pending]
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
             return TransferOutcome(())
         digest = namespace.identity.digest
-        with self._headers.borrow() as strip:
+        with self._headers.borrow() as header_slots:
             for number, (key, slot, _) in enumerate(todo):
-                strip.place(number)[:] = make_header(key, digest, self._rows.row(slot))
-            places = self._places(strip, [slot for _, slot, _ in todo])
-            answers = self._client.put([name for _, _, name in todo], places)
+                header_slots.slot(number)[:] = make_header(key, digest, self._rows.row(slot))
+            scatter_lists = self._scatter_lists(header_slots, [slot for _, slot, _ in todo])
+            answers = self._client.put([name for _, _, name in todo], scatter_lists)
         return self._count_stored([key for key, _, _ in todo], answers)
 
     def load(
         self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         names = [namespace.name_of(key) for key in keys]
-        with self._headers.borrow() as strip:
-            answers = self._client.get(names, self._places(strip, slots))
+        with self._headers.borrow() as header_slots:
+            answers = self._client.get(names, self._scatter_lists(header_slots, slots))
             failures = [
-                self._judge(namespace, key, strip.place(number), self._rows.row(slot), answers[number])
+                self._check(namespace, key, header_slots.slot(number), self._rows.row(slot), answers[number])
                 for number, (key, slot) in enumerate(zip(keys, slots, strict=True))
             ]
         self._note_unknown(answers)
         pairs = zip(answers, failures, strict=True)
         self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
         damaged = [name for name, why in zip(names, failures, strict=True) if why is TierFailure.DAMAGED]
-        self._doomed.add(damaged)
+        self._pending_deletes.add(damaged)
         self._remove(damaged)
         return self._count_loaded(keys, failures)
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot() | {"doomed_blocks": len(self._doomed)}
+        return self._counters.snapshot() | {"pending_deletes": len(self._pending_deletes)}
 
     def close(self) -> None:
         self._client.close()
 
-    def _places(self, strip: HeaderSlots, slots: Sequence[int]) -> Places:
+    def _scatter_lists(self, header_slots: HeaderSlots, slots: Sequence[int]) -> ScatterLists:
         begin, row_bytes = self._rows_address, self._rows.row_bytes
-        addresses = [[strip.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
-        return Places(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
+        addresses = [[header_slots.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
+        return ScatterLists(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
 
-    def _judge(
+    def _check(
         self, namespace: MooncakeNamespace, key: OffloadKey, header: memoryview, row: memoryview, answer: int
     ) -> TierFailure | None:
         """Say why a block did not come, or None when it is there and right."""
         # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
         if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
             return self._explain(namespace.name_of(key), answer)
-        verdict = check_block(header, row, key, namespace.identity.digest)
-        if verdict is HeaderCheck.OK:
+        header_check = check_block(header, row, key, namespace.identity.digest)
+        if header_check is HeaderCheck.OK:
             return None
-        failure = FAILURE_OF_CHECK[verdict]
+        failure = FAILURE_OF_CHECK[header_check]
         name = namespace.name_of(key)
-        logger.warning("tier mooncake: block %s is %s (%s)", name, failure.value, verdict.value)
+        logger.warning("tier mooncake: block %s is %s (%s)", name, failure.value, header_check.value)
         return failure if answer == self._value_bytes else TierFailure.IO_ERROR
 
     def _explain(self, name: str, answer: int) -> TierFailure:
@@ -229,7 +232,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         return num_bytes >= 0 and num_bytes != self._value_bytes
 
     def _remove(self, names: Collection[str]) -> None:
-        """Try to remove damaged values; what somebody reads just now stays doomed."""
+        """Try to remove damaged values; what is leased to a reader stays for later."""
         asked = list(names)
         if not asked:
             return
@@ -239,7 +242,9 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             logger.warning("tier mooncake: %d damaged blocks are not removed yet: %s", len(asked), error)
             return
         gone = (Code.OK, Code.OBJECT_NOT_FOUND)
-        self._doomed.discard(name for name, answer in zip(asked, answers, strict=True) if answer in gone)
+        self._pending_deletes.discard(
+            name for name, answer in zip(asked, answers, strict=True) if answer in gone
+        )
         self._note_unknown(answers)
         self._counters.add(removed_damaged=answers.count(Code.OK))
 

@@ -1,8 +1,8 @@
 """The secondary tier on a Mooncake store: memory that many machines lend to each other behind one master.
 
-It decides what to ask of the store and never asks on the scheduler's thread. Bytes go straight from and into the
-primary's rows, which are registered with the client once. The store has no authentication: whoever reaches its master
-or one of its processes may read and write what is in them, so it belongs on a network of its own.
+Lookups and jobs run on threads, so the scheduler's thread never waits for the store. Bytes go straight from and into
+the primary's rows, which are registered with the client once. The store has no authentication: a process that reaches
+its master or one of its clients may read and write what is in them, so the store belongs on a network of its own.
 """
 
 import time
@@ -28,8 +28,8 @@ MAX_PART_BLOCKS = 64
 """The same for very small blocks."""
 
 POSITIVE_TTL_S = 2.0
-"""Seconds for which "held" is believed. Asking for a block protects it from eviction for 5 seconds, so this is
-true nearly always; more would promise blocks that are gone, less asks again for the same prefix."""
+"""Seconds for which "held" is believed. A lookup protects a block from eviction for 5 seconds, so this is
+true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
 class MooncakeTier(ThreadedTier[MooncakeNamespace]):

@@ -1,28 +1,19 @@
-"""Opens the client for a store, with every time-out set; it asks the store nothing.
+"""The client for a store: opens it with every time-out set, calls it, and leaves it alone when it does not answer.
 
 Credentials go from the environment to the client and pass nothing of ours. ``AWS_PROFILE`` is understood when no key
 is given directly; boto3 reads it, as the client itself knows no profiles.
 """
 
-import os
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
-
-from kvtier.errors import ConfigError, MissingExtraError
-from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.obj.target import Service
-
-if TYPE_CHECKING:
-    from obstore.store import AzureConfig, BackoffConfig, ClientConfig, RetryConfig, S3Config, S3Credential
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from typing import NamedTuple, TypeVar
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvtier.errors import KVTierError, TierError
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
@@ -32,12 +23,18 @@ from kvtier.tiering.obj.errors import (
     is_bucket_missing,
     is_unanswered,
 )
+from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.target import Service
 
 try:
+    import obstore
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
     from obstore.store import AzureStore, GCSStore, HTTPStore, LocalStore, MemoryStore, S3Store
 except ImportError as error:
     raise MissingExtraError("obstore", "obj") from error
 
+if TYPE_CHECKING:
+    from obstore.store import AzureConfig, BackoffConfig, ClientConfig, RetryConfig, S3Config, S3Credential
 
 Store: TypeAlias = AzureStore | GCSStore | HTTPStore | LocalStore | MemoryStore | S3Store
 
@@ -49,6 +46,198 @@ MAX_RETRIES = 2
 RETRY_WITHIN_S = 1.0
 """Seconds from the start of a request within which it is repeated after a quick failure such as 503 SlowDown. A
 request that has timed out is older than that, so time-outs are not multiplied."""
+
+
+T = TypeVar("T")
+
+MAX_SMALL_REQUESTS = 64
+"""Small requests at once for a batch of keys. Fewer make a long prefix wait for round trips; more open connections
+that are used for nothing else."""
+
+PAGE_OBJECTS = 1000
+"""Objects in one answer of a listing, and in one bulk deletion: the most that S3 allows."""
+
+PAUSE_S = 1.0
+"""Seconds for which a store that did not answer is not called again; each call takes most of a second to fail."""
+
+CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
+
+
+class Fetched(NamedTuple):
+    """An object as it was read.
+
+    Attributes:
+        num_bytes: length of the whole object.
+        body: the bytes that were asked for; only the first few when the object is longer than was allowed.
+    """
+
+    num_bytes: int
+    body: memoryview
+
+
+class Listed(NamedTuple):
+    """An object in a listing; sorts by age.
+
+    Attributes:
+        modified: when it was written, by the store's clock.
+        path: its name.
+        num_bytes: its length.
+    """
+
+    modified: datetime
+    path: str
+    num_bytes: int
+
+
+class Client:
+    """Calls one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
+
+    Args:
+        settings: where it is and how long it may take.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: a directory or a file that the settings name cannot be used.
+        TierError: the environment does not say what a client needs.
+    """
+
+    def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._health = BackendHealth("obj", clock, pause_s=PAUSE_S)
+        try:
+            self._store = open_store(settings)
+        except KVTierError:
+            raise
+        except CLIENT_ERRORS:
+            raise TierError("obj", explain_opening(settings)) from None
+        self._can_create = settings.target.service is not Service.HTTP
+        self._is_memory = settings.target.service is Service.MEMORY
+
+    def put_new(self, path: str, buffers: Sequence[Buffer]) -> bool:
+        """Write an object unless there is one of that name; False when there is.
+
+        Raises:
+            TierError: the store cannot be reached, or refuses.
+        """
+        with self._explained():
+            try:
+                if not self._can_create:
+                    return self._put_unless_seen(path, buffers)
+                # Sent from the rows themselves. Should a request that has timed out be sent on for a moment, from
+                # a row that is used anew, neither its signature nor the envelope fits what arrives: a miss.
+                body = [b"".join(buffers)] if self._is_memory else list(buffers)
+                obstore.put(self._store, path, body, mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError):
+                return False
+            return True
+
+    def get(self, path: str, max_bytes: int) -> Fetched | None:
+        """Read an object, or only its beginning when it is longer than ``max_bytes``; None when there is none."""
+        with self._explained():
+            try:
+                result = obstore.get(self._store, path)
+                num_bytes = result.meta["size"]
+                if num_bytes <= max_bytes:
+                    return Fetched(num_bytes, memoryview(result.bytes()))
+                head = obstore.get_range(self._store, path, start=0, length=ENVELOPE_BYTES)
+                return Fetched(num_bytes, memoryview(head))
+            except FileNotFoundError as error:
+                if is_bucket_missing(error):
+                    raise
+                return None
+
+    def get_range(self, path: str, start: int, num_bytes: int) -> memoryview | None:
+        """Read part of an object; fewer bytes when it ends before, None when there is none."""
+        with self._explained():
+            try:
+                return memoryview(obstore.get_range(self._store, path, start=start, length=num_bytes))
+            except FileNotFoundError:
+                return None
+            except BaseError as error:
+                if is_beyond_end(error):
+                    return memoryview(b"")
+                raise
+
+    def sizes(self, paths: Sequence[str]) -> dict[str, int]:
+        """Return the lengths of those objects that exist; what got no answer in time counts as absent."""
+
+        async def ask(path: str) -> int:
+            return (await obstore.head_async(self._store, path))["size"]
+
+        return self._request_each(paths, ask)
+
+    def get_each(self, paths: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+        """Return the beginnings of those objects that exist, likewise."""
+
+        async def ask(path: str) -> memoryview:
+            return memoryview(await obstore.get_range_async(self._store, path, start=0, length=max_bytes))
+
+        return self._request_each(paths, ask)
+
+    def put_new_each(self, objects: dict[str, bytes]) -> set[str]:
+        """Write small objects unless there are some of those names; return which names are there now."""
+
+        async def ask(path: str) -> None:
+            with suppress(AlreadyExistsError, PreconditionError):
+                await obstore.put_async(self._store, path, objects[path], mode=mode)
+
+        mode: obstore.PutMode = "create" if self._can_create else "overwrite"
+        return set(self._request_each(list(objects), ask))
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove objects, in bulk where the store can; those that are gone already are no matter."""
+        for begin in range(0, len(paths), PAGE_OBJECTS):
+            with self._explained():
+                self._remove_page(list(paths[begin : begin + PAGE_OBJECTS]))
+
+    def list_all(self, root: str) -> Iterator[Listed]:
+        """Yield every object whose name begins with ``root``, a page at a time in memory."""
+        with self._explained():
+            for page in obstore.list(self._store, root or None, chunk_size=PAGE_OBJECTS):
+                for meta in page:
+                    yield Listed(meta["last_modified"], meta["path"], meta["size"])
+
+    def require_bucket(self, path: str) -> None:
+        """Ask for one small object, which need not exist.
+
+        Raises:
+            TierError: there is no bucket, no server, or no leave to read.
+        """
+        # A writer with all rights makes a missing bucket come into being on some servers: this reads instead.
+        self.get(path, ENVELOPE_BYTES)
+
+    def _put_unless_seen(self, path: str, buffers: Sequence[Buffer]) -> bool:
+        # WebDAV has no conditional create here: two writers may both write, and both write the same block.
+        with suppress(FileNotFoundError):
+            obstore.head(self._store, path)
+            return False
+        obstore.put(self._store, path, list(buffers), use_multipart=False)
+        return True
+
+    def _remove_page(self, paths: list[str]) -> None:
+        try:
+            obstore.delete(self._store, paths)
+        except FileNotFoundError:
+            # A directory stops at the first that is gone; buckets do not mind.
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    obstore.delete(self._store, path)
+
+    def _request_each(self, paths: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+        with self._explained():
+            return asyncio.run(_request_each(paths, ask, self._settings.timeout_s))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        self._health.require_no_pause()
+        try:
+            yield
+        except CLIENT_ERRORS as error:
+            why = explain(error, self._settings)
+            if is_unanswered(error):
+                self._health.begin_pause(why)
+            # Without the cause: its text quotes the request and the answer.
+            raise TierError("obj", why) from None
 
 
 def open_store(settings: ObjSettings) -> Store:
@@ -143,215 +332,17 @@ def _make_directory(path: Path) -> Path:
     return path
 
 
-try:
-    import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-except ImportError as error:
-    raise MissingExtraError("obstore", "obj") from error
-
-T = TypeVar("T")
-
-MAX_QUESTIONS_IN_FLIGHT = 64
-"""Small requests at once for a batch of keys. Fewer make a long prefix wait for round trips; more open connections
-that are used for nothing else."""
-
-PAGE_OBJECTS = 1000
-"""Objects in one answer of a listing, and in one bulk deletion: the most that S3 allows."""
-
-PAUSE_S = 1.0
-"""Seconds for which a store that did not answer is not asked again; each question takes most of a second to fail."""
-
-CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
-
-
-class Fetched(NamedTuple):
-    """An object as it was read.
-
-    Attributes:
-        num_bytes: length of the whole object.
-        body: the bytes that were asked for; only the first few when the object is longer than was allowed.
-    """
-
-    num_bytes: int
-    body: memoryview
-
-
-class Listed(NamedTuple):
-    """An object in a listing; sorts by age.
-
-    Attributes:
-        modified: when it was written, by the store's clock.
-        path: its name.
-        num_bytes: its length.
-    """
-
-    modified: datetime
-    path: str
-    num_bytes: int
-
-
-class Client:
-    """Asks one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
-
-    Args:
-        settings: where it is and how long it may take.
-        clock: seconds, monotonic.
-
-    Raises:
-        ConfigError: a directory or a file that the settings name cannot be used.
-        TierError: the environment does not say what a client needs.
-    """
-
-    def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._health = BackendHealth("obj", clock, pause_s=PAUSE_S)
-        try:
-            self._store = open_store(settings)
-        except KVTierError:
-            raise
-        except CLIENT_ERRORS:
-            raise TierError("obj", explain_opening(settings)) from None
-        self._can_create = settings.target.service is not Service.HTTP
-        self._is_memory = settings.target.service is Service.MEMORY
-
-    def put_new(self, path: str, buffers: Sequence[Buffer]) -> bool:
-        """Write an object unless there is one of that name; False when there is.
-
-        Raises:
-            TierError: the store cannot be reached, or refuses.
-        """
-        with self._explained():
-            try:
-                if not self._can_create:
-                    return self._put_unless_seen(path, buffers)
-                # Sent from the rows themselves. Should a request that has timed out be sent on for a moment, from
-                # a row that is used anew, neither its signature nor the envelope fits what arrives: a miss.
-                body = [b"".join(buffers)] if self._is_memory else list(buffers)
-                obstore.put(self._store, path, body, mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError):
-                return False
-            return True
-
-    def get(self, path: str, max_bytes: int) -> Fetched | None:
-        """Read an object, or only its beginning when it is longer than ``max_bytes``; None when there is none."""
-        with self._explained():
-            try:
-                result = obstore.get(self._store, path)
-                num_bytes = result.meta["size"]
-                if num_bytes <= max_bytes:
-                    return Fetched(num_bytes, memoryview(result.bytes()))
-                head = obstore.get_range(self._store, path, start=0, length=ENVELOPE_BYTES)
-                return Fetched(num_bytes, memoryview(head))
-            except FileNotFoundError as error:
-                if is_bucket_missing(error):
-                    raise
-                return None
-
-    def get_range(self, path: str, start: int, num_bytes: int) -> memoryview | None:
-        """Read part of an object; fewer bytes when it ends before, None when there is none."""
-        with self._explained():
-            try:
-                return memoryview(obstore.get_range(self._store, path, start=start, length=num_bytes))
-            except FileNotFoundError:
-                return None
-            except BaseError as error:
-                if is_beyond_end(error):
-                    return memoryview(b"")
-                raise
-
-    def sizes(self, paths: Sequence[str]) -> dict[str, int]:
-        """Return the lengths of those objects that exist; what could not be asked in time counts as absent."""
-
-        async def ask(path: str) -> int:
-            return (await obstore.head_async(self._store, path))["size"]
-
-        return self._ask_each(paths, ask)
-
-    def get_each(self, paths: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
-        """Return the beginnings of those objects that exist, likewise."""
-
-        async def ask(path: str) -> memoryview:
-            return memoryview(await obstore.get_range_async(self._store, path, start=0, length=max_bytes))
-
-        return self._ask_each(paths, ask)
-
-    def put_new_each(self, objects: dict[str, bytes]) -> set[str]:
-        """Write small objects unless there are some of those names; return which names are there now."""
-
-        async def ask(path: str) -> None:
-            with suppress(AlreadyExistsError, PreconditionError):
-                await obstore.put_async(self._store, path, objects[path], mode=mode)
-
-        mode: obstore.PutMode = "create" if self._can_create else "overwrite"
-        return set(self._ask_each(list(objects), ask))
-
-    def remove(self, paths: Sequence[str]) -> None:
-        """Remove objects, in bulk where the store can; those that are gone already are no matter."""
-        for begin in range(0, len(paths), PAGE_OBJECTS):
-            with self._explained():
-                self._remove_page(list(paths[begin : begin + PAGE_OBJECTS]))
-
-    def list_all(self, root: str) -> Iterator[Listed]:
-        """Yield every object whose name begins with ``root``, a page at a time in memory."""
-        with self._explained():
-            for page in obstore.list(self._store, root or None, chunk_size=PAGE_OBJECTS):
-                for meta in page:
-                    yield Listed(meta["last_modified"], meta["path"], meta["size"])
-
-    def require_bucket(self, path: str) -> None:
-        """Ask for one small object, which need not exist.
-
-        Raises:
-            TierError: there is no bucket, no server, or no leave to read.
-        """
-        # A writer with all rights makes a missing bucket come into being on some servers: it is asked for by reading.
-        self.get(path, ENVELOPE_BYTES)
-
-    def _put_unless_seen(self, path: str, buffers: Sequence[Buffer]) -> bool:
-        # WebDAV has no conditional create here: two writers may both write, and both write the same block.
-        with suppress(FileNotFoundError):
-            obstore.head(self._store, path)
-            return False
-        obstore.put(self._store, path, list(buffers), use_multipart=False)
-        return True
-
-    def _remove_page(self, paths: list[str]) -> None:
-        try:
-            obstore.delete(self._store, paths)
-        except FileNotFoundError:
-            # A directory stops at the first that is gone; buckets do not mind.
-            for path in paths:
-                with suppress(FileNotFoundError):
-                    obstore.delete(self._store, path)
-
-    def _ask_each(self, paths: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
-        with self._explained():
-            return asyncio.run(_ask_each(paths, ask, self._settings.timeout_s))
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        self._health.require_no_pause()
-        try:
-            yield
-        except CLIENT_ERRORS as error:
-            why = explain(error, self._settings)
-            if is_unanswered(error):
-                self._health.begin_pause(why)
-            # Without the cause: its text quotes the request and the answer.
-            raise TierError("obj", why) from None
-
-
-async def _ask_each(
+async def _request_each(
     paths: Sequence[str], ask: Callable[[str], Awaitable[T]], timeout_s: float
 ) -> dict[str, T]:
-    """Ask for ``paths``, some at a time; return the answers, less what is absent or was not asked in time."""
+    """Request ``paths``, some at a time; return the answers, less what is absent or got none in time."""
     answers: dict[str, T] = {}
     failures: list[Exception] = []
     remaining = iter(paths)
     end_s = time.monotonic() + timeout_s
 
     async def work() -> None:
-        # Questions in flight are never cancelled, each ends within the client's time-outs: the client would report
+        # Requests in flight are never cancelled, each ends within the client's time-outs: the client would report
         # to a loop that is gone.
         for path in remaining:
             try:
@@ -363,7 +354,7 @@ async def _ask_each(
             if failures or time.monotonic() >= end_s:
                 return
 
-    await asyncio.gather(*(work() for _ in range(min(MAX_QUESTIONS_IN_FLIGHT, len(paths)))))
+    await asyncio.gather(*(work() for _ in range(min(MAX_SMALL_REQUESTS, len(paths)))))
     if failures:
         raise failures[0]
     return answers

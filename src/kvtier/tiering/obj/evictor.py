@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from kvtier.errors import TierError
-from kvtier.tiering.kit.health import Counters
+from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
 from kvtier.tiering.obj.layout import is_own
 
@@ -38,7 +38,7 @@ CLOSE_TIMEOUT_S = 1.0
 class Evictor:
     """Counts what is written and deletes the oldest objects in a thread of its own, begun by the first store.
 
-    Mutable are the count, the thread and two flags. ``_changed`` guards them; the store is asked outside it.
+    Mutable are the count, the thread and two flags. ``_changed`` guards them; the store is called outside it.
 
     Args:
         client: the store.
@@ -124,9 +124,9 @@ class Evictor:
 
     def _run_round(self) -> bool:
         """Delete the oldest; return whether the mark is reached or nothing is left to do."""
-        survey = PrefixListing(self._client.list_all(self._root), self._root)
-        oldest = heapq.nsmallest(MAX_VICTIMS, survey)
-        victims = plan_victims(oldest, survey.total_bytes - self._mark_bytes)
+        listing = PrefixListing(self._client.list_all(self._root), self._root)
+        oldest = heapq.nsmallest(MAX_VICTIMS, listing)
+        victims = plan_victims(oldest, listing.total_bytes - self._mark_bytes)
         for begin in range(0, len(victims), PAGE_OBJECTS):
             if self._is_closed:
                 return True

@@ -1,4 +1,7 @@
-"""Blocks on their way between rows of the primary tier and objects: sealed when they go, checked before they land."""
+"""Blocks on their way between rows of the primary tier and objects, several to an object if need be.
+
+A header is put in front of each row that is stored, and checked before a row is written that is loaded.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -35,7 +38,7 @@ class RowsWithHeaders:
         self.row_bytes = rows.row_bytes
         self.block_bytes = ENVELOPE_BYTES + rows.row_bytes
 
-    def seal(self, blocks: Sequence[Block], digest: bytes) -> list[Buffer]:
+    def with_headers(self, blocks: Sequence[Block], digest: bytes) -> list[Buffer]:
         """Return the bytes of an object that holds ``blocks``: envelope, row, envelope, row; rows are not copied."""
         buffers: list[Buffer] = []
         for key, slot in blocks:
@@ -43,16 +46,16 @@ class RowsWithHeaders:
             buffers += [make_header(key, digest, row), row]
         return buffers
 
-    def land(self, body: memoryview, block: Block, digest: bytes) -> HeaderCheck:
+    def copy_checked(self, body: memoryview, block: Block, digest: bytes) -> HeaderCheck:
         """Copy what was read into the block's row if it is what was stored under its key.
 
-        Effects: the row is written when the verdict is OK, and only then.
+        Effects: the row is written when the check is OK, and only then.
         """
         key, slot = block
         payload, row = body[ENVELOPE_BYTES:], self._rows.row(slot)
-        verdict = check_block(body, payload, key, digest)
-        if verdict is not HeaderCheck.OK:
-            return verdict
+        header_check = check_block(body, payload, key, digest)
+        if header_check is not HeaderCheck.OK:
+            return header_check
         if len(payload) != len(row):
             return HeaderCheck.DAMAGED
         # numpy, because it lets other threads run while it copies.
@@ -82,7 +85,7 @@ class Groups:
     def write(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> set[OffloadKey]:
         """Write one object and, once it is there, the pointers into it; return the keys that can be found now."""
         group_id, digest = draw_group_id(), namespace.identity.digest
-        self._client.put_new(namespace.group_path(group_id), self._rows.seal(blocks, digest))
+        self._client.put_new(namespace.group_path(group_id), self._rows.with_headers(blocks, digest))
         pointers = {
             namespace.block_path(key): pack_pointer(Location(group_id, position), key, digest)
             for position, (key, _) in enumerate(blocks)
@@ -133,7 +136,9 @@ class Groups:
         failures: dict[OffloadKey, HeaderCheck | None] = {}
         for location, block in members:
             begin = (location.position - first) * block_bytes
-            verdict = self._rows.land(body[begin : begin + block_bytes], block, namespace.identity.digest)
-            if verdict is not HeaderCheck.OK:
-                failures[block[0]] = verdict
+            header_check = self._rows.copy_checked(
+                body[begin : begin + block_bytes], block, namespace.identity.digest
+            )
+            if header_check is not HeaderCheck.OK:
+                failures[block[0]] = header_check
         return failures

@@ -1,6 +1,6 @@
 """Names of the tier's objects.
 
-It asks no store. ``<root>/<namespace>/<two digits>/<key>.kv`` is a block or, where blocks share an object, the small
+``<root>/<namespace>/<two digits>/<key>.kv`` is a block or, where blocks share an object, the small
 pointer to it; the digits are the key's first two in hex, so that a store that partitions by name sees 256 starts of
 names. ``<root>/<namespace>/groups/<number>.kvg`` holds several blocks, its number is drawn at random.
 ``<root>/<namespace>/namespace.json`` says for people what the blocks are of.
@@ -45,7 +45,7 @@ def group_path(namespace_path: str, group_id: bytes) -> str:
 
 
 def draw_group_id() -> bytes:
-    """Return a number that nobody else draws."""
+    """Return a random number, long enough to be unique."""
     return secrets.token_bytes(GROUP_ID_BYTES)
 
 
@@ -83,9 +83,9 @@ def pack_pointer(location: Location, key: OffloadKey, namespace_digest: bytes) -
 def unpack_pointer(body: memoryview, key: OffloadKey, namespace_digest: bytes) -> Location | HeaderCheck:
     """Return where the block of ``key`` is, or what is wrong with its pointer. Pure."""
     payload = body[ENVELOPE_BYTES:]
-    verdict = check_block(body, payload, key, namespace_digest, codec=POINTER_CODEC)
-    if verdict is not HeaderCheck.OK:
-        return verdict
+    header_check = check_block(body, payload, key, namespace_digest, codec=POINTER_CODEC)
+    if header_check is not HeaderCheck.OK:
+        return header_check
     if len(payload) != _PAYLOAD.size:
         return HeaderCheck.DAMAGED
     return Location(*_PAYLOAD.unpack(payload))
@@ -98,7 +98,7 @@ MAX_LOCATIONS = 65_536
 class ObjNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
-    Mutable are the locations and whether somebody has begun to write the description. ``_lock`` guards both.
+    Mutable are the locations and whether the description is being written or there. ``_lock`` guards both.
 
     Args:
         identity: what makes its blocks its own: model, layout, epoch.

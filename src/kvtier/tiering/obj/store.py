@@ -1,7 +1,7 @@
 """Moves blocks between rows of the primary tier and objects, and says what becomes of failures.
 
-It decides nothing about when; threads of the tier call it with some blocks of a job. What is wrong with one block
-costs that block and is counted with its reason; a store that cannot be reached fails the call.
+Threads of the tier call it with some blocks of a job. What is wrong with one block costs that block and is counted
+with its reason; a store that cannot be reached fails the call.
 """
 
 import logging
@@ -11,9 +11,8 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore
+from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
@@ -38,7 +37,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         client: where to.
         rows: the primary's.
         settings: how.
-        keeper: keeps the capacity; None when the store has none.
+        evictor: keeps the capacity; None when there is none to keep.
         counters: where everything is counted.
     """
 
@@ -47,7 +46,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         client: Client,
         rows: RowsWithHeaders,
         settings: ObjSettings,
-        keeper: Evictor | None,
+        evictor: Evictor | None,
         counters: Counters,
     ) -> None:
         self._client = client
@@ -55,7 +54,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         self._root = settings.target.root
         self._blocks_per_object = settings.blocks_per_object
         self._groups = Groups(client, rows)
-        self._keeper = keeper
+        self._evictor = evictor
         self._counters = counters
         self._last_opened: ObjNamespace | None = None
 
@@ -91,7 +90,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         blocks = list(zip(keys, slots, strict=True))
         succeeded: set[OffloadKey] = set()
         if self._blocks_per_object > 1 and len(blocks) > 1:
-            # A group is a new object whatever others hold: asking first keeps bytes from being stored twice.
+            # A group is a new object whatever others hold: a lookup first keeps bytes from being stored twice.
             succeeded.update(self.contains_batch(namespace, keys))
             blocks = [block for block in blocks if block[0] not in succeeded]
         for begin in range(0, len(blocks), self._blocks_per_object):
@@ -119,8 +118,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         return self._counters.snapshot()
 
     def close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._evictor is not None:
+            self._evictor.close()
 
     def _describe(self, namespace: ObjNamespace) -> None:
         if not namespace.begin_description():
@@ -135,7 +134,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         """Write blocks as one object; return which are held now."""
         is_group = len(blocks) > 1
         num_bytes = len(blocks) * (self._rows.block_bytes + (POINTER_BYTES if is_group else 0))
-        if self._keeper is not None and not self._keeper.admit(num_bytes):
+        if self._evictor is not None and not self._evictor.admit(num_bytes):
             self._counters.add(declined=len(blocks))
             return ()
         if is_group:
@@ -143,10 +142,10 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             num_written = len(blocks)
         else:
             succeeded = (blocks[0][0],)
-            sealed = self._rows.seal(blocks, namespace.identity.digest)
-            num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), sealed))
-            if self._keeper is not None and not num_written:
-                self._keeper.give_back(num_bytes)
+            with_headers = self._rows.with_headers(blocks, namespace.identity.digest)
+            num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
+            if self._evictor is not None and not num_written:
+                self._evictor.give_back(num_bytes)
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
@@ -162,9 +161,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
                 members.append(GroupMember(found, block))
             elif found is not None:
                 failures[block[0]] = found
-        for key, verdict in self._groups.load(namespace, members).items():
+        for key, header_check in self._groups.load(namespace, members).items():
             # Its pointer goes and not the group: that may hold others, and ages by itself.
-            failures[key] = self._judge(namespace.block_path(key), verdict)
+            failures[key] = self._explain(namespace.block_path(key), header_check)
         return failures
 
     def _load_single(self, namespace: ObjNamespace, block: Block) -> TierFailure | Location | None:
@@ -180,15 +179,15 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             if isinstance(pointed, Location):
                 namespace.on_locations([(key, pointed)])
                 return pointed
-            return self._judge(path, pointed)
-        verdict = self._rows.land(fetched.body, block, digest)
-        return None if verdict is HeaderCheck.OK else self._judge(path, verdict)
+            return self._explain(path, pointed)
+        header_check = self._rows.copy_checked(fetched.body, block, digest)
+        return None if header_check is HeaderCheck.OK else self._explain(path, header_check)
 
-    def _judge(self, path: str, verdict: HeaderCheck | None) -> TierFailure:
+    def _explain(self, path: str, header_check: HeaderCheck | None) -> TierFailure:
         """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""
-        failure = TierFailure.ABSENT if verdict is None else FAILURE_OF_CHECK[verdict]
-        if verdict is not None:
-            logger.warning("tier obj: object %s is %s (%s)", path, failure.value, verdict.value)
+        failure = TierFailure.ABSENT if header_check is None else FAILURE_OF_CHECK[header_check]
+        if header_check is not None:
+            logger.warning("tier obj: object %s is %s (%s)", path, failure.value, header_check.value)
         if failure is not TierFailure.FOREIGN:
             self._client.remove([path])
         return failure

@@ -68,7 +68,7 @@ def parse_target(url: object, prefix: object, *, is_http_allowed: bool) -> Store
         return StoreTarget(service, parts.path, own)
     if service is Service.MEMORY:
         if parts.netloc or parts.path.strip("/"):
-            raise ConfigError("url", url, "memory:// has no name: nobody else can reach it")
+            raise ConfigError("url", url, "memory:// has no name: no other process can reach it")
         return StoreTarget(service, "", own)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}", parts.netloc):
         raise ConfigError("url", url, f"must name a bucket, as in {service.value}://bucket")

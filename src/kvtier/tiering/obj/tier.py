@@ -1,6 +1,6 @@
 """The secondary tier in an object store.
 
-It decides what to ask of the store and never asks it on the scheduler's thread. One bucket serves any number of
+Lookups and jobs run on threads, so the scheduler's thread never waits for the store. One bucket serves any number of
 engines and models; each namespace has its own names under a prefix, and what lies under it shares one capacity.
 """
 
@@ -11,9 +11,8 @@ from typing import ClassVar
 from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
-from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor

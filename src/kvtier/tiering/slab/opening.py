@@ -1,7 +1,7 @@
 """From a path to a locked, formatted slab: refuses what is not ours, reserves the room, chooses the kind of I/O.
 
-It reads no slot. A file is formatted in an order that a crash may interrupt anywhere: emptied, superblock, room. An
-empty file is formatted by whoever comes next, and one that is too short gets the rest of its room.
+A file is formatted in an order that a crash may interrupt anywhere: emptied, superblock, room. The next opening formats
+an empty file, and gives one that is too short the rest of its room.
 """
 
 import fcntl
@@ -110,7 +110,7 @@ def _lock(fd: int, settings: SlabSettings) -> None:
     except BlockingIOError as error:
         message = f"{settings.path} belongs to an engine that is running: give each engine a file of its own"
         raise TierError("slab", message) from error
-    # Whoever made the file may have given up and removed it, between our opening and our locking it.
+    # The process that made the file may have given up and removed it, between our opening and our locking it.
     if not os.path.samestat(status, settings.path.lstat()):
         raise TierError("slab", f"{settings.path} was replaced while it was opened: start again")
 
@@ -154,7 +154,7 @@ def _format(fd: int, geometry: SlabGeometry) -> None:
     superblock = pack_superblock(geometry)
     page[: len(superblock)] = superblock
     os.pwrite(fd, page, 0)
-    # A loss of power may leave a file of zeros otherwise, which nobody would know as ours.
+    # A loss of power may otherwise leave a file of zeros, which cannot be told from a foreign one.
     os.fsync(fd)
 
 

@@ -194,8 +194,8 @@ class HeaderReader:
     a thread finds is its own until it has ended.
 
     Args:
-        file: the slab; nobody writes to it meanwhile.
-        is_stopped: asked before each slot.
+        file: the slab; it is not written meanwhile.
+        is_stopped: called before each slot.
     """
 
     def __init__(self, file: SlabFile, is_stopped: Callable[[], bool]) -> None:
@@ -277,9 +277,9 @@ def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]
     """Return what is in ``file``, as far as a namespace is concerned.
 
     Args:
-        file: the slab; nobody writes to it meanwhile.
+        file: the slab; it is not written meanwhile.
         namespace_digest: of the blocks that are ours.
-        is_stopped: asked before each slot; the answer is then incomplete and must not be used.
+        is_stopped: called before each slot; when it is True the answer is incomplete and must not be used.
     """
     headers = HeaderReader(file, is_stopped).read()
     if headers.unreadable:
@@ -298,7 +298,7 @@ def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], name
     Args:
         blocks: whole ones; they are sorted.
         free: slots that hold nothing.
-        unknown: slots of which nobody here can make use.
+        unknown: slots with headers of another version or codec.
         namespace: digest of the blocks that are ours. Pure but for the order of ``blocks``.
     """
     contents = Contents()

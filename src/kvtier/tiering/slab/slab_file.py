@@ -1,6 +1,6 @@
-"""The system calls of the tier, as values that a test can replace by failing ones.
+"""The open file of a slab, and the system calls on it, as values that a test can replace by failing ones.
 
-It adds nothing to them. Opening and locking are not here: no fault of theirs needs to be planted.
+Opening and locking are not here: tests plant no fault in them.
 """
 
 import errno
@@ -28,7 +28,7 @@ def set_flags(fd: int, flags: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SystemCalls:
-    """What the kernel is asked to do with the file.
+    """What the kernel does with the file.
 
     Attributes:
         allocate: file descriptor, offset, length; reserves the room.
@@ -90,7 +90,7 @@ class SlabFile:
         """Fill ``buffers`` from the slots from ``slot`` on.
 
         Returns:
-            The bytes read; fewer than asked for when the file ends before.
+            The bytes read; fewer than the buffers take when the file ends before.
 
         Raises:
             OSError: the system could not read.

@@ -14,10 +14,9 @@ from typing import NamedTuple
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.slab.scan import Indexer, write_header
 from kvtier.tiering.slab.slab_file import SlabFile
@@ -199,7 +198,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         return failures
 
     def _erase(self, pins: Sequence[SlotPin]) -> None:
-        """Make slots empty that nobody else uses now, so that no later start finds what is in them."""
+        """Make slots empty that only this call has pinned, so that no later start finds what is in them."""
         for pin in pins:
             try:
                 self._file.erase(pin.slot)

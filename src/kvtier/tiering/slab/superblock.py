@@ -1,6 +1,6 @@
 """The first page of a slab: what says that the file is ours, and how it is divided.
 
-It opens no file. A page has a magic of 16 bytes, version 4, padding 4, row length 8, number of slots 8, and
+A page has a magic of 16 bytes, version 4, padding 4, row length 8, number of slots 8, and
 BLAKE2b of those, 16 bytes; all little endian. Behind it stand the slots, each a page with the envelope and then
 the row.
 """

@@ -1,6 +1,7 @@
-"""Which node of a cluster has which hash slot, as redis-py reads it from the first node that answers.
+"""A cluster: sends each command to the node that has its name, by a map that the nodes themselves give.
 
-It keeps no connection and no state: the map is a value, read anew when it has turned out to be wrong.
+The map is a value that redis-py reads from the first node that answers; it is read again when it turned out to be
+wrong. A command that was sent to the wrong node is sent on, a few times at most.
 """
 
 import threading
@@ -35,7 +36,7 @@ except ImportError as error:
     raise MissingExtraError("redis", "valkey") from error
 
 SlotMap: TypeAlias = dict[int, Address]
-"""The primary of each hash slot; a slot that nobody serves is not in it."""
+"""The primary of each hash slot; a slot without one is not in it."""
 
 
 def slot_of(name: bytes) -> int:
@@ -44,7 +45,7 @@ def slot_of(name: bytes) -> int:
 
 
 def fetch_slot_map(settings: ValkeySettings, addresses: Iterable[Address]) -> SlotMap:
-    """Ask the nodes at ``addresses`` one after another until one says who has which slots.
+    """Return the map of the first of the nodes at ``addresses`` that answers.
 
     Raises:
         TierError: none of them did.
@@ -83,14 +84,14 @@ MAX_HOPS = 4
 one that the name is moving to; one more for a map that changes meanwhile."""
 
 REFRESH_S = 1.0
-"""Seconds between two readings of the map. Shorter asks a cluster in trouble more often; longer finds a new primary
+"""Seconds between two readings of the map. Shorter burdens a cluster in trouble; longer finds a new primary
 later, and each of its blocks is a miss until then."""
 
 MAX_PORT = 65_535
 
 TROUBLE_THAT_LASTS = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN"})
 TROUBLE_OF_ONE_NODE = TROUBLE_THAT_LASTS | {"MOVED", "ASK", "TRYAGAIN"}
-"""Refusals that say something of the node that was asked; what else is refused, every node would refuse."""
+"""Refusals that are about one node; what else is refused, every node would refuse."""
 
 
 class Destination(NamedTuple):
@@ -109,8 +110,7 @@ class Cluster(Servers):
     """Sends each command to the node that has its name, and follows it when it has moved.
 
     Mutable are the map, what is known of its age, the last reason why it could not be read, the nodes,
-    and which of them are in trouble.
-    ``_lock`` guards them; nobody is asked anything under it.
+    and which of them are in trouble. ``_lock`` guards them; no call is made under it.
 
     Args:
         settings: one node of it, and how to connect.
@@ -159,7 +159,7 @@ class Cluster(Servers):
         probes = {node.address: node.run(PROBE, is_probe=True) for node in nodes}
         raise_if_away([reply for replies in probes.values() for reply in replies])
         for address, replies in probes.items():
-            # Permission is asked before the slot: a node that says "not mine" would have let us.
+            # Permission is checked before the slot: a node that says "not mine" would have let us.
             raise_if_refused(address, replies, allowed={"OOM", *TROUBLE_OF_ONE_NODE} - {"CLUSTERDOWN"})
 
     def close(self) -> None:

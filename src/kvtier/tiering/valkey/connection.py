@@ -1,4 +1,8 @@
-"""Questions to a server, each with the way its reply is read, and what becomes of them."""
+"""Commands to a server, and the connections that they go over.
+
+A command has the bytes of its request and the way its reply is read. Connections are redis-py's, which lend their
+sockets, so that rows are read and written without a copy.
+"""
 
 import socket
 import struct
@@ -11,6 +15,21 @@ from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.resp import ProtocolError, Reply, ReplyReader, encode, read_reply
 from kvtier.tiering.valkey.settings import ValkeySettings
 
+try:
+    from redis.backoff import NoBackoff
+    from redis.connection import Connection, ConnectionPool, SSLConnection
+    from redis.retry import Retry
+except ImportError as error:
+    raise MissingExtraError("redis", "valkey") from error
+
+CONNECT_TIMEOUT_S = 1.0
+"""Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
+are what a kernel waits before it tries a second time."""
+
+SPARE_CONNECTIONS = 4
+"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
+
+
 ReplyOrError: TypeAlias = Reply | TierError
 """A reply, or why there is none. A reply may be an error too: then the server is there and refuses."""
 
@@ -20,7 +39,7 @@ class Command(NamedTuple):
 
     Attributes:
         name: which decides the node of a cluster.
-        request: its bytes, in pieces. They are asked for each time that it is sent, which after a redirection is
+        request: its bytes, in pieces. They are read each time that it is sent, which after a redirection is
             once more: no iterator, therefore.
         read: reads the reply, and puts a value where it belongs.
     """
@@ -38,21 +57,6 @@ def make_command(verb: bytes, name: bytes, *arguments: bytes) -> Command:
 def error_code(reply: ReplyOrError) -> str:
     """Return the code of the refusal that ``reply`` is, "" when it is something else. Pure."""
     return reply.error_code if isinstance(reply, Reply) else ""
-
-
-try:
-    from redis.backoff import NoBackoff
-    from redis.connection import Connection, ConnectionPool, SSLConnection
-    from redis.retry import Retry
-except ImportError as error:
-    raise MissingExtraError("redis", "valkey") from error
-
-CONNECT_TIMEOUT_S = 1.0
-"""Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
-are what a kernel waits before it tries a second time."""
-
-SPARE_CONNECTIONS = 4
-"""Connections beyond one for each thread that moves blocks: for lookups, and for the question at the start."""
 
 
 class ServerConnections:
@@ -81,7 +85,7 @@ class ServerConnections:
             RedisError: it cannot be made.
         """
         connection = self._pool.get_connection()
-        assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes what it was told to"
+        assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes no other"
         return connection
 
     def give_back(self, connection: "PlainConnection | TLSConnection", *, is_clean: bool) -> None:
@@ -140,7 +144,7 @@ def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: re
         "socket_connect_timeout": min(CONNECT_TIMEOUT_S, settings.timeout_s),
         "socket_keepalive": True,
         "retry": Retry(NoBackoff(), 0),
-        # The third version may send what nobody asked for, in front of a reply.
+        # The third version may send unrequested data in front of a reply.
         "protocol": 2,
         # redis-py names itself on each new connection, and we let it: those replies also take the tickets off the
         # socket that a server sends after a TLS 1.3 handshake. Unread they make redis-py 8.1 believe in stray data

@@ -35,7 +35,7 @@ REMEDIES = {
     "DENIED": "it is in protected mode and answers its own machine only: give it a password",
     "OOM": "its memory is full and its maxmemory-policy evicts nothing: give it more, or an allkeys policy",
 }
-"""What each refusal of the whole place asks of the user, by its first word; others are about one block."""
+"""What to do about each refusal of the whole server, by its first word; others are about one block."""
 
 CODES_OF_EXCEPTIONS: dict[type[Exception], str] = {
     redis.exceptions.AuthenticationError: "WRONGPASS",

@@ -1,6 +1,7 @@
-"""When an exchange with a server must be over, however alive the server seems.
+"""The protocol of Valkey and Redis, as far as the tier speaks it: requests in pieces, replies read into rows.
 
-A time-out of a socket begins anew with each byte; a server that sends one now and then would keep a thread for ever.
+A row is sent from and read into the primary tier without a copy. Each exchange has a deadline, because a time-out of a
+socket begins anew with each byte: a server that sends one now and then would keep a thread for ever.
 """
 
 import math
@@ -10,6 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.tiering.kit.envelope import Buffer
+
+READ_AHEAD_BYTES = 4096
+"""Bytes read at most beyond what was asked for. Enough for some hundred short replies in one call; what of them
+belongs to a row is copied once, which for so little does not matter."""
+
+MAX_BUFFERS = 512
+"""Buffers handed to the kernel in one call; Linux takes 1024."""
+
+SKIP_BYTES = 65_536
+CRLF = b"\r\n"
 
 
 class OverdueError(TimeoutError):
@@ -40,17 +51,6 @@ class Deadline(NamedTuple):
 def never() -> Deadline:
     """Return a deadline that does not come. Pure."""
     return Deadline(lambda: 0.0, math.inf)
-
-
-READ_AHEAD_BYTES = 4096
-"""Bytes read at most beyond what was asked for. Enough for some hundred short replies in one call; what of them
-belongs to a row is copied once, which for so little does not matter."""
-
-MAX_BUFFERS = 512
-"""Buffers handed to the kernel in one call; Linux takes 1024."""
-
-SKIP_BYTES = 65_536
-CRLF = b"\r\n"
 
 
 class ProtocolError(Exception):

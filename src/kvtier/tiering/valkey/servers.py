@@ -1,6 +1,6 @@
 """One server: sends it commands as one batch on one connection, and leaves it alone for a moment when it is away.
 
-It knows no cluster and no block. Without the pause each part of a job would wait once more for a server that hangs.
+Without the pause each part of a job would wait once more for a server that hangs.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +36,7 @@ except ImportError as error:
     raise MissingExtraError("redis", "valkey") from error
 
 PAUSE_S = 1.0
-"""Seconds for which a server that did not answer is not asked again. Longer loses its blocks after it came back;
+"""Seconds for which a server that did not answer gets no command. Longer loses its blocks after it came back;
 shorter makes a job of many parts wait ``timeout_s`` for several of them."""
 
 MAX_EXCHANGE_S = 30.0
@@ -82,7 +82,7 @@ class ServerNode:
         Args:
             commands: what to send.
             end_s: when to give up on replies that come too slowly, on the node's clock; None: after the default time.
-            is_asking: whether a node is asked for names that are just moving to it.
+            is_asking: whether the commands are about names that are just moving to the node.
             is_probe: whether to try even a server that is left alone.
 
         Returns:
@@ -124,15 +124,15 @@ class ServerNode:
                     read_reply(reader)
                 replies.append(command.read(reader))
         finally:
-            # Replies that nobody has read would be taken for those of the next batch.
+            # Replies that were not read would be taken for those of the next batch.
             self._connections.give_back(connection, is_clean=len(replies) == len(commands))
 
 
 def gather(requests: Iterable[Iterable[Buffer]], num_bytes: int) -> Iterator[list[Buffer]]:
-    """Yield the pieces of whole requests together, and make those of the next ones when they are asked for.
+    """Yield the pieces of whole requests together, and make those of the next ones as late as possible.
 
     Args:
-        requests: asked for their pieces in order.
+        requests: iterated in order.
         num_bytes: of a portion, at least; the last may have less.
     """
     pieces: list[Buffer] = []
@@ -178,7 +178,7 @@ class Servers(ABC):
             end_s: when to give up on replies that come too slowly, on the clock; None is in a while.
 
         Raises:
-            TierError: nobody has answered.
+            TierError: the server has not answered.
 
         Thread: any; may block for as long as the time-outs say.
         """

@@ -1,4 +1,8 @@
-"""One namespace of the tier, and the names of its blocks on the server."""
+"""Moves blocks between rows of the primary tier and values of a server, some at a time.
+
+A store looks up first which blocks the server has, because a row costs a million times what the question does. What is
+wrong with one block costs that block and is counted with its reason; a damaged value is removed.
+"""
 
 import copy
 import logging
@@ -9,7 +13,7 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
@@ -20,7 +24,6 @@ from kvtier.tiering.kit.envelope import (
     make_header,
     unpack,
 )
-from kvtier.tiering.kit.health import Counters
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
@@ -48,8 +51,8 @@ class ValkeyNamespace:
 
 logger = logging.getLogger(__name__)
 
-MAX_QUESTIONS = 1024
-"""Questions sent before their answers are read. Both sides' buffers take ten times as many; fewer would ask for a
+MAX_LOOKUPS = 1024
+"""Lookups sent before their replies are read. Both sides' buffers take ten times as many; fewer would look up a
 long prefix in several turns."""
 
 COUNTS = (
@@ -66,30 +69,30 @@ COUNTS = (
 
 @dataclass(slots=True)
 class ReadTarget:
-    """Where the value of one block goes, and what is thought of it there.
+    """Where the value of one block goes, and whether it was right.
 
     Attributes:
         key: the block.
         row: its slot.
         namespace_digest: the reader's.
         header: room for its envelope.
-        verdict: of what was read; of nothing read, damaged.
+        header_check: of what was read; damaged before.
     """
 
     key: OffloadKey
     row: memoryview
     namespace_digest: bytes
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
-    verdict: HeaderCheck = HeaderCheck.DAMAGED
+    header_check: HeaderCheck = HeaderCheck.DAMAGED
 
     def read(self, reader: ReplyReader) -> Reply:
-        """Read the value into both, and judge it while the processor's cache has it and the next one is on its way."""
+        """Read the value into both, and check it while the processor's cache has it and the next one is on its way."""
         reply = read_value(reader, self.header, self.row)
         if reply.kind == "$":
-            self.verdict = self._judge(reply.number)
+            self.header_check = self._check(reply.number)
         return reply
 
-    def _judge(self, num_bytes: int) -> HeaderCheck:
+    def _check(self, num_bytes: int) -> HeaderCheck:
         if num_bytes == ENVELOPE_BYTES + len(self.row):
             return check_block(self.header, self.row, self.key, self.namespace_digest)
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
@@ -99,9 +102,9 @@ class ReadTarget:
 
 @dataclass(frozen=True, slots=True)
 class SetRequest:
-    """The request that stores a block, which is sealed when its pieces are asked for.
+    """The request that stores a block; its header is made when its pieces are read.
 
-    By then those before it are on their way, so that the server does not wait until a whole batch is sealed.
+    By then those before it are on their way, so that the server does not wait for the headers of a whole batch.
 
     Attributes:
         key: the block.
@@ -132,7 +135,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         ttl_s: seconds after its last use that a block is kept; None for ever.
 
     Attributes:
-        end_s: when its commands give up on replies that come too slowly; None is in a while.
+        end_s: when its calls give up on replies that come too slowly; None: the default deadline.
     """
 
     def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
@@ -153,8 +156,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
 
     def contains_batch(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found: list[OffloadKey] = []
-        for begin in range(0, len(keys), MAX_QUESTIONS):
-            part = keys[begin : begin + MAX_QUESTIONS]
+        for begin in range(0, len(keys), MAX_LOOKUPS):
+            part = keys[begin : begin + MAX_LOOKUPS]
             found += self._ask(part, [namespace.block_name(key) for key in part])
         return found
 
@@ -162,7 +165,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         try:
-            # The question costs some dozen bytes, the block that another engine has written already a million.
+            # A lookup costs some dozen bytes, a block that another engine has written already a million.
             names = [namespace.block_name(key) for key in keys]
             held = set(self._ask(keys, names, self._renewals(names)))
             blocks = zip(keys, slots, names, strict=True)
@@ -235,7 +238,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         """Return the replies of ``commands``; those of ``extras``, sent with them, change nothing.
 
         Raises:
-            TierError: nobody answered, or each of ``commands`` was refused for one reason that is no block's.
+            TierError: no server answered, or each of ``commands`` was refused for one reason that is no block's.
         """
         if not commands:
             return []
@@ -258,7 +261,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         )
 
     def _renewals(self, names: Sequence[bytes]) -> list[Command]:
-        """Return the commands that count the expiry of blocks in use from now; of those that are gone nothing comes."""
+        """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
         if self._ttl_ms is None:
             return []
         ttl = b"%d" % self._ttl_ms
@@ -283,10 +286,10 @@ def _failure_of(target: ReadTarget, reply: ReplyOrError) -> TierFailure | None:
         return TierFailure.FOREIGN if reply.error_code == "WRONGTYPE" else TierFailure.IO_ERROR
     if reply.number < 0:
         return TierFailure.ABSENT
-    if target.verdict is HeaderCheck.OK:
+    if target.header_check is HeaderCheck.OK:
         return None
-    logger.warning("tier valkey: block %s is %s", target.key.hex(), target.verdict.value)
-    return FAILURE_OF_CHECK[target.verdict]
+    logger.warning("tier valkey: block %s is %s", target.key.hex(), target.header_check.value)
+    return FAILURE_OF_CHECK[target.header_check]
 
 
 def _is_done(reply: ReplyOrError) -> bool:

@@ -1,7 +1,7 @@
 """The secondary tier on a Valkey or Redis server or cluster.
 
-It never talks to a server on the scheduler's thread: lookups are answered from memory, jobs and questions are handed
-to threads. One server serves any number of engines and models; it decides what to evict.
+Lookups are answered from memory or by a thread, and jobs are moved by threads, so the scheduler's thread never waits
+for a server. One server serves any number of engines and models; it decides what to evict.
 """
 
 import time
@@ -21,10 +21,10 @@ from kvtier.tiering.valkey.store import ValkeyBlockStore, ValkeyNamespace
 
 POSITIVE_TTL_S = 2.0
 """Seconds for which a block is believed to be held. Longer promises more blocks that were evicted meanwhile, each of
-which costs a load that finds nothing; shorter asks again for the same prefix."""
+which costs a load that finds nothing; shorter looks up the same prefix again."""
 
 MAX_PART_BYTES = 16 * 2**20
-"""Bytes of rows that a thread moves at a stretch, as one batch. Less asks the server more often what it holds; more
+"""Bytes of rows that a thread moves at a stretch, as one batch. Less looks up more often what the server holds; more
 keeps a load waiting behind a store."""
 
 MAX_PART_BLOCKS = 64

@@ -3,29 +3,29 @@
 import os
 from pathlib import Path
 
-from kvtier.tiering.fs.evictor import leading
+from kvtier.tiering.fs.evictor import eviction_lock
 
 
 def test_one_leads_at_a_time(tmp_path: Path) -> None:
-    with leading(tmp_path, 0o600) as is_leader:
-        assert is_leader
-        with leading(tmp_path, 0o600) as is_second_leader:
-            assert not is_second_leader
-    with leading(tmp_path, 0o600) as is_leader:
-        assert is_leader
+    with eviction_lock(tmp_path, 0o600) as has_lock:
+        assert has_lock
+        with eviction_lock(tmp_path, 0o600) as has_second_lock:
+            assert not has_second_lock
+    with eviction_lock(tmp_path, 0o600) as has_lock:
+        assert has_lock
 
 
 def test_a_child_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path) -> None:
     read_fd, write_fd = os.pipe()
-    with leading(tmp_path, 0o600) as is_leader:
-        assert is_leader
+    with eviction_lock(tmp_path, 0o600) as has_lock:
+        assert has_lock
         child = os.fork()
         if child == 0:
             os.read(read_fd, 1)
             os._exit(0)
     try:
-        with leading(tmp_path, 0o600) as is_leader:
-            assert is_leader
+        with eviction_lock(tmp_path, 0o600) as has_lock:
+            assert has_lock
     finally:
         os.write(write_fd, b"x")
         os.waitpid(child, 0)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.owner import current_owner
-from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, unpack_book
+from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, unpack_record
+from kvtier.tiering.fs.system import current_owner
 
 BLOCK_BYTES = 10
 CAPACITY_BLOCKS = 60
@@ -18,7 +18,7 @@ NUM_TIERS = 3
 TIERS = st.integers(0, NUM_TIERS - 1)
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class SharedUsageMachine(RuleBasedStateMachine):
     """Some tiers of a directory whose files are a number."""
 
     @initialize()
@@ -39,11 +39,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, num_blocks=st.integers(1, 8))
     def reserve(self, tier: int, num_blocks: int) -> None:
         """Take room for blocks."""
-        ledger = self._ledgers[tier]
-        granted = ledger.reserve(num_blocks, BLOCK_BYTES).num_blocks
+        usage = self._ledgers[tier]
+        granted = usage.reserve(num_blocks, BLOCK_BYTES).num_blocks
         assert granted <= num_blocks
         if granted:
-            self._open.append((ledger, granted))
+            self._open.append((usage, granted))
         if not self._has_lost_book:
             assert self._num_on_disk + sum(num for _, num in self._open) <= CAPACITY_BLOCKS
 
@@ -51,10 +51,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         """Write some of the blocks for which there is room, and give back the rest."""
-        ledger, granted = self._open.pop(data.draw(st.integers(0, len(self._open) - 1)))
+        usage, granted = self._open.pop(data.draw(st.integers(0, len(self._open) - 1)))
         num_written = data.draw(st.integers(0, granted))
         self._num_on_disk += num_written
-        ledger.settle(granted * BLOCK_BYTES, num_written * BLOCK_BYTES)
+        usage.settle(granted * BLOCK_BYTES, num_written * BLOCK_BYTES)
 
     @precondition(lambda self: self._num_on_disk)
     @rule(tier=TIERS, data=st.data())
@@ -68,10 +68,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(tier=TIERS)
     def begin_recount(self, tier: int) -> None:
         """Begin a walk that sees what is on the disk now."""
-        ledger = self._ledgers[tier]
-        book = ledger.begin_recount()
-        assert book is not None
-        self._begun = (ledger, book, self._num_on_disk)
+        usage = self._ledgers[tier]
+        record = usage.begin_recount()
+        assert record is not None
+        self._begun = (usage, record, self._num_on_disk)
         self._has_recounted = True
 
     @precondition(lambda self: self._begun is not None)
@@ -79,9 +79,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_recount(self) -> None:
         """End the walk with what it saw."""
         assert self._begun is not None
-        ledger, book, num_found = self._begun
+        usage, record, num_found = self._begun
         self._begun = None
-        ledger.end_recount(num_found * BLOCK_BYTES, book)
+        usage.end_recount(num_found * BLOCK_BYTES, record)
 
     @precondition(lambda self: self._begun is None)
     @rule(tier=TIERS)
@@ -94,8 +94,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def hear_all(self) -> None:
         """Let every tier speak, and look at the count."""
-        for ledger in self._ledgers:
-            ledger.refresh()
+        for usage in self._ledgers:
+            usage.refresh()
         if self._begun is None:
             num_reserved = sum(num for _, num in self._open)
             assert self._used_blocks() >= self._num_on_disk + num_reserved
@@ -104,27 +104,27 @@ class LedgerMachine(RuleBasedStateMachine):
         """End all that is open: then the count is exact."""
         if not hasattr(self, "_folder"):
             return
-        for ledger, granted in self._open:
-            ledger.settle(granted * BLOCK_BYTES, 0)
-        for ledger in self._ledgers:
-            ledger.refresh()
+        for usage, granted in self._open:
+            usage.settle(granted * BLOCK_BYTES, 0)
+        for usage in self._ledgers:
+            usage.refresh()
         if not self._has_recounted:
             assert self._used_blocks() == self._num_on_disk
         self._recount(self._ledgers[0])
         assert self._used_blocks() == self._num_on_disk
-        assert unpack_book(self._path.read_bytes()).in_flight_bytes == 0
+        assert unpack_record(self._path.read_bytes()).in_flight_bytes == 0
         self._folder.cleanup()
 
-    def _recount(self, ledger: SharedUsage) -> None:
-        begun = ledger.begin_recount()
+    def _recount(self, usage: SharedUsage) -> None:
+        begun = usage.begin_recount()
         assert begun is not None
-        ledger.end_recount(self._num_on_disk * BLOCK_BYTES, begun)
+        usage.end_recount(self._num_on_disk * BLOCK_BYTES, begun)
 
     def _used_blocks(self) -> int:
-        used_bytes = unpack_book(self._path.read_bytes()).used_bytes
+        used_bytes = unpack_record(self._path.read_bytes()).used_bytes
         assert used_bytes % BLOCK_BYTES == 0
         return used_bytes // BLOCK_BYTES
 
 
-TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSharedUsageMachine = SharedUsageMachine.TestCase
+TestSharedUsageMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

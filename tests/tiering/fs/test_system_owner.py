@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.fs.owner import FOREIGN_OWNER_IDLE_S, Owner, current_owner, parse_owner
+from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, current_owner, parse_owner
 
 
 def test_a_name_is_parsed_back_also_with_something_behind_it() -> None:
