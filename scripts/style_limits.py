@@ -1,9 +1,9 @@
-"""Check the limits of CONTRIBUTING.md on the project's Python: lengths, branches, docstrings, types, names.
+"""Checks the limits of CONTRIBUTING.md on the project's Python: lengths, branches, docstrings, types, names, words.
 
-It imports nothing of what it measures and changes nothing. Each file is parsed once. A rule is a function from a
-parsed file to findings; a rule of the package is a function from all files of src, because it follows base classes and
-imports from file to file. The whole set applies to src, scripts and benchmarks; tests are held to lengths, debts and
-names only, because a test's name is its docstring and a suite is as large as its contract.
+Each file is parsed once and not imported. A rule is a function from a parsed file to findings; a rule of the package
+is a function from all files of src, because it follows base classes and imports from file to file. All rules apply to
+src, scripts and benchmarks. Only the rules of length, debts and names apply to tests, because a test's name is its
+docstring and a suite is as large as its contract.
 
     python -m scripts.style_limits            the project; exit status 1 when a limit is broken
     python -m scripts.style_limits PATH ...   these files and folders instead
@@ -22,21 +22,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeGuard
 
+from scripts.style_words import find_words
+
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_BRANCHES = 12
 MAX_METHODS = 40
-"""Of a class and its bases together, each name once: what a reader must know of an object."""
+"""Limit for a class and its bases together, each name once: what a reader must know about an object."""
 
 MIN_FILE_LINES = 60
 MIN_IMPORTERS = 3
-"""A shorter file needs that many importers, or implements a contract: else it belongs into its importer."""
+"""A shorter file needs that many importers, or implements a contract; otherwise it belongs into its importer."""
 
 CONTRACT_FOLDERS = ("cpu/policies", "cpu/cuda", "sim/formats", "cli/demo/servers", "tiering/kit", "testing")
-"""Files in them implement a contract, or are one, and are found by name; their length is their own affair."""
+"""Their files implement a contract, or are one, and are found by name, so they may be short."""
 
 MEDIAN_FILE_LINES = 180
-"""An aim, reported and not enforced: a tree of small files is read, one of large files is searched."""
+"""An aim, reported and not enforced: a tree of small files must be searched."""
 
 MEDIAN_FUNCTION_LINES = 8
 """An aim, reported and not enforced."""
@@ -44,12 +46,12 @@ MEDIAN_FUNCTION_LINES = 8
 FOLDERS = ("src", "scripts", "benchmarks", "examples", "tests")
 HOMELESS_NAMES = frozenset({"utils", "util", "helpers", "helper", "misc", "common_utils"})
 INIT_WITH_LOGIC = "kvtier/tiering/example/__init__.py"
-"""The tier to copy from is one file on purpose, so its package is its module."""
+"""The tier to copy from is a single file on purpose, so its package is its module."""
 
 DEBT = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 BROAD_MARK = re.compile(r"#.*\b(thread top|foreign)\b")
-"""A handler of everything is allowed where nobody above could handle it (the top of a thread's loop) and
-where code that is not ours is called and its failure must cost only its own job."""
+"""A handler of every exception is allowed where no caller could handle it (the top of a thread's loop), and around
+foreign code whose failure must cost only its own job."""
 
 BRANCHES = (
     ast.If,
@@ -70,7 +72,7 @@ class Finding:
 
     Attributes:
         path: the file.
-        line: where in it, from 1.
+        line: number of the line, from 1.
         message: what was found and what is allowed.
     """
 
@@ -84,7 +86,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A function and what surrounds it.
+    """A function and its surroundings.
 
     Attributes:
         node: its definition.
@@ -106,7 +108,7 @@ class Scope:
 
     @property
     def num_branches(self) -> int:
-        """One, and one more for each place where the path divides."""
+        """One, and one more for each branch."""
         return 1 + sum(isinstance(inner, BRANCHES) for inner in ast.walk(self.node))
 
 
@@ -115,9 +117,9 @@ class Source:
     """A parsed file.
 
     Attributes:
-        path: where it is.
+        path: the file.
         text: its content.
-        tree: the same, parsed.
+        tree: its syntax tree.
         scopes: its functions; nested ones count as part of the outer one.
         is_test: whether only the short list of rules applies.
     """
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def python_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the Python files at and under ``paths``, those of hidden folders left out."""
+    """Yield the Python files at and under ``paths``, without those of hidden folders."""
     for path in paths:
         if path.is_file():
             yield path
@@ -202,14 +204,14 @@ def medians(sources: Sequence[Source]) -> str:
 
 
 def check_file_length(source: Source) -> Iterator[Finding]:
-    """A file that does not fit in the head hides two nouns."""
+    """A file that is too long to remember has two subjects."""
     num_lines = len(source.text.splitlines())
     if num_lines > MAX_FILE_LINES:
         yield Finding(source.path, MAX_FILE_LINES + 1, f"file of {num_lines} lines, at most {MAX_FILE_LINES}")
 
 
 def check_function_size(source: Source) -> Iterator[Finding]:
-    """A function does one thing, so it is short and rarely divides."""
+    """A function does one thing, so it is short and has few branches."""
     at = functools.partial(Finding, source.path)
     for scope in source.scopes:
         if scope.num_lines > MAX_FUNCTION_LINES:
@@ -227,10 +229,16 @@ def check_debts(source: Source) -> Iterator[Finding]:
             yield Finding(source.path, token.start[0], f"debt in a comment: {token.string}")
 
 
+def check_words(source: Source) -> Iterator[Finding]:
+    """Comments, docstrings and messages are plain sentences: subject, verb, object."""
+    for line, phrase in find_words(source.path, source.text):
+        yield Finding(source.path, line, f"{phrase!r} in prose: name who does what")
+
+
 def check_module_name(source: Source) -> Iterator[Finding]:
-    """A function without a home lives next to its only caller."""
+    """A module is named after its subject."""
     if source.path.stem.removeprefix("test_") in HOMELESS_NAMES:
-        yield Finding(source.path, 1, f"{source.path.name} says nothing of what is in it: name the noun")
+        yield Finding(source.path, 1, f"{source.path.name} does not name what is in it: name the subject")
 
 
 def check_class_size(package: Package) -> Iterator[Finding]:
@@ -257,7 +265,7 @@ def check_overrides(package: Package) -> Iterator[Finding]:
 
 
 def check_short_files(package: Package) -> Iterator[Finding]:
-    """A short file with few importers makes a reader open one file more."""
+    """A short file with few importers makes a reader open one more file."""
     importers = _importers(package)
     for module, source in package.items():
         num_lines, num_importers = len(source.text.splitlines()), len(importers.get(module, ()))
@@ -273,7 +281,7 @@ def check_short_files(package: Package) -> Iterator[Finding]:
 
 
 def check_docstrings(source: Source) -> Iterator[Finding]:
-    """Modules, public classes and public functions say what they are for."""
+    """Modules, public classes and public functions have a docstring."""
     if source.text.strip() and not _has_docstring(source.tree):
         yield Finding(source.path, 1, "module without a docstring")
     for node in ast.walk(source.tree):
@@ -288,14 +296,14 @@ def check_docstrings(source: Source) -> Iterator[Finding]:
 
 
 def check_types(source: Source) -> Iterator[Finding]:
-    """A caller knows every type from the first line of a function."""
+    """The signature of a function has every type."""
     for scope in source.scopes:
         if not _is_typed(scope):
             yield Finding(source.path, scope.node.lineno, f"{scope.name} is not fully annotated")
 
 
 def check_broad_excepts(source: Source) -> Iterator[Finding]:
-    """Whoever catches everything hides bugs, but for the two places that are marked."""
+    """A handler of every exception hides bugs, except in the two marked places."""
     lines = source.text.splitlines()
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.ExceptHandler) or not _is_broad(node):
@@ -303,7 +311,7 @@ def check_broad_excepts(source: Source) -> Iterator[Finding]:
         if not BROAD_MARK.search(lines[node.lineno - 1]):
             message = (
                 "takes every exception: name the class, raise again, or mark it `# thread top` "
-                "or, around code that is not ours, `# foreign ...`"
+                "or, around foreign code, `# foreign ...`"
             )
             yield Finding(source.path, node.lineno, message)
 
@@ -318,7 +326,7 @@ def check_init(source: Source) -> Iterator[Finding]:
 
 
 SIZE_RULES: tuple[Rule, ...] = (check_file_length, check_function_size, check_debts, check_module_name)
-PROSE_RULES: tuple[Rule, ...] = (check_docstrings, check_types, check_broad_excepts, check_init)
+PROSE_RULES: tuple[Rule, ...] = (check_docstrings, check_types, check_broad_excepts, check_init, check_words)
 PACKAGE_RULES: tuple[PackageRule, ...] = (check_class_size, check_overrides, check_short_files)
 
 
@@ -439,7 +447,7 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
 def _is_re_export(node: ast.stmt) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
-    if isinstance(node, ast.Try):  # says which extra is missing
+    if isinstance(node, ast.Try):  # names the missing extra
         return all(isinstance(item, ast.Import) for item in node.body)
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)

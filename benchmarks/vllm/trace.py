@@ -211,8 +211,8 @@ def print_result(result: TraceResult) -> None:
     difference = result.comparison.largest_difference
     num_prompts, num_tokens = result.plan.num_prompts, result.plan.num_prompt_tokens
     print(f"tokens: {f'requests {other} DIFFER' if other else 'identical'}, of {num_prompts} requests")
-    verdict = "within" if difference <= LOGPROB_TOLERANCE else "BEYOND"
-    print(f"log-probabilities: at most {difference:.1e} apart, {verdict} {LOGPROB_TOLERANCE}")
+    outcome = "within" if difference <= LOGPROB_TOLERANCE else "BEYOND"
+    print(f"log-probabilities: at most {difference:.1e} apart, {outcome} {LOGPROB_TOLERANCE}")
     print(
         f"found: {result.cached_tokens} of {num_tokens} prompt tokens, {result.plain_cached_tokens} without kvtier"
     )

@@ -1,9 +1,8 @@
 """The vocabulary and the contracts: keys, load/store specs, events, manager, spec, canonical KV caches.
 
-It holds no algorithm and knows no implementer. Two halves meet here. The scheduler side keeps books: an
-OffloadingManager says which blocks are held, reserves room and pins what is read. The worker side moves
-bytes: handlers copy between media, told what to move by a pair of LoadStoreSpecs. An OffloadingSpec builds
-both halves from one OffloadingConfig.
+There are two halves. On the scheduler side an OffloadingManager knows which blocks are held, reserves room and pins
+blocks that are read. On the worker side handlers copy bytes between media, as a pair of LoadStoreSpecs describes. An
+OffloadingSpec builds both halves from one OffloadingConfig.
 
 Source: the contracts follow vLLM's KV offloading subsystem as of May 2026 (pull requests 37874 and 36644).
 """
@@ -61,13 +60,13 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 @dataclass(eq=False, slots=True)
 class ReqContext:
-    """One request, as managers and tiers see it; compared by identity.
+    """One request for managers and tiers; compared by identity.
 
     The same object reaches every manager and tier call made for the request.
 
     Attributes:
-        req_id: the engine's name of the request.
-        kv_transfer_params: the client's hints, as the engine passed them on.
+        req_id: the engine's id of the request.
+        kv_transfer_params: the client's hints, unchanged by the engine.
     """
 
     req_id: str
@@ -93,7 +92,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     def __init__(self, block_ids: Iterable[int]) -> None:
         if isinstance(block_ids, np.ndarray):
             self.block_ids: BlockIds = block_ids.astype(np.int64, copy=False).reshape(-1)
-        else:  # for a list of numbers half as long again as this takes np.asarray, which looks for nesting
+        else:  # np.asarray takes half as long again for a list of numbers, because it looks for nesting
             self.block_ids = np.fromiter(block_ids, np.int64)
 
     def __repr__(self) -> str:
@@ -137,7 +136,7 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
 
 @dataclass(frozen=True, slots=True)
 class PrepareStoreOutput:
-    """What a prepared store will write, and what it pushed out.
+    """What a prepared store will write, and what it evicted.
 
     Attributes:
         keys_to_store: the keys that got a slot, in the order of the call.
@@ -152,14 +151,14 @@ class PrepareStoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks that a medium now holds, or no longer holds.
+    """Blocks that a medium holds from now on, or no longer holds.
 
     There is no block size in it: blocks of different sizes may share one event.
 
     Attributes:
         keys: the blocks.
-        medium: where, for example "CPU".
-        removed: True when they are gone.
+        medium: the medium, for example "CPU".
+        removed: True when it no longer holds them.
     """
 
     keys: list[OffloadKey]
@@ -168,7 +167,7 @@ class OffloadingEvent:
 
 
 class OffloadingManager(ABC):
-    """The scheduler side: which blocks are held, where, and who is using them.
+    """The scheduler side: which blocks are held, in which slots, and which requests pin them.
 
     Called from one thread; must not block. Keys come first and positionally. A block is pinned from
     prepare_* to complete_*; a pinned block is not evicted.
@@ -176,7 +175,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Return True when ``key`` can be loaded now, False when not held, None when in flight: ask again."""
+        """Return True when ``key`` can be loaded now, False when absent, None when in flight: look it up again."""
 
     @abstractmethod
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
@@ -198,10 +197,10 @@ class OffloadingManager(ABC):
         """
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Learn that a request has arrived; called once for each, before any other call is made for it.
+        """Learn from an arrived request. The caller calls this once per request, before any other call for it.
 
         Args:
-            chains: for each KV group the keys of the full blocks that are known of it, head first.
+            chains: for each KV group the keys of the request's known full blocks, head first.
             req_context: the request.
         """
 
@@ -217,7 +216,7 @@ class OffloadingManager(ABC):
         """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
 
     def is_waiting(self, req_context: ReqContext) -> bool:
-        """Return True when this request was answered None and asking again now would change nothing.
+        """Return True when a lookup for this request returned None and another one now would return the same.
 
         Costs one comparison, so that an engine with a thousand waiting requests need not search for each.
         """
@@ -225,17 +224,17 @@ class OffloadingManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the events since the last call, oldest first, and forget them."""
+        """Return the events since the last call, oldest first, and drop them."""
         return ()
 
     def end_step(self) -> None:
-        """Start what was decided during this step and open the next one."""
+        """Start the work that was planned during this step, and begin the next one."""
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Forget the request; no job is cancelled by it."""
 
     def has_pending_work(self) -> bool:
-        """Return True while end_step must be called again for something to happen."""
+        """Return True while the work can only proceed if end_step is called again."""
         return False
 
     def reset(self) -> None:
@@ -246,7 +245,7 @@ class OffloadingManager(ABC):
         return {}
 
     def shutdown(self) -> None:
-        """End every thread and give back every resource; idempotent."""
+        """End every thread and free every resource; idempotent."""
 
 
 class OffloadingHandler(ABC):
@@ -265,22 +264,22 @@ class OffloadingHandler(ABC):
 
     @abstractmethod
     def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has ended, well or badly; unknown ids are ignored."""
+        """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
 
     def shutdown(self) -> None:
-        """End the handler after the copies it has begun; idempotent."""
+        """Shut down the handler after its started copies; idempotent."""
 
 
 class LayerwiseHandler(ABC):
-    """An optional ability of a handler: it copies one ref after the other, and tells when the bytes of each are there.
+    """Optional contract of a handler that copies one ref after the other and reports when each is complete.
 
-    Whoever computes with the destination while it is being filled waits for each layer before it reads it. Caches of
-    one group only. Called from the thread that calls the handler.
+    A caller that computes with the destination during the copy waits for each layer before it reads it. Only for caches
+    with one group. Called from the thread that calls the handler.
     """
 
     @abstractmethod
     def num_refs(self) -> int:
-        """Return how many refs are copied one after the other; 0 when this cannot be done with these caches."""
+        """Return how many refs are copied one after the other; 0 when these caches do not allow it."""
 
     @abstractmethod
     def transfer_by_ref(self, job_id: TransferJobId, spec: "TransferSpec") -> bool:
@@ -288,7 +287,7 @@ class LayerwiseHandler(ABC):
 
     @abstractmethod
     def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Hold back what is computed from now on until the refs up to ``ref_idx`` have their bytes.
+        """Make later computation wait until the refs up to ``ref_idx`` have their bytes.
 
         Returns:
             False when one of ``job_ids`` has failed, so that bytes may be missing; on a device that works on its own
@@ -299,7 +298,7 @@ class LayerwiseHandler(ABC):
 
 
 class TransferSpec(NamedTuple):
-    """A transfer: where from and where to."""
+    """A transfer: source and destination."""
 
     source: LoadStoreSpec
     destination: LoadStoreSpec
@@ -314,13 +313,13 @@ class TransferType(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended.
+    """Result of a transfer.
 
     Attributes:
         job_id: the job.
-        success: False when any byte may not have arrived.
-        transfer_size: bytes moved, padding not counted.
-        transfer_time: seconds that the copy itself took.
+        success: False when any byte may be missing.
+        transfer_size: bytes moved, without padding.
+        transfer_time: seconds of the copy itself.
         transfer_type: the media.
     """
 
@@ -359,13 +358,13 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """The KV cache of one worker in the only form that handlers know.
+    """The KV cache of one worker in the form that handlers use.
 
     Attributes:
         tensors: the tensors, in the order of their bytes in a row.
         group_data_refs: for each KV group what to copy, in the order of the bytes in a row.
-        ref_of_layer: for each layer of a cache with one group the ref that holds its bytes; empty when nobody asks,
-            and then nothing is loaded layer by layer.
+        ref_of_layer: for each layer of a cache with one group the ref that holds its bytes; empty when not needed:
+            then nothing is loaded layer by layer.
     """
 
     tensors: list[CanonicalKVCacheTensor]
@@ -385,10 +384,10 @@ class OffloadingSpec(ABC):
     """Builds both halves of an offloading back end from one configuration; each is built once.
 
     Args:
-        config: what the engine said of itself.
+        config: the engine's configuration.
 
     Attributes:
-        config: the same.
+        config: as given.
         extra_config: the user's settings, unparsed; ``config.settings`` has them parsed.
         hash_block_size: tokens covered by one content hash.
         gpu_block_size: tokens in a device block, one number for each group.
@@ -411,14 +410,14 @@ class OffloadingSpec(ABC):
         """Yield the worker side: each handler with the classes of its source and destination specs."""
 
     def shutdown(self) -> None:
-        """End what was built and give its memory back; idempotent."""
+        """Shut down what was built and free its memory; idempotent."""
 
 
 class RowMemory(Protocol):
-    """What a primary tier needs of its memory: rows as bytes, and a way to give them back."""
+    """The memory of a primary tier: rows as bytes."""
 
     def create_kv_memoryview(self) -> memoryview:
         """Return the rows, writable, zero-copy, shape (num_blocks, row_stride), format 'b'."""
 
     def cleanup(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory; idempotent."""

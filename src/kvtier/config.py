@@ -1,7 +1,7 @@
-"""What an engine tells kvtier, and the settings of ``extra_config`` as typed values.
+"""The engine's configuration, and the settings of ``extra_config`` as typed values.
 
-It does not know any tier's own settings; those are arguments of the tier's constructor. Everything is
-checked at construction: an unknown setting names its nearest neighbour, a bad value names the remedy.
+A tier's own settings are arguments of its constructor and not in here. Everything is checked at construction: the error
+for an unknown setting names the most similar known one, that for an invalid value the remedy.
 """
 
 import operator
@@ -22,7 +22,7 @@ BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
 BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
 
 MAX_BYTES = 2**63 - 1
-"""What a file's length and a pointer's distance can be on the systems that kvtier runs on."""
+"""The largest length of a file and distance of pointers on the systems that kvtier runs on."""
 
 SIZE_FORMS = (
     'must be a whole number of bytes from 1 to 2^63 - 1, or text with a unit: "8GiB" or "8Gi" '
@@ -30,11 +30,11 @@ SIZE_FORMS = (
 )
 
 MAX_SIZE_CHARS = 80
-"""How much of a refused size a message repeats."""
+"""Characters of a refused size that a message repeats."""
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
-"""How long a request may wait for promotions, in seconds. Zero waits for one step. Larger
-values let slow tiers finish and delay a request behind a hung one; smaller ones recompute what was coming."""
+"""Seconds that a request may wait for promotions. Zero waits for one step. Larger values let slow tiers finish but
+delay requests behind a hung one; smaller ones recompute blocks that were about to arrive."""
 
 DEFAULT_MAX_TRACKER_SIZE = 64_000
 """Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
@@ -45,7 +45,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class GroupKind(Enum):
-    """How the layers of a KV group attend, which decides what of a prefix they need."""
+    """How the layers of a KV group attend, which determines the part of a prefix that they need."""
 
     FULL = "full"
     WINDOW = "window"
@@ -53,14 +53,14 @@ class GroupKind(Enum):
 
 
 class LoadIf(Enum):
-    """Whether a hit in a secondary tier is loaded that would sooner be computed."""
+    """Whether to load a hit in a secondary tier that would be faster to recompute."""
 
     ALWAYS = "always"
     FASTER = "faster"
 
 
 class CudaCopier(Enum):
-    """How bytes are moved between CUDA tensors and the primary tier."""
+    """How to move bytes between CUDA tensors and the primary tier."""
 
     AUTO = "auto"
     BATCH = "batch"
@@ -71,11 +71,11 @@ class CudaCopier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Which weights produced the KV cache.
+    """Identity of the weights that produced the KV cache.
 
     Attributes:
         name: name or path of the model.
-        revision: revision of the weights, or a fingerprint of them with a prefix that says so.
+        revision: revision of the weights, or a fingerprint of them with a prefix that marks it.
         dtype: data type of the weights.
         config_digest: hex digest of the effective model configuration (rope scaling, window, quantisation).
     """
@@ -115,27 +115,27 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of ``extra_config`` that are not a tier's, parsed; ``docs/guide/settings.md`` has the table.
+    """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
 
     Attributes:
         cpu_bytes_to_use: host memory of the primary tier over all workers; None when not given.
         eviction_policy: name of the primary tier's policy.
         store_threshold: accesses of a key before it is stored; below 2 the reuse filter is off.
         max_tracker_size: access counts kept by the reuse filter.
-        block_size: tokens in an offloaded block; None means one device block.
-        offload_prompt_only: only blocks whose tokens are all of the prompt are stored.
-        layerwise_load: a request may compute its first layers while later ones are loaded.
+        block_size: tokens in an offloaded block; None: one device block.
+        offload_prompt_only: whether to store only blocks whose tokens are all of the prompt.
+        layerwise_load: whether a request may compute its first layers while later ones are loaded.
         spec_name: registered name of the offloading spec.
-        spec_module_path: module of a spec that is not registered; its own settings are then not checked.
+        spec_module_path: module of a spec that is not registered; that spec's own settings are not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
-        load_if: whether a hit that loads slower than it computes is loaded.
-        cuda_copier: how bytes are moved between CUDA tensors and the primary tier.
-        instance_id: name of this engine's shared-memory region; None takes the engine's id.
+        load_if: whether to load a hit that would be faster to recompute.
+        cuda_copier: how to move bytes between CUDA tensors and the primary tier.
+        instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
-        record_trace: absolute path of a trace of the requests; None records none.
-        record_max_bytes: what that file may take; None leaves it to the recorder.
-        record_salt_file: file with the secret of the trace's ids; None draws one.
-        secondary_tiers: one mapping per tier, in the order in which they are asked.
+        record_trace: absolute path of a trace of the requests; None: no recording.
+        record_max_bytes: size limit of that file; None: the recorder's default.
+        record_salt_file: file with the secret that salts the trace's ids; None: a random one.
+        secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
     cpu_bytes_to_use: int | None = None
@@ -162,7 +162,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
     """Check and type the settings of ``extra_config``.
 
     Raises:
-        UnknownNameError: a setting nobody reads; names the nearest known one.
+        UnknownNameError: a setting is unknown; the error names the most similar known one.
         ConfigError: a value of the wrong type or range.
     """
     known = set(Settings.__dataclass_fields__)
@@ -287,11 +287,11 @@ def _count_bytes(value: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConfig:
-    """Everything an engine tells kvtier about itself; equal on every process of one engine but for ``rank``.
+    """The configuration that an engine reports; equal in every process of one engine except for ``rank``.
 
     Attributes:
         engine_id: names this engine among others on the machine.
-        model: which weights.
+        model: identity of the weights.
         groups: the KV groups, in the engine's order; their index is part of every key.
         hash_block_size: tokens covered by one content hash.
         hash_algorithm: name of the chained hash.

@@ -34,11 +34,14 @@ def test_a_table_has_a_row_for_each_policy_and_the_bound(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--percent", "5", "0"], "argument --percent: '0': a capacity is a number above zero"),
+        (["--percent", "5", "0"], "argument --percent: '0': a capacity must be a number above zero"),
         (["--percent", "inf"], "argument --percent: 'inf'"),
         (["--percent", "many"], "argument --percent: 'many'"),
         (["--policy", "lur"], "argument --policy: unknown eviction policy 'lur': did you mean 'lru'"),
-        (["--chunk-blocks", "0"], "argument --chunk-blocks: '0': a chunk has a whole number of blocks"),
+        (
+            ["--chunk-blocks", "0"],
+            "argument --chunk-blocks: '0': a chunk must be an integer number of blocks",
+        ),
         (["--chunk-blocks", "x"], "argument --chunk-blocks: 'x'"),
     ],
 )
@@ -56,7 +59,7 @@ def test_a_wrong_option_is_named_with_its_value(
     [
         (None, "cannot be read: check the path"),
         ("", "the trace is empty"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}',
             "no prompt has a full block of 512 tokens",

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import style_limits
+from scripts import style_limits, style_words
+
+CHECKED = next(place for place in style_words.WORDS_CHECKED_IN if not place.endswith(".py"))
 
 CLEAN = '''"""A module."""
 
@@ -165,11 +167,42 @@ def test_a_short_file_needs_three_importers_or_a_folder_of_implementations(tmp_p
     assert find_in_package(tmp_path, {"cpu/policies/fifo.py": short}) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "phrase", "line"),
+    [
+        ('"""A module, for\n\nwhoever reads it."""\n', "whoever", 3),
+        ('"""A module."""\n\nX = 1  # Nobody changes it.\n', "Nobody", 3),
+        ('"""A module."""\n\nX = "the tier is told"\n', "is told", 3),
+        ('"""A module."""\n\nX = 1\nY = f"{X} blocks are told in a while"\n', "are told", 4),
+        ('"""A module."""\n\nX = 1\n"""The manager has\nheard of it."""\n', "has\\nheard", 4),
+        ('"""A doomed module."""\n', "doomed", 1),
+        ('"""The heir of a module."""\n', "heir", 1),
+    ],
+)
+def test_personified_code_is_found_with_its_line(tmp_path: Path, text: str, phrase: str, line: int) -> None:
+    path = tmp_path / CHECKED / "table.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+
+    first, *_ = style_limits.check(style_limits.read_source(path))
+
+    assert (first.line, first.message) == (line, f"'{phrase}' in prose: name who does what")
+
+
+def test_words_are_checked_in_the_listed_places_and_not_in_names(tmp_path: Path) -> None:
+    text = '"""A module that nobody reads."""\n'
+    names = '"""A module."""\n\nnobody = whoever = 1\n'
+
+    assert find(tmp_path, text, "src/kvtier/elsewhere/table.py") == []
+    assert find(tmp_path, names, f"{CHECKED}/table.py") == []
+    assert len(find(tmp_path, text, f"{CHECKED}/table.py")) == 1
+
+
 @pytest.mark.parametrize("name", ["utils", "helpers", "misc"])
 def test_a_module_named_after_nothing_is_refused(tmp_path: Path, name: str) -> None:
     (message,) = find(tmp_path, CLEAN, f"src/kvtier/{name}.py")
 
-    assert "name the noun" in message
+    assert "name the subject" in message
 
 
 @pytest.mark.parametrize(

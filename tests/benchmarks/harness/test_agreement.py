@@ -148,7 +148,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, folder: Path, measurements: list[Measu
 
 
 def test_a_run_without_anything_kept_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{tmp_path}: no JSON.*--out"):
+    with pytest.raises(ValueError, match=f"{tmp_path}: has no JSON file.*--out"):
         compare_folders(tmp_path, tmp_path)
     with pytest.raises(FileNotFoundError):
         compare_folders(tmp_path / "none", tmp_path)

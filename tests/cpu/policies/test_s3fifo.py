@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
-from kvtier.cpu.policies.s3fifo import MAX_USES, MAX_PASSED_BLOCKS, S3FIFOCachePolicy
+from kvtier.cpu.policies.s3fifo import MAX_PASSED_BLOCKS, MAX_USES, S3FIFOCachePolicy
 from kvtier.errors import InvariantError
 from kvtier.testing.policy_suite import PolicySuite, evicted_keys, insert_ready, key_of, make_trace, replay
 
