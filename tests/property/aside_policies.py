@@ -13,7 +13,7 @@ class AsideLRU(LRUCachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self.aside.min_busy_blocks = 1
+        self.parked.min_busy_blocks = 1
 
 
 class AsideARC(ARCCachePolicy):
@@ -21,8 +21,8 @@ class AsideARC(ARCCachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        for aside in self.asides:
-            aside.min_busy_blocks = 1
+        for parked in self.parked:
+            parked.min_busy_blocks = 1
 
 
 for name, made in ((LRU_ASIDE, AsideLRU), (ARC_ASIDE, AsideARC)):

@@ -267,7 +267,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
                 assert max(block.ref_cnt, 0) == expected.num_pins
         policy = self.manager.table.policy
         if isinstance(policy, LRUCachePolicy):
-            aside = policy.aside._places
+            aside = policy.parked._places
             in_place = [key for key in policy.blocks if key not in aside]
             assert sorted(aside, key=aside.__getitem__) + in_place == list(self.model.held)
         if self.store_threshold >= 2:

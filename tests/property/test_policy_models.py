@@ -80,8 +80,8 @@ class ToldOfIdleBlocks(PolicyMachine):
         assert isinstance(told, LRUCachePolicy | ARCCachePolicy)
         self.told: LRUCachePolicy | ARCCachePolicy = told
         self.told.expect_idle()
-        for aside in self.told.asides if isinstance(self.told, ARCCachePolicy) else (self.told.aside,):
-            aside.min_busy_blocks = 1
+        for parked in self.told.parked if isinstance(self.told, ARCCachePolicy) else (self.told.parked,):
+            parked.min_busy_blocks = 1
         return Twins(self.told, create_cache_policy(self.policy_name, cache_capacity))
 
     @rule(keys=key_lists, success=st.sampled_from([True, False]))
