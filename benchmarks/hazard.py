@@ -99,4 +99,4 @@ def count_ghosts(arrivals: Sequence[Arrival], num_blocks: int) -> int:
     """Return how many blocks hazard remembers, at the end, that it does not hold."""
     policy = serve_all(arrivals, num_blocks, "hazard")._policy  # noqa: SLF001 - ghosts show nowhere else
     assert isinstance(policy, HazardCachePolicy)
-    return policy._shadow.directory.num_ghosts  # noqa: SLF001 - as above
+    return policy._shadow.tree.num_ghosts  # noqa: SLF001 - as above

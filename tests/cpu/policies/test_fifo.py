@@ -56,5 +56,5 @@ def test_an_eviction_that_fails_moves_nothing() -> None:
 
 def test_check_names_a_block_that_only_one_side_holds() -> None:
     policy = make_policy(1)
-    with pytest.raises(InvariantError, match="held by the policy alone"):
+    with pytest.raises(InvariantError, match="held only by the policy"):
         policy.check({})

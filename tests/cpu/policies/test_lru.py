@@ -71,9 +71,9 @@ def test_hits_equal_a_list_that_is_searched() -> None:
 def test_check_names_a_block_that_only_one_side_holds() -> None:
     policy = LRUCachePolicy(4)
     (block,) = insert_ready(policy, KEYS[:1])
-    with pytest.raises(InvariantError, match="held by the policy alone"):
+    with pytest.raises(InvariantError, match="held only by the policy"):
         policy.check({})
-    with pytest.raises(InvariantError, match="held by the manager alone"):
+    with pytest.raises(InvariantError, match="held only by the manager"):
         policy.check({KEYS[0]: block, KEYS[1]: BlockStatus(1)})
     with pytest.raises(InvariantError, match=r"ref_cnt=0\) in the policy"):
         policy.check({KEYS[0]: BlockStatus(0)})

@@ -33,7 +33,7 @@ def test_many_busy_blocks_are_passed_once() -> None:
 
     assert evicted_keys(policy, 1) == keys(MIN_BUSY_BLOCKS, MIN_BUSY_BLOCKS + 1)
 
-    assert len(policy.aside) == MIN_BUSY_BLOCKS
+    assert len(policy.parked) == MIN_BUSY_BLOCKS
     assert next(iter(policy.blocks)) == key_of(MIN_BUSY_BLOCKS + 1)
 
 
@@ -94,14 +94,14 @@ def test_a_protected_or_refused_block_leaves_later_from_the_same_place() -> None
     assert policy.evict(1, ()) == [(key_of(7), blocks[7])]
 
 
-def test_a_policy_that_is_told_nothing_sets_nothing_aside() -> None:
+def test_nothing_is_parked_without_notifications() -> None:
     policy = LRUCachePolicy(200)
     for block in insert_ready(policy, keys(0, 200))[:150]:
         block.ref_cnt = 1
 
     evicted_keys(policy, 1)
 
-    assert len(policy.aside) == 0
+    assert len(policy.parked) == 0
     assert list(policy.blocks) == [*keys(0, 150), *keys(151, 200)]
 
 
@@ -112,7 +112,7 @@ def test_check_names_an_idle_block_that_nobody_was_told_of() -> None:
     blocks[7].ref_cnt = 0
 
     with pytest.raises(InvariantError, match=key_of(7).hex()):
-        policy.aside.check()
+        policy.parked.check()
 
 
 def test_a_block_that_becomes_idle_again_and_again_is_listed_a_bounded_number_of_times() -> None:
@@ -123,7 +123,7 @@ def test_a_block_that_becomes_idle_again_and_again_is_listed_a_bounded_number_of
     for _ in range(1_000):
         policy.on_idle([key_of(7)])
 
-    assert len(policy.aside._listed) <= 2 * MIN_BUSY_BLOCKS
+    assert len(policy.parked._listed) <= 2 * MIN_BUSY_BLOCKS
     assert evicted_keys(policy, 2) == [key_of(7), key_of(MIN_BUSY_BLOCKS + 1)]
 
 
@@ -136,11 +136,11 @@ def test_the_manager_tells_whatever_way_a_block_becomes_idle(cache_policy: str) 
     manager.prepare_load(keys(10, num_busy), CONTEXT)
     policy = manager.table.policy
     assert isinstance(policy, LRUCachePolicy | ARCCachePolicy)
-    aside = policy.aside if isinstance(policy, LRUCachePolicy) else policy.asides[0]
+    parked = policy.parked if isinstance(policy, LRUCachePolicy) else policy.parked[0]
 
     stored = manager.prepare_store([key_of(1_000)], CONTEXT)
     assert stored is not None
-    assert (stored.evicted_keys, len(aside)) == ([key_of(num_busy)], num_busy)
+    assert (stored.evicted_keys, len(parked)) == ([key_of(num_busy)], num_busy)
     manager.complete_load([key_of(50)], CONTEXT)
     manager.complete_store([key_of(5)], CONTEXT)
     manager.complete_store([key_of(6)], CONTEXT, success=False)

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
-from kvtier.cpu.policies.s3fifo import MAX_USES, PATIENCE_BLOCKS, S3FIFOCachePolicy
+from kvtier.cpu.policies.s3fifo import MAX_PASSED_BLOCKS, MAX_USES, S3FIFOCachePolicy
 from kvtier.errors import InvariantError
 from kvtier.testing.policy_suite import PolicySuite, evicted_keys, insert_ready, key_of, make_trace, replay
 
@@ -109,10 +109,10 @@ def test_patience_with_a_small_queue_in_flight_ends() -> None:
     policy = S3FIFOCachePolicy(200)
     blocks = insert_ready(policy, keys)
     policy.main[keys[199]] = policy.small.pop(keys[199])
-    for block in blocks[: PATIENCE_BLOCKS + 1]:
+    for block in blocks[: MAX_PASSED_BLOCKS + 1]:
         block.ref_cnt = 1
-    assert evicted_keys(policy, 2) == [keys[199], keys[PATIENCE_BLOCKS + 1]]
-    assert list(policy.small)[: -PATIENCE_BLOCKS - 1] == keys[PATIENCE_BLOCKS + 2 : 199]
+    assert evicted_keys(policy, 2) == [keys[199], keys[MAX_PASSED_BLOCKS + 1]]
+    assert list(policy.small)[: -MAX_PASSED_BLOCKS - 1] == keys[MAX_PASSED_BLOCKS + 2 : 199]
 
 
 def test_ghosts_are_as_many_as_main_has_room_for() -> None:
@@ -154,7 +154,7 @@ def test_check_finds_a_key_in_both_queues_wild_uses_and_a_held_ghost() -> None:
         policy.check(held)
     policy.main.clear()
     policy.uses[KEYS[0]] = MAX_USES + 1
-    with pytest.raises(InvariantError, match="beyond the maximum"):
+    with pytest.raises(InvariantError, match="exceeds the maximum"):
         policy.check(held)
     policy.uses.clear()
     policy.ghosts[KEYS[0]] = False

@@ -1,4 +1,4 @@
-"""Eviction policies of the primary tier, one algorithm per file, found by name through ``registry``."""
+"""Eviction policies of the primary tier, one algorithm a file; ``registry`` finds them by name."""
 
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy
 from kvtier.cpu.policies.registry import CACHE_POLICIES, create_cache_policy

@@ -1,17 +1,23 @@
-"""ARC, the adaptive replacement cache: recency and frequency in two lists, balanced by what was missed.
+"""ARC, the adaptive replacement cache: recency and frequency in two lists, balanced by ghost hits.
 
-t1 holds blocks used once since they came, t2 those used again. When one leaves, its key stays a while as a
-ghost in b1 or b2. A use of a ghost means that its list was too short: the target size of t1 grows for one of
-b1 and shrinks for one of b2, and eviction takes from t1 while it is longer than its target.
+t1 holds blocks used once since they were stored, t2 those used again. The key of an evicted block stays as a ghost in
+b1 or b2. A use of a ghost means that its list was too short: the target size of t1 grows for a ghost of b1 and shrinks
+for one of b2, and an eviction takes from t1 while t1 is longer than its target.
 
-Offloading differs from the paper's page cache in four ways. A miss shows in two places, first as a touch of a key
-that is not held, later as an insert of it: whichever comes first moves the target, once for each time the key left.
-Blocks in flight or pinned cannot leave, so when the list that the target points at has none to give, the other list
-gives. Room is made for many blocks at once, so the target does not move within one eviction and the paper's
-tie-break on the incoming key (|t1| = target and a hit in b2) is dropped. Ghosts are forgotten when t1 takes a
-block, by the paper's limits: t1 and b1 have as many keys as the capacity, all four lists twice as many. One ghost
-more: of a t1 that is the whole cache, the paper remembers nothing that left, and then cannot see that it is too
-short; here it remembers the last. On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
+Offloading differs from the paper's page cache in five ways:
+
+- A miss shows twice, as a touch of a key that is not held and later as its insert. The first of the two moves the
+  target, once for each eviction of the key.
+- Blocks in flight or pinned cannot be evicted. When the list that the target selects has no idle block, the other list
+  is used.
+- One eviction frees many slots. The target does not move within it, and the paper's tie-break on the incoming key
+  (|t1| = target and a hit in b2) is dropped.
+- Ghosts are forgotten when t1 takes a block, by the paper's limits: t1 and b1 have at most as many keys as the
+capacity,
+  all four lists twice as many.
+- When t1 fills the whole cache, the paper keeps no ghost of it, and cannot see that t1 is too short. Here it keeps one.
+
+On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
 
 Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03.
 """
@@ -34,14 +40,14 @@ from kvtier.errors import InvariantError
 
 
 class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
-    """ARC; once the room of an eviction is taken, ghosts of both lists together do not outnumber the capacity.
+    """ARC; when the slots of an eviction are filled, both ghost lists together are no longer than the capacity.
 
     Attributes:
-        t1: blocks used once, oldest first but for what is set aside.
+        t1: blocks used once, oldest first but for parked ones.
         t2: blocks used more than once, in the same order.
-        asides: busy blocks of t1 and of t2 that evictions need not pass.
-        b1: keys that left t1, oldest first.
-        b2: keys that left t2, oldest first.
+        parked: the parked blocks of t1 and of t2.
+        b1: keys evicted from t1, oldest first.
+        b2: keys evicted from t2, oldest first.
         target_t1_size: the length t1 should have, from 0 to the capacity; the paper's p.
     """
 
@@ -52,15 +58,15 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
         self.b1: GhostList[bool] = GhostList()
         self.b2: GhostList[bool] = GhostList()
         self.target_t1_size = 0.0
-        self.asides = (ParkedBlocks(self.t1), ParkedBlocks(self.t2))
+        self.parked = (ParkedBlocks(self.t1), ParkedBlocks(self.t2))
 
     def expect_idle(self) -> None:
-        for aside in self.asides:
-            aside.is_notified = True
+        for parked in self.parked:
+            parked.is_notified = True
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        for aside in self.asides:
-            aside.on_idle(keys)
+        for parked in self.parked:
+            parked.on_idle(keys)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self.t1.get(key) or self.t2.get(key)
@@ -114,23 +120,23 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
         is_possible = len(victims) == n
         for key, _ in victims if is_possible else ():
             self._make_ghost(key)
-        self._settle(victims if is_possible else ())
+        self._end_walk(victims if is_possible else ())
         return victims if is_possible else None
 
     def next_victims(self, n: int) -> list[OffloadKey]:
         victims = [key for key, _ in self._plan_eviction(n, ())]
-        self._settle(())
+        self._end_walk(())
         return victims
 
     def clear(self) -> None:
-        for part in (self.t1, self.t2, self.b1, self.b2, *self.asides):
+        for part in (self.t1, self.t2, self.b1, self.b2, *self.parked):
             part.clear()
         self.target_t1_size = 0.0
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         check_same_blocks({**self.t1, **self.t2}, held)
-        for aside in self.asides:
-            aside.check()
+        for parked in self.parked:
+            parked.check()
         num_keys = len({*self.t1, *self.t2, *self.b1, *self.b2})
         num_ghosts = len(self.b1) + len(self.b2)
         if num_keys != len(held) + num_ghosts:
@@ -145,8 +151,8 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
     def _plan_eviction(
         self, n: int, protected: Collection[OffloadKey]
     ) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Return the next ``n`` victims in order, fewer when there are no more; ``_settle`` ends it."""
-        recent, frequent = (aside.walk(protected) for aside in self.asides)
+        """Return up to ``n`` victims in order; the caller ends the plan with ``_end_walk``."""
+        recent, frequent = (parked.walk(protected) for parked in self.parked)
         num_recent = len(self.t1)
         victims: list[tuple[OffloadKey, BlockStatus]] = []
         for _ in range(n):
@@ -158,13 +164,13 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
             num_recent -= victim[0] in self.t1
         return victims
 
-    def _settle(self, left: Collection[tuple[OffloadKey, BlockStatus]]) -> None:
-        for aside in self.asides:
-            aside.settle(left)
+    def _end_walk(self, left: Collection[tuple[OffloadKey, BlockStatus]]) -> None:
+        for parked in self.parked:
+            parked.end_walk(left)
 
     def _forget_places(self, keys: Iterable[OffloadKey]) -> None:
-        for aside in self.asides:
-            aside.forget(keys)
+        for parked in self.parked:
+            parked.forget(keys)
 
     def _ghosts_with(self, key: OffloadKey) -> GhostList[bool] | None:
         if key in self.b1:
@@ -172,7 +178,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
         return self.b2 if key in self.b2 else None
 
     def _adapt(self, key: OffloadKey, ghosts: GhostList[bool]) -> None:
-        if ghosts[key]:  # a waiting request touches again and again; the miss was one
+        if ghosts[key]:  # a waiting request touches its keys in every step; count one miss
             return
         ghosts[key] = True
         if ghosts is self.b1:
@@ -190,7 +196,7 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
             self.b2[key] = False
 
     def _forget_for_a_new_block(self) -> None:
-        """Before t1 takes a block: keep t1 and b1 within the capacity, and all four lists within twice as much."""
+        """Forget a ghost before t1 takes a block: t1 and b1 within the capacity, all four lists within twice that."""
         num_recent = len(self.t1) + len(self.b1)
         is_t1_everything = len(self.t1) + 1 >= self.cache_capacity
         if num_recent >= self.cache_capacity and len(self.b1) > is_t1_everything:

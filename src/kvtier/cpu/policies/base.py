@@ -1,8 +1,8 @@
 """The contract of an eviction policy, and the block that managers and policies share.
 
-A policy decides which held block leaves next. It reads ``ref_cnt`` and never writes it: slots and pins belong to the
-manager's block table. Six methods make a policy; the others have defaults in terms of those six, and a policy
-overrides one where it can be faster or stricter.
+A policy decides which held block to evict next. It reads ``ref_cnt`` and never writes it: slots and pins belong to the
+manager's block table. Six methods are abstract; the others have defaults in terms of those six, which a
+policy overrides where it can be faster or stricter.
 
 Source: the contract follows vLLM's ``kv_offload/cpu/policies``, pull request 37874.
 """
@@ -20,13 +20,13 @@ IN_FLIGHT = -1
 class BlockStatus:
     """One held block. A million of them live at once, so it has two slots and no dictionary.
 
-    The object belongs to its slot: after the block has left it comes back under another key.
+    The object belongs to its slot: after an eviction it is used again under another key.
 
     Args:
         block_id: its slot in the primary tier.
 
     Attributes:
-        block_id: the same.
+        block_id: the slot.
         ref_cnt: IN_FLIGHT (-1) while its write is in flight, 0 when idle, n when pinned n times.
     """
 
@@ -38,7 +38,7 @@ class BlockStatus:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its bytes are whole."""
+        """Whether its write has completed."""
         return self.ref_cnt >= 0
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class BlockStatus:
 
 
 class CachePolicy(ABC):
-    """The order in which held blocks leave. Used from one thread.
+    """The order in which held blocks are evicted. Used from one thread.
 
     Args:
         cache_capacity: blocks that the primary tier can hold.
@@ -57,7 +57,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """Return the held block under ``key``, or None. Does not count as a use."""
+        """Return the held block under ``key``, or None; counts as no use."""
 
     @abstractmethod
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
@@ -69,11 +69,10 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Record a use of ``keys``; the first ends up most recent, so that the tail of a prefix leaves first.
+        """Record a use of ``keys``; the first ends up most recent, so that the tail of a prefix is evicted first.
 
-        Of blocks whose writes are in flight that holds under every policy. Ready ones stay where they are when the
-        order is that of storing (FIFO, SIEVE, S3-FIFO): there a use only counts. Keys that are not held are no
-        error; a policy may remember them.
+        For blocks in flight every policy keeps this order. Policies ordered by insertion (FIFO, SIEVE, S3-FIFO) leave
+        ready blocks in place and only count the use. Keys that are not held are no error; a policy may remember them.
         """
 
     @abstractmethod
@@ -85,12 +84,12 @@ class CachePolicy(ABC):
             protected: keys that must stay; its ``in`` is evaluated once for each candidate.
 
         Returns:
-            The evicted, in eviction order; None when there are fewer than ``n``, and then nothing changed.
+            The evicted blocks, in eviction order; None, with nothing changed, when fewer than ``n`` can be evicted.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything: held blocks, ghosts, what was learned."""
+        """Forget everything: held blocks, ghosts, learned state."""
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
         """Hold ``blocks`` under ``keys``, pairwise and in order."""
@@ -98,7 +97,7 @@ class CachePolicy(ABC):
             self.insert(key, block)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the cheapest callable that answers like ``get``; it stays valid for the policy's life."""
+        """Return the cheapest callable that does what ``get`` does; it stays valid for the policy's life."""
         return self.get
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
@@ -116,7 +115,7 @@ class CachePolicy(ABC):
 
 
 class EvictionPreview(ABC):
-    """Optional: tell which blocks would leave next. Without it write-back takes the oldest stores."""
+    """Optional: preview the next victims. Without it write-back takes the oldest stores."""
 
     @abstractmethod
     def next_victims(self, n: int) -> list[OffloadKey]:
@@ -124,14 +123,14 @@ class EvictionPreview(ABC):
 
 
 class MoveToFront(ABC):
-    """Optional: put ready blocks in order without counting a use of them.
+    """Optional: reorder ready blocks without counting a use.
 
-    For engines that report only at a request's end what it has stored (``engines.vllm.policies``).
+    For engines that report the blocks of a request only at its end (``engines.vllm.policies``).
     """
 
     @abstractmethod
     def move_to_front(self, key: OffloadKey) -> None:
-        """Make a block the most recent of the queue that it is in; a key that is not held is no error."""
+        """Make a block the most recent of its queue; a key that is not held is ignored."""
 
 
 class IdleListener(ABC):
@@ -143,7 +142,7 @@ class IdleListener(ABC):
 
     @abstractmethod
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Handle that ``keys`` may have become idle, from pinned or in flight; some may not be held any more."""
+        """Handle that ``keys``, pinned or in flight before, may have become idle; some may not be held any more."""
 
 
 def check_same_blocks(
@@ -152,11 +151,11 @@ def check_same_blocks(
     """Compare what a policy holds with what it should hold, block by block.
 
     Raises:
-        InvariantError: a key is in one and not in the other, or stands for another block.
+        InvariantError: a key is in only one of them, or has different blocks.
     """
     for key in found.keys() ^ held.keys():
         side = "policy" if key in found else "manager"
-        raise InvariantError(f"block {key.hex()} is held by the {side} alone")
+        raise InvariantError(f"block {key.hex()} is held only by the {side}")
     for key, block in found.items():
         if held[key] is not block:
             raise InvariantError(f"block {key.hex()} is {block} in the policy, {held[key]} in the manager")

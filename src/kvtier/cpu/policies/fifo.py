@@ -1,10 +1,8 @@
-"""First in, first out: the block that was stored longest ago leaves first, used or not.
+"""FIFO: evicts the block that was stored longest ago, used or not; the cheapest policy, and a floor to compare with.
 
-It learns nothing and remembers nothing; it is the floor that other policies are measured against, and the cheapest.
-A use changes nothing. While its write is in flight a block still takes its place: a touch then makes it the newest,
-so that of one request's blocks the tail of the prefix stands before its head. A block that is pinned or protected
-when its turn comes is in use: it goes to the end, as if stored again, and the next evictions do not meet it. So an
-eviction visits its victims and the busy blocks before them, and meets a busy block once each time the queue turns.
+A use changes nothing. A touch of a block in flight makes it the newest, so that the tail of a request's prefix is
+evicted before its head. A block that is pinned or protected when its turn comes goes to the end, as if stored again. So
+an eviction visits its victims and the busy blocks before them, and meets a busy block once for each turn of the queue.
 """
 
 from collections.abc import Collection
@@ -16,7 +14,7 @@ from kvtier.cpu.policies.touched import find_touched
 
 
 class FIFOCachePolicy(OneQueuePolicy):
-    """FIFO; as large as LRU, one entry of an ordered dictionary a block."""
+    """FIFO; each block costs one entry of an ordered dictionary, as with LRU."""
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         for key in find_touched(self.blocks.get, keys).in_flight:

@@ -1,9 +1,8 @@
-"""Keys of blocks that left, in the order in which they left; no block is kept.
+"""Ghosts: keys of evicted blocks, in the order of their eviction.
 
-The order is a queue
-of keys beside the dictionary. A key that is deleted from the middle leaves a stale entry in the queue, which
-is skipped later. An OrderedDict would do the same in one line, but costs up to 200 bytes a key after long
-use (its hash table is up to six times its length, and each bucket carries a pointer); this costs at most 150.
+The order is a queue of keys beside a dictionary. A key that is deleted from the middle leaves a stale entry in the
+queue, which is skipped later. An OrderedDict would do the same in one line, but costs up to 200 bytes a key after long
+use: its hash table is up to six times its length, and each bucket carries a pointer. This costs at most 150 bytes.
 """
 
 from collections import deque
@@ -23,12 +22,12 @@ MIN_STALE = 64
 
 
 class GhostList(MutableMapping[OffloadKey, MemoryT]):
-    """An insertion-ordered set of keys, each with what its policy remembers of it: a flag or a small number."""
+    """An insertion-ordered dictionary of keys, each with the policy's memory of it: a flag or a small number."""
 
     def __init__(self) -> None:
         self._members: dict[OffloadKey, MemoryT] = {}
         self._queue: deque[OffloadKey] = deque()
-        # INVARIANT: stale entries of a key stand left of its live one, so the first ones met are stale.
+        # INVARIANT: stale entries of a key stand before its live one, so the first ones found are stale.
         self._num_stale_of: dict[OffloadKey, int] = {}
         self._num_stale = 0
 
@@ -59,7 +58,11 @@ class GhostList(MutableMapping[OffloadKey, MemoryT]):
         return len(self._members)
 
     def pop_oldest(self) -> OffloadKey:
-        """Forget and return the key that left first; a KeyError when there is none."""
+        """Forget and return the key that was evicted first.
+
+        Raises:
+            KeyError: the list is empty.
+        """
         if not self._members:
             raise KeyError("pop_oldest() of an empty ghost list: check its length first")
         key = self._queue.popleft()

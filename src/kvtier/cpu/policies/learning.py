@@ -1,7 +1,7 @@
 """Optional contracts of policies that learn from whole requests: arrivals, admission, and forecasts of reuse.
 
-A manager calls its policy through those of them that the policy implements. An engine's connector and a replay call the
-same methods of the manager, so that a policy learns in production what it learned in a replay.
+A manager calls those of them that its policy implements. An engine's connector and a replay call the same methods of
+the manager, so a policy learns the same in production as in a replay.
 """
 
 from abc import ABC, abstractmethod
@@ -16,12 +16,12 @@ NO_HINTS: Mapping[str, Any] = {}  # Any: see ArrivedRequest; hints are read only
 class ArrivedRequest(NamedTuple):
     """A request, as it is known when it arrives.
 
-    A tuple, since one is made for each request; a frozen dataclass takes three times as long to make.
+    A NamedTuple, because one is made for each request and a frozen dataclass takes three times as long.
 
     Attributes:
         req_id: the engine's name of it.
         chains: for each KV group the keys of its full blocks, head first; each key stands for its whole prefix.
-        arrival_s: when, in seconds on the manager's clock.
+        arrival_s: time of arrival on the manager's clock.
         hints: the client's hints, its ``kv_transfer_params``.
     """
 
@@ -32,56 +32,55 @@ class ArrivedRequest(NamedTuple):
 
 
 class RequestLearner(ABC):
-    """A policy that learns from requests. Without these calls it orders blocks by the calls about blocks alone."""
+    """Optional: learn from requests. Without these calls the policy sees calls about blocks only."""
 
     @abstractmethod
     def note_request(self, request: ArrivedRequest) -> None:
-        """Learn that a request arrived; once for each, before any other call is made for it."""
+        """Learn that a request arrived; called once for each request, before any other call for it."""
 
     @abstractmethod
     def on_finished(self, req_id: str) -> None:
-        """Forget what only the running request needed; unknown ones are ignored."""
+        """Forget a request's running state; unknown requests are ignored."""
 
 
 class AdmissionControl(ABC):
-    """A policy that refuses blocks which are worth less than those they would replace."""
+    """Optional: refuse blocks that are worth less than those they would replace."""
 
     @abstractmethod
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        """Return those of ``keys`` that shall be stored, in order; of each KV group none after the first refused.
+        """Return those of ``keys`` to store, in order; within a KV group nothing behind the first refused key.
 
-        Returning ``keys`` itself means that none is refused, and saves the caller a search.
+        A policy that refuses nothing returns ``keys`` itself, which saves the caller a search.
 
         Args:
-            keys: what a request offers, head first within each group. They may go on where its arrival ended.
+            keys: the blocks that a request offers, head first within each group; they may extend its prompt.
             req_id: the request.
         """
 
 
 class ReuseForecast(ABC):
-    """Estimates how likely blocks are used again, for tiers that admit only such blocks."""
+    """Optional: estimate the probability that blocks are reused, for tiers with an admission threshold."""
 
     @property
     @abstractmethod
     def num_remembered_blocks(self) -> int:
-        """How many blocks it can remember beyond those that are held; it estimates nothing for others."""
+        """How many blocks it can remember beyond the held ones; it has no estimate for others."""
 
     @abstractmethod
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
-        """Return how likely each of ``keys`` is named again within ``horizon_s`` of the last request's arrival. Pure.
+        """Return the probability that each of ``keys`` is reused within ``horizon_s`` of the last arrival. Pure.
 
         Returns:
-            In the order of ``keys``, from 0 to 1; None for a block that nothing is known of, and for each while too
-            little was learned.
+            In the order of ``keys``, from 0 to 1; None for an unknown block, and for all while too little was learned.
         """
 
 
 class ReuseForecaster(RequestLearner, ReuseForecast):
-    """Learns from requests like a policy, and holds no blocks; for a primary tier whose policy gives no forecast."""
+    """Learns from requests and holds no blocks; for a primary tier whose policy has no ``ReuseForecast``."""
 
     @abstractmethod
     def on_stored(self, keys: Collection[OffloadKey], req_id: str) -> None:
-        """Learn from blocks of the request's answer that were stored."""
+        """Learn from stored blocks, which may belong to the request's answer."""
 
     @abstractmethod
     def clear(self) -> None:

@@ -1,17 +1,17 @@
-"""MQ, the multi-queue algorithm: least recently used within classes of how often a block was used.
+"""MQ, the multi-queue algorithm: LRU within classes of use count.
 
-Queue k holds blocks used 2**k to 2**(k+1) - 1 times, each queue in the order of use; the lowest queue that is not
-empty gives its oldest block. A block that has not been used for ``lifetime`` uses of any block sinks one queue, so
-that what was popular once leaves in the end. Keys that left stay as ghosts with their count, and a block that comes
-back goes on from it.
+Queue k holds blocks used 2**k to 2**(k+1) - 1 times, each queue in the order of use. The lowest queue that is not empty
+gives its oldest block. A block that has not been used for ``lifetime`` uses of any block sinks by one queue, so blocks
+that were popular once are evicted in the end. Keys of evicted blocks stay as ghosts with their use count, and a block
+that is stored again goes on from it.
 
-What differs from the paper: its clock ticks with each use of a block, and here blocks sink once a call, after the
-last of its ticks, as many as are due, so that a call for a thousand blocks looks at the queues once; the count ends
-where more would change nothing. A block that is pinned or protected when its turn comes is in use: it is renewed in its
-queue without a count. So an eviction visits its victims and the busy blocks before them, and meets a busy block once
-each time its queue turns. A block sinks at most as often as it rose.
+What differs from the paper: its clock ticks with each use of a block. Here blocks sink once a call, after the last of
+its ticks, so that a call for a thousand blocks looks at the queues once. The use count has a maximum. A block that is
+pinned or protected when its turn comes becomes the newest of its queue without a count. So an eviction visits its
+victims and the busy blocks before them, and meets a busy block once for each turn of its queue. A block sinks at most
+as often as it rose.
 
-A touch that names a block in flight renews each block where it is and counts no use (``touched``).
+A touch that names a block in flight makes each block the newest of its queue and counts no use (``touched``).
 
 Source: Y. Zhou, J. Philbin, K. Li, "The Multi-Queue Replacement Algorithm for Second Level Buffer Caches", USENIX
 ATC '01.
@@ -28,23 +28,23 @@ from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
 
 NUM_QUEUES = 8
-"""Classes of use, the paper's number: the top one means 128 uses and more. With 4 or 12 a chat service finds as
-many blocks, within 0.05 points; each more costs a look at a queue with every call, and lets what was popular once
-stay a lifetime longer."""
+"""Classes of use count, the paper's number: the top one means 128 uses and more. With 4 or 12 a chat service finds as
+many blocks, within 0.05 points. Each more costs a look at a queue in every call, and keeps blocks that were popular
+once for a lifetime longer."""
 
 MAX_USES = 2 ** (NUM_QUEUES - 1)
-"""Uses that are counted: more would not reach a higher queue, and a ghost need not remember more."""
+"""Maximum of the use count: more uses would not reach a higher queue."""
 
 LIFETIMES = 1
-"""``lifetime`` in capacities: about the time in which LRU would throw out what is not used. Longer keeps what was
-popular once from sinking, which helps a cache far too small and costs one that is nearly large enough (2: +1.1
-points of hits at 1 % of the blocks of a chat service, -0.6 at 5 %, -0.5 at 20 %); shorter ends in LRU; with 0 a
-block sinks with each call."""
+"""``lifetime`` in capacities: about the time in which LRU would evict an unused block. A longer one keeps blocks that
+were popular once, which helps a cache far too small and costs one that is nearly large enough (2: +1.1 points of hits
+at 1 % of the blocks of a chat service, -0.6 at 5 %, -0.5 at 20 %). A shorter one approaches LRU; with 0 a block sinks
+in each call."""
 
 GHOSTS = 4
-"""Ghosts in capacities, the paper's number. A cache far too small forgets what left before it comes back: at 1 % of
-the blocks of a chat service it finds 5.7 of 100 with one capacity of ghosts, 6.2 with four, at 5 % 21.8 and 22.2,
-at 20 % the same. Each costs at most 150 bytes."""
+"""Ghosts in capacities, the paper's number. With fewer, a cache far too small forgets blocks before they are reused: at
+1 % of the blocks of a chat service it finds 5.7 of 100 with one capacity of ghosts, 6.2 with four; at 5 % 21.8 and
+22.2; at 20 % the same. Each costs at most 150 bytes."""
 
 
 class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
@@ -53,11 +53,12 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     Attributes:
         blocks: every held block, in no order. INVARIANT: the same object for the policy's life, because
             ``getter`` hands out its bound method.
-        queues: when each block sinks, by class of use, oldest first. INVARIANT: ascending within a queue.
+        queues: for each class of use the time at which each block sinks, oldest first. INVARIANT: ascending within a
+            queue.
         uses: how often each held block was used, its store included.
-        ghosts: keys that left, the first to leave first, with their uses.
-        lifetime: uses of any block after which a block that was not used sinks.
-        num_uses: uses of any block so far, the clock.
+        ghosts: keys of evicted blocks with their uses, oldest first.
+        lifetime: uses of any block after which an unused block sinks.
+        num_uses: uses of any block so far: the clock.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -92,7 +93,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     def touch(self, keys: Collection[OffloadKey]) -> None:
         touched = find_touched(self.blocks.get, keys)
         if not touched.is_use:
-            self._renew(touched.held)
+            self._move_to_end(touched.held)
             return
         uses = self.uses
         for key in touched.held:
@@ -103,7 +104,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
 
     def move_to_front(self, key: OffloadKey) -> None:
         if key in self.blocks:
-            self._renew((key,))
+            self._move_to_end((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         victims: list[OffloadKey] = []
@@ -117,7 +118,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
                 break
         if len(victims) < n:
             return None
-        self._renew(busy)
+        self._move_to_end(busy)
         for key in victims:
             del self._queue_of(key)[key]
             self.ghosts[key] = self.uses.pop(key)
@@ -141,7 +142,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if sorted(chain.from_iterable(self.queues)) != sorted(held):
             raise InvariantError("the queues together do not hold each block once")
         if self.uses.keys() != held.keys() or not held.keys().isdisjoint(self.ghosts):
-            raise InvariantError("the use of a block is not counted, or a key is held and a ghost")
+            raise InvariantError("a block has no use count, or a key is both held and a ghost")
         placed = ((level, key) for level, queue in enumerate(self.queues) for key in queue)
         if any(level > _level(self.uses[key]) for level, key in placed):
             raise InvariantError("a block is in a queue above its uses")
@@ -151,18 +152,18 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
             raise InvariantError(f"{len(self.ghosts)} ghosts for a capacity of {self.cache_capacity}")
 
     def _queue_of(self, key: OffloadKey) -> OrderedDict[OffloadKey, int]:
-        """Return the queue of a held block: that of its uses, or one below, if it has sunk."""
+        """Return the queue of a held block: that of its use count, or a lower one if it has sunk."""
         level = _level(self.uses[key])
         while key not in self.queues[level]:
             level -= 1
         return self.queues[level]
 
     def _place(self, key: OffloadKey, num_uses: int) -> None:
-        """Make a block that is in no queue the newest of the one of its uses."""
+        """Append a block that is in no queue to the queue of its use count."""
         self.uses[key] = num_uses = min(num_uses, MAX_USES)
         self.queues[_level(num_uses)][key] = self.num_uses + self.lifetime
 
-    def _renew(self, keys: Iterable[OffloadKey]) -> None:
+    def _move_to_end(self, keys: Iterable[OffloadKey]) -> None:
         """Make blocks the newest of their queues."""
         for key in keys:
             queue = self._queue_of(key)
@@ -170,7 +171,7 @@ class MQCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
             queue[key] = self.num_uses + self.lifetime
 
     def _sink(self) -> None:
-        """Let the blocks sink whose time is over, each by one queue."""
+        """Move each block whose lifetime has passed down by one queue."""
         now, lower = self.num_uses, self.queues[0]
         for queue in self.queues[1:]:
             while queue:

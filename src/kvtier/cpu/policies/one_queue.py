@@ -1,7 +1,7 @@
-"""The base of policies whose whole state is one queue of blocks: inserting, finding and removing blocks.
+"""Base class of policies whose whole state is one queue of blocks; they add what a use moves and which block to evict.
 
-A policy adds what a use moves and which idle block leaves. One ordered dictionary is both queue and index; its C
-implementation keeps the cost of a million blocks well under a microsecond a block.
+One ordered dictionary is both queue and index. Its C implementation keeps the cost of a million blocks well under a
+microsecond a block.
 """
 
 from collections import OrderedDict
@@ -13,10 +13,10 @@ from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, 
 
 
 class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront):
-    """A policy with one queue; what it lacks is ``touch`` and ``evict``.
+    """A policy with one queue; a subclass supplies ``touch`` and ``evict``.
 
     Attributes:
-        blocks: every held block, the next to leave first. INVARIANT: the same object for the policy's life, because
+        blocks: every held block, the next victim first. INVARIANT: the same object for the policy's life, because
             ``getter`` hands out its bound method.
     """
 

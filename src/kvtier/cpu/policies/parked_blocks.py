@@ -1,11 +1,12 @@
-"""Parked blocks: pinned ones at the old end of a queue, which evictions skip.
+"""Parked blocks: busy ones at the old end of a queue, which evictions skip.
 
-A queue in the order of use keeps the place of a pinned block, and each eviction would have to pass a hundred thousand
-of them again. Once they are many, the busy blocks before the first idle one move to the new end of the queue's
-dictionary and are numbered: each is older than every block that is not parked. A parked block that becomes idle is
-listed by its number and leaves before all others, as if it had stayed in its place. A parked block that is used again
-is forgotten here, because the new end is then its right place. The policy must be an ``IdleListener``: without the
-notifications only a look at each block would find those that have become idle.
+A pinned block keeps its place in a queue ordered by use, so each eviction would pass a hundred thousand of them again.
+When they are many, the busy blocks before the first idle one move to the new end of the queue's dictionary and are
+numbered: each is older than every block that is not parked. A parked block that becomes idle is listed by its number
+    and
+is evicted before all others, as if it had kept its place. A parked block that is used again is removed from this table,
+because the new end is then its right place. The policy must be an ``IdleListener``: without the notifications, only a
+scan would find the blocks that have become idle.
 """
 
 from collections import OrderedDict
@@ -18,8 +19,8 @@ from kvtier.cpu.policies.base import BlockStatus
 from kvtier.errors import InvariantError
 
 MIN_BUSY_BLOCKS = 64
-"""Busy blocks before the first idle one that are passed each time: a batch of victims costs more than to look at so
-many. Fewer would park blocks that are loading now and are used again when the load ends; more are passed in vain."""
+"""Busy blocks before the first idle one from which on they are parked. Fewer would park blocks that are loading and are
+used again when the load ends. More would be passed in every eviction; up to 64 cost less than a batch of victims."""
 
 Item = tuple[OffloadKey, BlockStatus]
 
@@ -28,25 +29,27 @@ class ParkedBlocks:
     """The parked blocks of one queue.
 
     Args:
-        queue: every block of it, oldest first but for parked ones; shared with its policy.
+        queue: all of its blocks, oldest first but for parked ones; the policy's own dictionary.
 
     Attributes:
-        is_notified: whether ``on_idle`` is called for each block that becomes idle; nothing is parked before.
-        min_busy_blocks: busy blocks before the first idle one from which on they are parked.
+        is_notified: whether ``on_idle`` is called for each block that becomes idle; nothing is parked without it.
+        min_busy_blocks: MIN_BUSY_BLOCKS; tests set a smaller number.
     """
 
     def __init__(self, queue: OrderedDict[OffloadKey, BlockStatus]) -> None:
         self.is_notified = False
         self.min_busy_blocks = MIN_BUSY_BLOCKS
         self._queue = queue
-        # INVARIANT: each key of _places is in the queue, and older than those that are not, a lower number older.
+        # Number of each parked block. INVARIANT: each key is in the queue and older than every block that is not
+        # parked; a lower number is older.
         self._places: dict[OffloadKey, int] = {}
         self._num_places = 0
+        # A heap of (number, key) of idle parked blocks, and those of them that the present walk has passed.
         self._listed: list[tuple[int, OffloadKey]] = []
         self._walked: list[tuple[int, OffloadKey]] = []
 
     def walk(self, protected: Collection[OffloadKey]) -> Iterator[Item]:
-        """Yield the queue's idle blocks that are not protected, oldest first; ``settle`` ends the walk."""
+        """Yield the queue's idle blocks that are not protected, oldest first; end with ``end_walk``."""
         idle: Iterator[Item] = (item for item in self._queue.items() if not item[1].ref_cnt)
         if protected:
             idle = (item for item in idle if item[0] not in protected)
@@ -55,33 +58,33 @@ class ParkedBlocks:
         places = self._places
         return chain(self._walk_listed(protected), (item for item in idle if item[0] not in places))
 
-    def settle(self, left: Iterable[Item]) -> None:
-        """End a walk: those in ``left`` have left the queue, whatever else was walked over stays."""
+    def end_walk(self, evicted: Iterable[Item]) -> None:
+        """End a walk: blocks in ``evicted`` have left the queue, all others stay."""
         if not self.is_notified:
             return
         if self._places:
-            self.forget([key for key, _ in left])
+            self.forget([key for key, _ in evicted])
             for entry in self._walked:
                 heappush(self._listed, entry)
             self._walked.clear()
-        self._set_aside()
+        self._park()
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that ``keys`` were used, or are held no more."""
+        """Remove ``keys``, which were used or are not held any more."""
         if self._places:
             for key in keys:
                 self._places.pop(key, None)
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that blocks may have become idle."""
+        """List those of ``keys`` that are parked and idle."""
         places = self._places
         if not places:
             return
         for key in keys:
             if key in places and self._queue[key].ref_cnt == 0:
                 heappush(self._listed, (places[key], key))
-        if len(self._listed) > 2 * len(places):  # a block may become idle again and again
-            self._list_anew()
+        if len(self._listed) > 2 * len(places):  # a block is listed each time it becomes idle
+            self._rebuild_list()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -93,7 +96,7 @@ class ParkedBlocks:
         while self._listed:
             entry = heappop(self._listed)
             place, key = entry
-            # Stale when it was used or left meanwhile, and listed twice when it was pinned and released again.
+            # Stale: the block was used or evicted meanwhile. Listed twice: it was pinned and unpinned again.
             if entry == last or self._places.get(key) != place:
                 continue
             last = entry
@@ -104,10 +107,10 @@ class ParkedBlocks:
             if key not in protected:
                 yield key, block
 
-    def _set_aside(self) -> None:
-        """Set aside what stands before the first idle block, when that is much."""
+    def _park(self) -> None:
+        """Park the busy blocks before the first idle one when there are enough."""
         oldest = next(iter(self._queue.values()), None)
-        if oldest is None or not oldest.ref_cnt:  # nearly always
+        if oldest is None or not oldest.ref_cnt:  # the usual case
             return
         busy: list[OffloadKey] = []
         for key, block in self._queue.items():
@@ -122,7 +125,7 @@ class ParkedBlocks:
                 self._places[key] = self._num_places
                 self._num_places += 1
 
-    def _list_anew(self) -> None:
+    def _rebuild_list(self) -> None:
         queue = self._queue
         self._listed = [(place, key) for key, place in self._places.items() if not queue[key].ref_cnt]
         heapify(self._listed)
@@ -131,13 +134,15 @@ class ParkedBlocks:
         """Compare with the queue.
 
         Raises:
-            InvariantError: a block is set aside that is not held, or has become idle and is not listed.
+            InvariantError: a parked block is not held, or is idle and not listed.
         """
         listed = {key for place, key in self._listed if self._places.get(key) == place}
         for key in self._places:
             block = self._queue.get(key)
             if block is None or (block.ref_cnt == 0 and key not in listed):
-                raise InvariantError(f"block {key.hex()} is set aside, and is {block}")
+                raise InvariantError(
+                    f"block {key.hex()} is parked, but not held, or idle and not listed: {block}"
+                )
 
     def __len__(self) -> int:
         return len(self._places)

@@ -1,16 +1,17 @@
 """S3-FIFO: a small queue on probation, a main queue, and ghosts, all three in the order of insertion.
 
-A new block enters ``small``. A use counts and moves nothing. At the end of ``small`` a block that was used more than
-once since goes to ``main``, any other leaves and its key becomes a ghost. At the end of ``main`` a block with uses left
-goes round again and pays one, any other leaves without a ghost. A block whose key is a ghost enters ``main`` at once.
-``small`` gives while it has its share of the capacity, otherwise ``main`` does.
+A new block enters ``small``. A use adds to its count and moves nothing. At the end of ``small`` a block with at least
+PROMOTING_USES is promoted to ``main``; any other is evicted and its key becomes a ghost. At the end of ``main`` a block
+with uses left is reinserted for the price of one use; any other is evicted without a ghost. A block whose key is a
+ghost enters ``main`` at once. Victims come from ``small`` while it has its share of the capacity, otherwise from
+``main``.
 
-What differs from the paper comes from blocks that cannot leave. One that is pinned, in flight or protected when its
-turn comes goes to the new end of its queue, in ``main`` for the price of a use, as it would anyway. A queue that has
-nothing else gives way to the other. A use costs at most one pass later on, so an eviction is constant work a block,
-and one visit for each busy block on its way, which is not met again until its queue has turned.
+What differs from the paper comes from blocks that cannot be evicted. One that is pinned, in flight or protected when
+its turn comes is reinserted at the new end of its queue, in ``main`` for the price of a use. When a queue has only such
+blocks, victims come from the other. A use causes at most one reinsertion later, so an eviction is constant work a
+block, plus one visit for each busy block on its way, which is not met again until its queue has turned.
 
-A touch that names a block in flight counts no use (``touched``); a block in flight becomes the newest of its queue.
+A touch that names a block in flight counts no use (``touched``) and makes the block in flight the newest of its queue.
 
 Source: J. Yang, Y. Zhang, Z. Qiu, Y. Yue, K. V. Rashmi, "FIFO Queues are All You Need for Cache Eviction", SOSP '23.
 """
@@ -26,28 +27,27 @@ from kvtier.cpu.policies.touched import find_touched
 from kvtier.errors import InvariantError
 
 SMALL_SHARE = 10
-"""``small`` is one part in so many of the capacity, the paper's tenth. A larger ``small`` lets blocks that are used
-once take room from those used often; a smaller one throws out what would have been used again a little later."""
+"""``small`` has one part in this many of the capacity, the paper's tenth. A larger ``small`` gives blocks that are used
+once the room of those used often; a smaller one evicts blocks that would have been reused a little later."""
 
 MAX_USES = 3
-"""Uses that are counted, two bits in the paper. More keep a block that was popular once for as many rounds."""
+"""Maximum of the use count, two bits in the paper. A block that was popular once stays for as many rounds."""
 
 PROMOTING_USES = 2
-"""Uses in ``small`` that earn a place in ``main``. With 1 every block that comes back once is kept for a whole round of
-``main``, with 3 next to none gets there but as a ghost."""
+"""Uses in ``small`` from which a block is promoted. With 1 every block that is reused once stays for a whole round of
+``main``; with 3 hardly any gets there except as a ghost."""
 
-PATIENCE_BLOCKS = 64
-"""Busy blocks of ``small`` that one eviction passes before it prefers ``main``. A large store in flight can be all
-of ``small``: without an end to patience each eviction would walk through it; with 0 one busy block sends evictions
-to ``main``."""
+MAX_PASSED_BLOCKS = 64
+"""Busy blocks of ``small`` that one eviction passes before it prefers ``main``. A large store in flight can fill
+``small``: without a limit each eviction would walk through it; with 0 one busy block sends evictions to ``main``."""
 
 
-class Fate(Enum):
-    """What an eviction does with a block that it meets."""
+class Outcome(Enum):
+    """What an eviction does with a block that it visits."""
 
-    LEAVES = auto()
+    EVICTED = auto()
     PROMOTED = auto()
-    GOES_ROUND = auto()
+    REINSERTED = auto()
 
 
 class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
@@ -56,11 +56,11 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     Attributes:
         blocks: every held block, in no order. INVARIANT: the same object for the policy's life, because
             ``getter`` hands out its bound method.
-        small: blocks on probation, next to leave first.
-        main: the others, next to leave first.
-        uses: of held keys, those since the block came to its queue that are not paid yet, 1 to MAX_USES.
-        ghosts: keys that left ``small``, as many as ``main`` has room for.
-        small_capacity: blocks from which on ``small`` gives.
+        small: blocks on probation, next victim first.
+        main: the others, next victim first.
+        uses: use count of held keys that have one, 1 to MAX_USES; a reinsertion in ``main`` takes one.
+        ghosts: keys evicted from ``small``, as many as ``main`` has room for.
+        small_capacity: blocks of ``small`` from which on victims come from it.
     """
 
     def __init__(self, cache_capacity: int) -> None:
@@ -104,15 +104,15 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
             self._queue_of(key).move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
-        steps, num_found = _Walk(self, protected).plan_steps(n)
+        steps, num_found = _EvictionPlan(self, protected).plan_steps(n)
         if num_found < n:
             return None
         victims: list[tuple[OffloadKey, BlockStatus]] = []
-        for key, fate in steps:
+        for key, outcome in steps:
             queue = self._queue_of(key)
-            if fate is Fate.GOES_ROUND:
-                self._send_round(key, queue)
-            elif fate is Fate.PROMOTED:
+            if outcome is Outcome.REINSERTED:
+                self._reinsert(key, queue)
+            elif outcome is Outcome.PROMOTED:
                 self.main[key] = queue.pop(key)
                 del self.uses[key]
             else:
@@ -126,8 +126,8 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
-        steps, _ = _Walk(self, ()).plan_steps(n)
-        return [key for key, fate in steps if fate is Fate.LEAVES]
+        steps, _ = _EvictionPlan(self, ()).plan_steps(n)
+        return [key for key, outcome in steps if outcome is Outcome.EVICTED]
 
     def clear(self) -> None:
         for part in (self.blocks, self.small, self.main, self.uses, self.ghosts):
@@ -139,16 +139,16 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if len(self.small) + len(self.main) != len(held):
             raise InvariantError("a key is in both queues")
         if not self.uses.keys() <= held.keys() or not set(self.uses.values()) <= {*range(1, MAX_USES + 1)}:
-            raise InvariantError("uses are counted of a key that is not held, or beyond the maximum")
+            raise InvariantError("a key that is not held has a use count, or a count exceeds the maximum")
         if not held.keys().isdisjoint(self.ghosts):
-            raise InvariantError("a key is held and a ghost")
+            raise InvariantError("a key is both held and a ghost")
         if len(self.ghosts) > self.cache_capacity:
             raise InvariantError(f"{len(self.ghosts)} ghosts for a capacity of {self.cache_capacity}")
 
     def _queue_of(self, key: OffloadKey) -> OrderedDict[OffloadKey, BlockStatus]:
         return self.small if key in self.small else self.main
 
-    def _send_round(self, key: OffloadKey, queue: OrderedDict[OffloadKey, BlockStatus]) -> None:
+    def _reinsert(self, key: OffloadKey, queue: OrderedDict[OffloadKey, BlockStatus]) -> None:
         queue.move_to_end(key)
         if queue is self.small:
             return
@@ -157,11 +157,11 @@ class S3FIFOCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
             self.uses[key] = num_left
 
 
-class _Walk:
-    """What one eviction would do, planned block by block; it changes neither the policy nor its queues.
+class _EvictionPlan:
+    """Plans one eviction block by block, without changing the policy.
 
     Args:
-        policy: whose queues.
+        policy: the policy.
         protected: keys that must stay.
     """
 
@@ -170,17 +170,17 @@ class _Walk:
         self._protected = protected
         self._small = iter(policy.small.items())
         self._main = iter(policy.main.items())
-        # Idle blocks that have come to the new end of main during the walk, with the uses they have left.
+        # Idle blocks that the plan has put at the new end of main, with the uses that they have left.
         self._main_again: deque[tuple[OffloadKey, int]] = deque()
         self._num_small_in_excess = len(policy.small) - policy.small_capacity + 1
-        self._patience = PATIENCE_BLOCKS
+        self._num_passes_left = MAX_PASSED_BLOCKS
 
-    def plan_steps(self, n: int) -> tuple[list[tuple[OffloadKey, Fate]], int]:
-        """Return what happens until ``n`` blocks have left, block by block, and how many leave."""
-        steps: list[tuple[OffloadKey, Fate]] = []
+    def plan_steps(self, n: int) -> tuple[list[tuple[OffloadKey, Outcome]], int]:
+        """Return the steps until ``n`` blocks are evicted, block by block, and how many are evicted."""
+        steps: list[tuple[OffloadKey, Outcome]] = []
         num_missing = n
         while num_missing > 0:
-            is_small_next = self._num_small_in_excess > 0 and self._patience > 0
+            is_small_next = self._num_small_in_excess > 0 and self._num_passes_left > 0
             if is_small_next:
                 step = self._next_of_small() or self._next_of_main()
             else:
@@ -188,35 +188,35 @@ class _Walk:
             if step is None:
                 break
             steps.append(step)
-            num_missing -= step[1] is Fate.LEAVES
+            num_missing -= step[1] is Outcome.EVICTED
         return steps, n - num_missing
 
-    def _next_of_small(self) -> tuple[OffloadKey, Fate] | None:
+    def _next_of_small(self) -> tuple[OffloadKey, Outcome] | None:
         found = next(self._small, None)
         if found is None:
             return None
         key, block = found
         if block.ref_cnt != 0 or key in self._protected:
-            self._patience -= 1
-            return key, Fate.GOES_ROUND
+            self._num_passes_left -= 1
+            return key, Outcome.REINSERTED
         self._num_small_in_excess -= 1
         if self._uses.get(key, 0) < PROMOTING_USES:
-            return key, Fate.LEAVES
+            return key, Outcome.EVICTED
         self._main_again.append((key, 0))
-        return key, Fate.PROMOTED
+        return key, Outcome.PROMOTED
 
-    def _next_of_main(self) -> tuple[OffloadKey, Fate] | None:
+    def _next_of_main(self) -> tuple[OffloadKey, Outcome] | None:
         found = next(self._main, None)
         if found is not None:
             key, block = found
             if block.ref_cnt != 0 or key in self._protected:
-                return key, Fate.GOES_ROUND
+                return key, Outcome.REINSERTED
             num_uses = self._uses.get(key, 0)
         elif self._main_again:
             key, num_uses = self._main_again.popleft()
         else:
             return None
         if num_uses == 0:
-            return key, Fate.LEAVES
+            return key, Outcome.EVICTED
         self._main_again.append((key, num_uses - 1))
-        return key, Fate.GOES_ROUND
+        return key, Outcome.REINSERTED

@@ -1,16 +1,16 @@
-"""SIEVE: a queue in the order of insertion and a hand that spares, once, what has been used since it last passed.
+"""SIEVE: a queue in the order of insertion, and a hand that spares each marked block once.
 
-A use marks a block and moves nothing. The hand goes from the oldest block to the newest and then begins again: a
-marked block loses its mark and keeps its place, an unmarked one leaves. So what is stored new is tried quickly
-while the hand is near the new end, and blocks in use stay where they are. It keeps no history of what left.
+A use marks a block and moves nothing. The hand goes from the oldest block to the newest and then starts again: a marked
+block loses its mark and keeps its place, an unmarked one is evicted. So new blocks are tried quickly while the hand is
+near the new end, and blocks in use stay where they are. There are no ghosts.
 
-The queue is two ordered dictionaries, oldest first: ``passed``, which the hand has behind it in this round, and the
-newer blocks ``ahead`` of it. Passing moves a block from the front of the second to the end of the first; when the
-newest has been passed the two change roles. So no position in the middle of a queue is ever needed. A block that is
-pinned or protected is passed like a marked one. An eviction visits its victims and what the hand passes: a pass is
-paid for by a use, or by a block that was busy, which is not met again until the hand has gone round.
+The queue is two ordered dictionaries, oldest first: ``passed``, the blocks behind the hand in this round, and the newer
+blocks ``ahead`` of it. Passing moves a block from the front of ``ahead`` to the end of ``passed``; when the newest has
+been passed the two change roles. So no position in the middle of a queue is ever needed. A block that is pinned or
+protected is passed like a marked one. An eviction visits its victims and the blocks that it passes: passing a
+marked block consumes its use, and a busy one is not met again until the hand has gone round.
 
-A touch that names a block in flight marks nothing (``touched``); a block in flight becomes the newest.
+A touch that names a block in flight marks nothing (``touched``) and makes the block in flight the newest.
 
 Source: Y. Zhang, J. Yang, Y. Yue, Y. Vigfusson, K. V. Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key
 Eviction Algorithm for Web Caches", NSDI '24.
@@ -32,8 +32,8 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
     Attributes:
         blocks: every held block, in no order. INVARIANT: the same object for the policy's life, because
             ``getter`` hands out its bound method.
-        ahead: what the hand has still to pass, next first. INVARIANT: not empty while a block is held.
-        passed: what it has passed in this round, oldest first; all of it is older than what is ahead.
+        ahead: blocks that the hand has still to visit, next first. INVARIANT: not empty while a block is held.
+        passed: blocks that it has passed in this round, oldest first; all are older than those ahead.
         marked: held keys that were used since the hand passed them.
     """
 
@@ -62,7 +62,7 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if self.blocks.pop(key, None) is not None:
             (self.ahead if key in self.ahead else self.passed).pop(key)
             self.marked.discard(key)
-            self._turn_at_the_newest()
+            self._start_round()
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         touched = find_touched(self.blocks.get, keys)
@@ -81,21 +81,21 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if num_found < n:
             return None
         victims: list[tuple[OffloadKey, BlockStatus]] = []
-        for key, leaves in steps:
+        for key, is_evicted in steps:
             block = self.ahead.pop(key)
-            if leaves:
+            if is_evicted:
                 del self.blocks[key]
                 victims.append((key, block))
             else:
                 self.passed[key] = block
             if not self.ahead:
-                self._turn_at_the_newest()
+                self._start_round()
         self.marked.difference_update([key for key, _ in steps])
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:
         steps, _ = self._plan_steps(n, ())
-        return [key for key, leaves in steps if leaves]
+        return [key for key, is_evicted in steps if is_evicted]
 
     def clear(self) -> None:
         for part in (self.blocks, self.ahead, self.passed, self.marked):
@@ -107,14 +107,14 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if len(self.passed) + len(self.ahead) != len(held):
             raise InvariantError("a key is both ahead of the hand and passed")
         if held and not self.ahead:
-            raise InvariantError("the hand stands behind the newest block")
+            raise InvariantError("blocks are held, and none is ahead of the hand")
         if not self.marked <= held.keys():
             raise InvariantError("a key is marked and not held")
 
     def _plan_steps(
         self, n: int, protected: Collection[OffloadKey]
     ) -> tuple[list[tuple[OffloadKey, bool]], int]:
-        """Return what the hand does until ``n`` blocks have left, key by key, and how many leave. Pure."""
+        """Return the hand's steps until ``n`` blocks are evicted, key by key, and how many are evicted. Pure."""
         steps: list[tuple[OffloadKey, bool]] = []
         num_missing = n
         for step in self._walk(protected) if n > 0 else ():
@@ -125,7 +125,7 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
         return steps, n - num_missing
 
     def _walk(self, protected: Collection[OffloadKey]) -> Iterator[tuple[OffloadKey, bool]]:
-        """Yield each block as the hand meets it, with whether it leaves; the second round spares the busy alone."""
+        """Yield each block as the hand visits it and whether it is evicted; a second round spares only busy ones."""
         spared: list[tuple[OffloadKey, bool]] = []
         for key, block in chain(self.ahead.items(), self.passed.items()):
             is_busy = block.ref_cnt != 0 or key in protected
@@ -136,7 +136,7 @@ class SieveCachePolicy(CachePolicy, EvictionPreview, MoveToFront):
                 yield key, True
         yield from spared
 
-    def _turn_at_the_newest(self) -> None:
-        """Begin a new round when nothing is ahead: what is stored next comes after all that was passed."""
+    def _start_round(self) -> None:
+        """Start a new round when no block is ahead; blocks stored later come after all that were passed."""
         if not self.ahead:
             self.ahead, self.passed = self.passed, self.ahead

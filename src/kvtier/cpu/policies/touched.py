@@ -2,10 +2,10 @@
 
 A connector that stores a request chunk by chunk touches the whole request after each chunk, so that the head of the
 prefix ends up most recent. Blocks of earlier chunks are ready by then. If every touch counted as a use, each block of a
-long prompt or answer would look reused although a single request has named it. Such a touch names the blocks just
-stored, whose writes are in flight. So a touch that names a block in flight orders blocks and counts no use. The price:
-a request that shares blocks with one that is storing at that moment is not counted for that touch. A policy cannot see
-that two touches came from one request (its arrival and the end of its load).
+long prompt would look reused although a single request has named it. Such a touch names the blocks just stored, whose
+writes are in flight. So a touch that names a block in flight only orders blocks and counts no use. The cost: a request
+that shares blocks with one that is storing at that moment counts no use by that touch. A policy cannot tell that two
+touches came from one request (at its arrival and at the end of its load).
 """
 
 from collections.abc import Callable, Collection
@@ -28,7 +28,7 @@ class Touched(NamedTuple):
 
     @property
     def is_use(self) -> bool:
-        """Whether the touch counts as a use, and does not only put in order what is being stored."""
+        """Whether the touch counts as a use; one that names a block in flight only orders blocks."""
         return not self.in_flight
 
 

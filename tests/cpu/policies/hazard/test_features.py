@@ -6,7 +6,7 @@ import pytest
 from kvtier.cpu.policies.hazard.features import (
     FACTOR_LEVELS,
     NUM_SHAPES,
-    RequestFactors,
+    RequestFeatures,
     class_code,
     request_code,
     split_codes,
@@ -16,16 +16,16 @@ from kvtier.cpu.policies.hazard.features import (
 @pytest.mark.parametrize(
     ("num_children", "num_seen", "factors", "levels"),
     [
-        (0, 1, RequestFactors(0, 1, None, 1), [0, 0, 0, 0, 0, 0]),
-        (1, 2, RequestFactors(1, 4, 0.0, 2), [1, 1, 1, 1, 1, 1]),
-        (2, 5, RequestFactors(4, 31, 59.0, 10), [1, 3, 3, 2, 4, 2]),
-        (3, 9, RequestFactors(5, 32, 60.0, 11), [2, 4, 4, 3, 5, 3]),
-        (99, 10, RequestFactors(99, 96, 1e6, 31), [2, 5, 4, 4, 6, 4]),
-        (99, 11, RequestFactors(99, 999, 1e9, 99), [2, 5, 4, 4, 6, 4]),
+        (0, 1, RequestFeatures(0, 1, None, 1), [0, 0, 0, 0, 0, 0]),
+        (1, 2, RequestFeatures(1, 4, 0.0, 2), [1, 1, 1, 1, 1, 1]),
+        (2, 5, RequestFeatures(4, 31, 59.0, 10), [1, 3, 3, 2, 4, 2]),
+        (3, 9, RequestFeatures(5, 32, 60.0, 11), [2, 4, 4, 3, 5, 3]),
+        (99, 10, RequestFeatures(99, 96, 1e6, 31), [2, 5, 4, 4, 6, 4]),
+        (99, 11, RequestFeatures(99, 999, 1e9, 99), [2, 5, 4, 4, 6, 4]),
     ],
 )
 def test_a_class_is_made_of_its_levels(
-    num_children: int, num_seen: int, factors: RequestFactors, levels: list[int]
+    num_children: int, num_seen: int, factors: RequestFeatures, levels: list[int]
 ) -> None:
     code = class_code(num_children, num_seen, request_code(factors))
 

@@ -14,13 +14,13 @@ from kvtier.cpu.policies.hazard.features import (
     NUM_STOP_LEVELS,
     NUM_STRATA,
     HintReader,
-    RequestFactors,
+    RequestFeatures,
     class_code,
     request_code,
     split_codes,
 )
 from kvtier.cpu.policies.hazard.forecaster import HazardForecaster
-from kvtier.cpu.policies.hazard.model import HazardModel, Waits
+from kvtier.cpu.policies.hazard.model import HazardModel, ReuseIntervals
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.testing.policy_suite import key_of
 
@@ -74,7 +74,7 @@ def test_what_makes_no_sense_is_ignored_and_said_once_for_each_name(
 def test_each_hint_is_a_class_of_its_own_and_none_leaves_classes_as_they_were() -> None:
     shapes = set()
     for hint in range(NUM_STOP_LEVELS * NUM_OUTPUT_LEVELS):
-        factors = RequestFactors(2, 40, 7.0, 5, hint)
+        factors = RequestFeatures(2, 40, 7.0, 5, hint)
         code = class_code(3, 4, request_code(factors))
         shape, levels = split_codes(np.array([code]))
         plain_shape, plain = split_codes(np.array([class_code(3, 4, request_code(factors._replace(hint=0)))]))
@@ -89,10 +89,10 @@ def test_each_hint_is_a_class_of_its_own_and_none_leaves_classes_as_they_were() 
 
 def test_the_level_of_no_hint_scales_nothing() -> None:
     model = HazardModel()
-    code = class_code(0, 1, request_code(RequestFactors(0, 5, None, 5)))
+    code = class_code(0, 1, request_code(RequestFeatures(0, 5, None, 5)))
     for age_s in np.random.default_rng(1).exponential(50.0, 2_000):
         model.record(code, float(age_s), 1, is_reuse=True)
-    model.fit(Waits([], [], [], []))
+    model.fit(ReuseIntervals([], [], [], []))
     assert model._multipliers[HINT_FACTOR][0] == 1.0
 
 

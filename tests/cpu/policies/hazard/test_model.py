@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtier.cpu.policies.hazard.features import RequestFactors, class_code, request_code
+from kvtier.cpu.policies.hazard.features import RequestFeatures, class_code, request_code
 from kvtier.cpu.policies.hazard.model import (
     CLASSES_AT_ONCE,
     EDGES_S,
@@ -13,16 +13,16 @@ from kvtier.cpu.policies.hazard.model import (
     WIDTHS_S,
     Floats,
     HazardModel,
-    Waits,
-    WaitTable,
+    ReuseIntervals,
+    ReuseIntervalTable,
     gittins_indices,
 )
 
-NOBODY = Waits([], [], [], [])
+NOBODY = ReuseIntervals([], [], [], [])
 
 
 def code_of(*, turn: int = 0, num_children: int = 0) -> int:
-    return class_code(num_children, 1, request_code(RequestFactors(turn, 5, None, 5)))
+    return class_code(num_children, 1, request_code(RequestFeatures(turn, 5, None, 5)))
 
 
 def flat_hazard(hazard: float = 1e-4) -> Floats:
@@ -70,7 +70,7 @@ def test_blocks_that_still_wait_lower_the_hazard() -> None:
         for _ in range(20):
             model.record(code, 10.0, 1, is_reuse=True)
     impatient.fit(NOBODY)
-    patient.fit(Waits([code], [20.0], [180], [0]))
+    patient.fit(ReuseIntervals([code], [20.0], [180], [0]))
 
     number = int(np.searchsorted(EDGES_S, 10.0, side="right"))
 
@@ -78,9 +78,9 @@ def test_blocks_that_still_wait_lower_the_hazard() -> None:
 
 
 def test_exposure_is_the_time_spent_in_each_bin() -> None:
-    table = WaitTable()
+    table = ReuseIntervalTable()
 
-    table.add(Waits([code_of(), code_of(turn=1)], [0.5, 3.0], [2, 1], [2, 0]))
+    table.add(ReuseIntervals([code_of(), code_of(turn=1)], [0.5, 3.0], [2, 1], [2, 0]))
 
     assert table.exposure_s[0].sum() == pytest.approx(1.0)
     assert table.exposure_s[1].sum() == pytest.approx(3.0)
@@ -90,7 +90,7 @@ def test_exposure_is_the_time_spent_in_each_bin() -> None:
 
 
 def test_each_class_has_a_row_however_many_there_are() -> None:
-    table = WaitTable()
+    table = ReuseIntervalTable()
 
     assert [table.row_of(code) for code in range(200)] == list(range(200))
     assert len(table.reused) >= 200
@@ -130,7 +130,7 @@ def test_the_indices_of_many_classes_are_those_of_each_alone_to_the_last_bit() -
 def test_a_fit_makes_a_row_of_each_class_however_many_there_are() -> None:
     model = HazardModel()
     codes = list(range(CLASSES_AT_ONCE + 3))
-    model.fit(Waits(codes, [1.0] * len(codes), [1] * len(codes), [0] * len(codes)))
+    model.fit(ReuseIntervals(codes, [1.0] * len(codes), [1] * len(codes), [0] * len(codes)))
 
     assert list(model.indices) == codes
     assert model.indices[codes[-1]] == gittins_indices(model.hazards(codes[-1:]))[0].tolist()
@@ -148,7 +148,7 @@ def test_a_fit_changes_the_rows_that_were_handed_out() -> None:
     before = indices[code_of()]
     plant(model, code_of(), 0.5, 500, seed=4)
 
-    model.fit(Waits([code_of(turn=1)], [1.0], [1], [0]))
+    model.fit(ReuseIntervals([code_of(turn=1)], [1.0], [1], [0]))
 
     assert indices[code_of()] != before
 

@@ -75,7 +75,7 @@ def learned_policy(num_blocks: int = 200) -> HazardCachePolicy:
     policy = HazardCachePolicy(num_blocks)
     for request in chats_and_scans(1_500).requests:
         policy.note_request(arrived(request.arrival_s, *request.hash_ids))
-    assert not policy.is_guarded
+    assert not policy.follows_lru
     return policy
 
 
@@ -109,7 +109,7 @@ def test_a_policy_begins_as_lru_and_refuses_nothing() -> None:
 
     policy.note_request(arrived(0.0, 1, 2, 3, 4, 5, 6))
 
-    assert policy.is_guarded
+    assert policy.follows_lru
     assert list(policy.admit([key_of(5), key_of(6)], "r")) == [key_of(5), key_of(6)]
 
 
@@ -137,7 +137,7 @@ def test_what_the_shadow_refuses_is_not_stored_and_of_a_prefix_nothing_behind_it
 
 def test_what_the_shadow_has_released_leaves_before_the_oldest() -> None:
     policy = learned_policy()
-    nodes = policy._shadow.directory.nodes
+    nodes = policy._shadow.tree.nodes
     wanted = [key for key, node in nodes.items() if node.is_held][:3]
     unwanted = [key for key, node in nodes.items() if not node.is_held][:3]
     insert_ready(policy, [*wanted, *unwanted])
@@ -149,7 +149,7 @@ def test_what_the_shadow_has_released_leaves_before_the_oldest() -> None:
 
 def test_busy_and_protected_blocks_stay_also_when_the_shadow_has_released_them() -> None:
     policy = learned_policy()
-    nodes = policy._shadow.directory.nodes
+    nodes = policy._shadow.tree.nodes
     unwanted = [key for key, node in nodes.items() if not node.is_held][:3]
     blocks = insert_ready(policy, unwanted)
     blocks[0].ref_cnt = 1
@@ -165,12 +165,12 @@ def test_an_answer_continues_its_request_and_is_found_by_the_next_turn() -> None
     policy.admit([key_of(3), key_of(4)], "r")
     policy.note_request(arrived(9.0, 1, 2, 3, 4, 5, req_id="next"))
 
-    nodes = policy._shadow.directory.nodes
+    nodes = policy._shadow.tree.nodes
     parent = nodes[key_of(3)].parent
     assert parent is not None
     assert parent.key == key_of(2)
-    assert nodes[key_of(5)].cohort.naming.turn == 1
-    assert policy._guard.num_hazard_hits == policy._guard.num_lru_hits == 4
+    assert nodes[key_of(5)].cohort.access.turn == 1
+    assert policy._selector.num_hazard_hits == policy._selector.num_lru_hits == 4
 
 
 def test_an_answer_that_another_request_has_had_before_is_passed_over() -> None:
@@ -181,7 +181,7 @@ def test_an_answer_that_another_request_has_had_before_is_passed_over() -> None:
     policy.admit([key_of(3)], "again")
     policy.admit([key_of(4)], "again")
 
-    parent = policy._shadow.directory.nodes[key_of(4)].parent
+    parent = policy._shadow.tree.nodes[key_of(4)].parent
     assert parent is not None
     assert parent.key == key_of(3)
 
@@ -192,10 +192,10 @@ def test_a_prompt_that_goes_on_in_two_ways_can_leave_by_both() -> None:
     policy.note_request(arrived(1.0, 1, 2, 5, 6, req_id="other"))
 
     policy.admit([key_of(3), key_of(4)], "r")
-    policy._shadow.directory.check()
+    policy._shadow.tree.check()
     policy.note_request(arrived(2.0, 7, 8, 9, 10, req_id="new"))
 
-    held = {key for key, node in policy._shadow.directory.nodes.items() if node.is_held}
+    held = {key for key, node in policy._shadow.tree.nodes.items() if node.is_held}
     assert held == set(map(key_of, (1, 2, 7, 8, 9, 10)))
 
 
@@ -215,7 +215,7 @@ def test_each_group_has_its_own_chain() -> None:
     policy.note_request(ArrivedRequest("r", chains, 0.0))
     policy.admit([make_offload_key(bytes([9]) * 8, group) for group in range(2)], "r")
 
-    nodes = policy._shadow.directory.nodes
+    nodes = policy._shadow.tree.nodes
     for group in range(2):
         parent = nodes[make_offload_key(bytes([9]) * 8, group)].parent
         assert parent is not None
@@ -229,7 +229,7 @@ def test_what_a_running_request_needs_is_forgotten_at_its_end() -> None:
     policy.on_finished("r")
 
     assert list(policy.admit([key_of(3)], "r")) == [key_of(3)]
-    assert key_of(3) not in policy._shadow.directory.nodes
+    assert key_of(3) not in policy._shadow.tree.nodes
 
 
 def test_keys_that_are_no_chain_end_it_and_break_nothing() -> None:
@@ -249,24 +249,24 @@ def test_ghosts_are_at_most_four_for_each_block_and_nothing_else_grows() -> None
         policy.note_request(arrived(0.1 * number, *range(10 * number, 10 * number + 8)))
         policy.on_finished("r")
         shadow = policy._shadow
-        assert shadow.directory.num_ghosts <= GHOSTS_PER_BLOCK * 50
-        assert len(shadow.directory.nodes) <= (1 + GHOSTS_PER_BLOCK) * 50
+        assert shadow.tree.num_ghosts <= GHOSTS_PER_BLOCK * 50
+        assert len(shadow.tree.nodes) <= (1 + GHOSTS_PER_BLOCK) * 50
     assert len(shadow._cohorts) < 2 * 1024 + 500
-    assert len(shadow._candidates) < 500
+    assert len(shadow._queue) < 500
     assert len(policy._lru) <= 50
 
 
-def test_a_wish_that_is_not_held_is_found_out() -> None:
+def test_check_finds_a_surplus_block_that_is_not_held() -> None:
     policy = learned_policy()
     policy._surplus[key_of(77)] = None
 
-    with pytest.raises(InvariantError, match="is to leave, but is absent"):
+    with pytest.raises(InvariantError, match="is surplus, but not held"):
         policy.check({})
 
 
 def test_evicting_none_takes_no_block_that_is_to_leave() -> None:
     policy = learned_policy()
-    ghost = next(key for key, node in policy._shadow.directory.nodes.items() if not node.is_held)
+    ghost = next(key for key, node in policy._shadow.tree.nodes.items() if not node.is_held)
     insert_ready(policy, [ghost])
 
     assert policy.evict(0, frozenset()) == []

@@ -1,13 +1,13 @@
 """Cohorts wait in the order in which they were named, and empty ones are dropped."""
 
-from kvtier.cpu.policies.hazard.directory import Cohort, Naming
+from kvtier.cpu.policies.hazard.prefix_tree import Access, Cohort
 from kvtier.cpu.policies.hazard.shadow import MIN_COHORTS, CohortTable
 
 
 def add_cohorts(table: CohortTable, nums: dict[int, int], named_s: float) -> list[Cohort]:
     """Add one cohort of so many blocks for each class."""
-    naming = Naming(named_s, 0, 0)
-    cohorts = {code: Cohort(naming, code) for code in nums}
+    access = Access(named_s, 0, 0)
+    cohorts = {code: Cohort(access, code) for code in nums}
     for code, num in nums.items():
         cohorts[code].num = num
     table.add(cohorts, named_s)
@@ -19,7 +19,7 @@ def test_cohorts_with_blocks_wait_since_they_were_named() -> None:
     add_cohorts(table, {7: 2, 3: 1}, 1.0)
     add_cohorts(table, {7: 4}, 5.5)
 
-    waits = table.take_stock(6.0)
+    waits = table.open_intervals(6.0)
 
     columns = [list(column) for column in waits]
     assert columns == [[7, 3, 7], [5.0, 5.0, 0.5], [2, 1, 4], [0, 0, 0]]
@@ -33,7 +33,7 @@ def test_cohorts_without_blocks_are_dropped_and_the_others_keep_their_order() ->
     table.drop_empty()
     second.num = 0
 
-    waits = table.take_stock(3.0)
+    waits = table.open_intervals(3.0)
 
     assert list(waits.codes) == [3, 4]
     assert list(waits.ages_s) == [3.0, 1.0]

@@ -1,4 +1,4 @@
-"""Eviction by learned time to reuse: what a block is, when such blocks come back, which one to give up for which."""
+"""The hazard policy: evicts the block whose slot earns least, by a learned model of when blocks are reused."""
 
 from kvtier.cpu.policies.hazard.policy import HazardCachePolicy
 

@@ -1,7 +1,9 @@
-"""What a client says of its request, as far as the hazard model can use it.
+"""The features of a request and of a block from which the hazard model makes a block's class.
 
-Nothing here is needed: without hints the model is what it was. A hint is an expectation; a wrong one costs hits and
-nothing else. One that makes no sense is ignored, with one warning for each name.
+A class is one number: the block's place in the prefix tree (tail, chain, branching), how often it was seen, and of the
+request the turn, the length, the gap since the previous turn, the new blocks, and the client's hints. Hints are
+optional, and expectations: a wrong one costs hits and nothing else. An invalid hint is ignored, with one warning for
+each name.
 """
 
 import logging
@@ -15,25 +17,97 @@ import numpy.typing as npt
 logger = logging.getLogger(__name__)
 
 EXPECTED_STOP = "expected_stop"
+
 EXPECTED_OUTPUT_TOKENS = "expected_output_tokens"
 
 STOP_LEVELS = {"tool_use": 1, "end_turn": 2}
-"""How a turn is expected to end; 0 when nobody says it."""
+"""How a turn is expected to end; 0 without a hint."""
 
 OUTPUT_FROM_TOKENS = (128, 512, 2048)
+
 NUM_STOP_LEVELS = len(STOP_LEVELS) + 1
+
 NUM_OUTPUT_LEVELS = len(OUTPUT_FROM_TOKENS) + 2
-"""Levels of the length of the answer, of which 0 means that nobody says it."""
+"""Levels of the answer's expected length; level 0 means no hint."""
+
+SEEN_FROM = (2, 3, 4, 6, 10)
+
+TURN_FROM = (1, 2, 3, 5)
+
+LENGTH_FROM_BLOCKS = (4, 12, 32, 96)
+
+GAP_FROM_S = (5.0, 10.0, 20.0, 60.0, 300.0)
+
+NEW_UP_TO_BLOCKS = (1, 3, 10, 30)
+
+NUM_STRATA = 3
+
+NUM_SHAPES = NUM_STRATA * NUM_STOP_LEVELS
+"""Shapes of the hazard over age: one for each stratum and each expected end of the turn."""
+
+FACTOR_LEVELS = (
+    len(SEEN_FROM) + 1,
+    len(TURN_FROM) + 1,
+    len(LENGTH_FROM_BLOCKS) + 1,
+    len(GAP_FROM_S) + 2,
+    len(NEW_UP_TO_BLOCKS) + 1,
+    NUM_OUTPUT_LEVELS,
+)
+"""Levels of each factor: seen, turn, length, gap (0 means no previous turn), new blocks, expected answer."""
+
+HINT_FACTOR = 5
+"""The factor of the client's hint: level 0, no hint, has the multiplier 1."""
+
+NUM_REQUEST_CODES = FACTOR_LEVELS[1] * FACTOR_LEVELS[2] * FACTOR_LEVELS[3] * FACTOR_LEVELS[4]
+
+NUM_SEEN_LEVELS = FACTOR_LEVELS[0]
+
+MAX_SEEN = SEEN_FROM[-1]
+
+NUM_UNHINTED_CODES = NUM_STRATA * NUM_SEEN_LEVELS * NUM_REQUEST_CODES
+"""Classes without hints; each hint has as many more."""
+
+NUM_CODES = NUM_UNHINTED_CODES * NUM_STOP_LEVELS * NUM_OUTPUT_LEVELS
+
+BRANCHING_CHILDREN = 3
+"""Children from which a block counts as a branching point of the tree."""
+
+SEEN_BASE = tuple(NUM_REQUEST_CODES * bisect_right(SEEN_FROM, seen) for seen in range(MAX_SEEN + 1))
+"""Part of the class by the number of requests that named the block; constant from MAX_SEEN on."""
+
+STRATUM_BASE = tuple(NUM_REQUEST_CODES * NUM_SEEN_LEVELS * stratum for stratum in (0, 1, 1, 2))
+"""Part of the class by the number of children: tail, chain, chain, and branching from BRANCHING_CHILDREN on."""
+
+NEW_TAIL_BASE, NEW_CHAIN_BASE = (STRATUM_BASE[num_children] + SEEN_BASE[1] for num_children in (0, 1))
+"""Both parts for a block that was not known before: the last of its request, and any other."""
+
+
+class RequestFeatures(NamedTuple):
+    """The features of a request, which all of its blocks share.
+
+    Attributes:
+        turn: depth of the conversation that it continues, 0 for the first request.
+        length_blocks: number of its blocks.
+        gap_s: time since the previous turn, None without one.
+        num_new_blocks: how many of its blocks were not known before.
+        hint: the client's hints as one number.
+    """
+
+    turn: int
+    length_blocks: int
+    gap_s: float | None
+    num_new_blocks: int
+    hint: int = 0
 
 
 class HintReader:
-    """Reads the hints of requests, and warns once of each name that had a value without sense."""
+    """Reads the hints of requests; warns once for each name that had an invalid value."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
     def read(self, hints: Mapping[str, Any]) -> int:  # Any: a client's JSON, checked here
-        """Return the hints as one number, 0 for none; split_hint is its inverse."""
+        """Return the hints as one number, 0 for none; ``split_codes`` takes it apart."""
         if EXPECTED_STOP not in hints and EXPECTED_OUTPUT_TOKENS not in hints:
             return 0
         return self._read_stop(hints) * NUM_OUTPUT_LEVELS + self._read_output(hints)
@@ -62,85 +136,23 @@ class HintReader:
             logger.warning("kv_transfer_params: %s=%r is ignored, and so are others: %s", name, value, remedy)
 
 
-SEEN_FROM = (2, 3, 4, 6, 10)
-TURN_FROM = (1, 2, 3, 5)
-LENGTH_FROM_BLOCKS = (4, 12, 32, 96)
-GAP_FROM_S = (5.0, 10.0, 20.0, 60.0, 300.0)
-NEW_UP_TO_BLOCKS = (1, 3, 10, 30)
-
-NUM_STRATA = 3
-NUM_SHAPES = NUM_STRATA * NUM_STOP_LEVELS
-"""Shapes of the hazard over age: one for each stratum, and each way in which a turn is expected to end."""
-
-FACTOR_LEVELS = (
-    len(SEEN_FROM) + 1,
-    len(TURN_FROM) + 1,
-    len(LENGTH_FROM_BLOCKS) + 1,
-    len(GAP_FROM_S) + 2,
-    len(NEW_UP_TO_BLOCKS) + 1,
-    NUM_OUTPUT_LEVELS,
-)
-"""Levels of each factor: seen, turn, length, gap (of which 0 means no previous turn), new blocks, expected answer."""
-
-HINT_FACTOR = 5
-"""The factor that clients may leave out: its level 0 scales nothing."""
-
-NUM_REQUEST_CODES = FACTOR_LEVELS[1] * FACTOR_LEVELS[2] * FACTOR_LEVELS[3] * FACTOR_LEVELS[4]
-NUM_SEEN_LEVELS = FACTOR_LEVELS[0]
-MAX_SEEN = SEEN_FROM[-1]
-NUM_UNHINTED_CODES = NUM_STRATA * NUM_SEEN_LEVELS * NUM_REQUEST_CODES
-"""Classes without hints; each hint has as many more."""
-
-NUM_CODES = NUM_UNHINTED_CODES * NUM_STOP_LEVELS * NUM_OUTPUT_LEVELS
-
-BRANCHING_CHILDREN = 3
-"""Children from which a block counts as a branching of the tree."""
-
-SEEN_BASE = tuple(NUM_REQUEST_CODES * bisect_right(SEEN_FROM, seen) for seen in range(MAX_SEEN + 1))
-"""What the number of times a block was seen adds to its class; from MAX_SEEN on it adds the same."""
-
-STRATUM_BASE = tuple(NUM_REQUEST_CODES * NUM_SEEN_LEVELS * stratum for stratum in (0, 1, 1, 2))
-"""What the number of children adds: tail, chain, chain, and from BRANCHING_CHILDREN on branching."""
-
-NEW_TAIL_BASE, NEW_CHAIN_BASE = (STRATUM_BASE[num_children] + SEEN_BASE[1] for num_children in (0, 1))
-"""Both for a block that was not known before: the last of its request, and any other."""
-
-
-class RequestFactors(NamedTuple):
-    """What a request says of the blocks that it names.
-
-    Attributes:
-        turn: depth of the conversation it continues, 0 for the first request.
-        length_blocks: its blocks.
-        gap_s: time since the previous turn, None without one.
-        num_new_blocks: those of its blocks that were not known.
-        hint: what the client says, as one number.
-    """
-
-    turn: int
-    length_blocks: int
-    gap_s: float | None
-    num_new_blocks: int
-    hint: int = 0
-
-
-def request_code(factors: RequestFactors) -> int:
+def request_code(features: RequestFeatures) -> int:
     """Return the request's part of a class: up to NUM_REQUEST_CODES - 1, and NUM_UNHINTED_CODES for each hint. Pure."""
-    turn = bisect_right(TURN_FROM, factors.turn)
-    length = bisect_right(LENGTH_FROM_BLOCKS, factors.length_blocks)
-    gap = 0 if factors.gap_s is None else 1 + bisect_right(GAP_FROM_S, factors.gap_s)
-    new = bisect_left(NEW_UP_TO_BLOCKS, factors.num_new_blocks)
+    turn = bisect_right(TURN_FROM, features.turn)
+    length = bisect_right(LENGTH_FROM_BLOCKS, features.length_blocks)
+    gap = 0 if features.gap_s is None else 1 + bisect_right(GAP_FROM_S, features.gap_s)
+    new = bisect_left(NEW_UP_TO_BLOCKS, features.num_new_blocks)
     code = ((turn * FACTOR_LEVELS[2] + length) * FACTOR_LEVELS[3] + gap) * FACTOR_LEVELS[4] + new
-    return factors.hint * NUM_UNHINTED_CODES + code
+    return features.hint * NUM_UNHINTED_CODES + code
 
 
 def class_code(num_children: int, num_seen: int, request: int) -> int:
     """Return the class of a block. Pure.
 
     Args:
-        num_children: distinct blocks known to follow it.
-        num_seen: requests that named it, the present one included; one at least.
-        request: request_code of the present one.
+        num_children: distinct known blocks that follow it.
+        num_seen: requests that named it, this one included; at least one.
+        request: ``request_code`` of this request.
     """
     return STRATUM_BASE[min(num_children, BRANCHING_CHILDREN)] + SEEN_BASE[min(num_seen, MAX_SEEN)] + request
 

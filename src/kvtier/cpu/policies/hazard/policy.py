@@ -1,6 +1,12 @@
-"""Which of two policies to follow: whichever found more of the recent requests' blocks.
+"""The hazard policy: evicts the block whose slot is expected to earn the fewest reuses per second.
 
-It knows neither; what they hold is kept by shadows. The counts fade, so that old merits are forgotten.
+A shadow cache (``shadow``) decides from requests alone which blocks it would hold. The real cache follows it: blocks
+that the shadow has evicted are evicted first, and blocks that it refused are not stored. So the cost of a decision does
+not depend on pins and transfers in flight, and children are evicted before their parents. When every block that the
+shadow has evicted is busy or gone, the least recently used block is evicted.
+
+Set dueling bounds the loss: a second shadow runs LRU, and until the hazard shadow has found more blocks than LRU's, the
+policy is LRU and refuses nothing. It starts as LRU, and stays LRU when no request is reported to it.
 """
 
 from collections import OrderedDict
@@ -9,79 +15,22 @@ from itertools import chain, islice
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
-from kvtier.cpu.policies.hazard.directory import Node
 from kvtier.cpu.policies.hazard.features import HintReader
-from kvtier.cpu.policies.hazard.forecaster import Answers
+from kvtier.cpu.policies.hazard.forecaster import RunningRequests
+from kvtier.cpu.policies.hazard.prefix_tree import PrefixNode
 from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK, HazardShadow
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
 
 WINDOW_REQUESTS = 1000
-"""Requests after which a hit counts 1/e. A shorter window follows luck, a longer one clings to what works no more."""
-
-
-class Guard:
-    """Two faded counts of hits.
-
-    Attributes:
-        num_lru_hits: blocks that LRU would have found.
-        num_hazard_hits: blocks that the hazard policy would have found.
-    """
-
-    def __init__(self) -> None:
-        self.num_lru_hits = self.num_hazard_hits = 0.0
-
-    @property
-    def prefers_hazard(self) -> bool:
-        """Whether the hazard policy is ahead; LRU is followed until then."""
-        return self.num_hazard_hits > self.num_lru_hits
-
-    def count(self, num_lru_hits: int, num_hazard_hits: int) -> None:
-        """Count the hits of one request."""
-        kept = 1 - 1 / WINDOW_REQUESTS
-        self.num_lru_hits = kept * self.num_lru_hits + num_lru_hits
-        self.num_hazard_hits = kept * self.num_hazard_hits + num_hazard_hits
-
-
-class LRUShadow:
-    """What LRU would hold, the tail of a prefix leaving before its head: keys alone.
-
-    Args:
-        num_blocks: its capacity.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._held: OrderedDict[OffloadKey, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def serve(self, keys: Sequence[OffloadKey]) -> int:
-        """Serve a request of distinct ``keys``, head first; return the length of its held prefix before it."""
-        held = self._held
-        num_hits = next((number for number, key in enumerate(keys) if key not in held), len(keys))
-        self.renew(islice(reversed(keys), max(0, len(keys) - self._num_blocks), None))
-        return num_hits
-
-    def renew(self, keys: Iterable[OffloadKey]) -> None:
-        """Make ``keys`` the most recent, the last of them most, held before or not."""
-        held = self._held
-        for key in keys:
-            if key in held:
-                held.move_to_end(key)
-            else:
-                held[key] = None
-        while len(held) > self._num_blocks:
-            held.popitem(last=False)
-
+"""Requests after which a hit counts 1/e. A shorter window follows noise, a longer one adapts too late."""
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
 
 class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl, ReuseForecast):
-    """Eviction and admission by learned time to reuse, never much below LRU.
+    """Eviction and admission by learned time to reuse, with LRU as the fallback.
 
     Args:
         cache_capacity: blocks that the primary tier can hold.
@@ -90,15 +39,15 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._recent = LRUCachePolicy(cache_capacity)
-        # Held blocks that the shadow knows and does not hold, in the order in which it gave them up.
+        # Held blocks that the shadow knows and does not hold, in the order in which it evicted them.
         self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
         self._hints = HintReader()
         self._begin()
 
     @property
-    def is_guarded(self) -> bool:
-        """Whether it is LRU now, because LRU has found as much lately."""
-        return not self._guard.prefers_hazard
+    def follows_lru(self) -> bool:
+        """Whether the policy evicts as LRU now, because LRU's shadow has at least as many recent hits."""
+        return not self._selector.prefers_hazard
 
     @property
     def num_remembered_blocks(self) -> int:
@@ -116,7 +65,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
         keys = list(keys)
         self._recent.insert_many(keys, blocks)
-        nodes = self._shadow.directory.nodes
+        nodes = self._shadow.tree.nodes
         if nodes:
             for key, node in zip(keys, map(nodes.get, keys), strict=True):
                 if node is not None and not node.is_held:
@@ -127,7 +76,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._surplus.pop(key, None)
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
-        # Requests name blocks that were refused, so that LRU, which expects to hold what is touched, would do it twice.
+        # Requests also name refused blocks. LRU takes its slow path when a touched key is not held, so filter first.
         self._recent.touch(list(filter(self._recent.blocks.__contains__, keys)))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> Victims | None:
@@ -157,31 +106,31 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def note_request(self, request: ArrivedRequest) -> None:
         hint = self._hints.read(request.hints)
         num_lru_hits = num_hazard_hits = 0
-        tails: dict[int, Node] = {}
-        for named in request.chains:
-            keys = list(dict.fromkeys(named))
+        tails: dict[int, PrefixNode] = {}
+        for chain_keys in request.chains:
+            keys = list(dict.fromkeys(chain_keys))
             num_lru_hits += self._lru.serve(keys)
             num_hits, tail = self._shadow.serve(keys, request.arrival_s, hint)
             num_hazard_hits += num_hits
             self._follow_shadow()
             if tail is not None:
                 tails[get_offload_group_idx(tail.key)] = tail
-        self._answers.begin(request.req_id, tails)
-        self._guard.count(num_lru_hits, num_hazard_hits)
+        self._running.begin(request.req_id, tails)
+        self._selector.count(num_lru_hits, num_hazard_hits)
 
     def on_finished(self, req_id: str) -> None:
-        self._answers.end(req_id)
+        self._running.end(req_id)
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        groups = self._answers.groups_of(req_id)
+        groups = self._running.groups_of(req_id)
         if groups is None:
             return keys
-        for tail, answer in self._answers.learn(keys, req_id):
+        for tail, answer in self._running.learn(keys, req_id):
             self._follow_shadow()
-            self._lru.renew(reversed([*_prefix_of(tail), *answer]))
-        if self.is_guarded:
+            self._lru.move_to_front(reversed([*_prefix_of(tail), *answer]))
+        if self.follows_lru:
             return keys
-        get = self._shadow.directory.nodes.get
+        get = self._shadow.tree.nodes.get
         admitted = [
             key
             for key in keys
@@ -194,22 +143,22 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         check_same_blocks(self._recent.blocks, held)
-        nodes = self._shadow.directory.nodes
+        nodes = self._shadow.tree.nodes
         for key in self._surplus:
             if key not in held or (key in nodes and nodes[key].is_held):
-                raise InvariantError(f"block {key.hex()} is to leave, but is absent or wanted")
-        self._shadow.directory.check()
+                raise InvariantError(f"block {key.hex()} is surplus, but not held, or held by the shadow")
+        self._shadow.tree.check()
 
     def _begin(self) -> None:
         self._shadow = HazardShadow(self.cache_capacity)
         self._lru = LRUShadow(self.cache_capacity)
-        self._guard = Guard()
-        self._answers = Answers(self._shadow)
+        self._selector = PolicySelector()
+        self._running = RunningRequests(self._shadow)
 
     def _surplus_victims(self, n: int, protected: Collection[OffloadKey]) -> Victims:
-        """Return the first of ``_idle`` as far as they are surplus: in one plain loop, for nearly all who leave are."""
+        """Return the first of ``_idle`` as far as they are surplus; a plain loop, since nearly all victims are."""
         victims: Victims = []
-        if self.is_guarded or n == 0:
+        if self.follows_lru or n == 0:
             return victims
         blocks = self._recent.blocks
         for key in self._surplus:
@@ -221,16 +170,16 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         return victims
 
     def _idle(self) -> Iterator[tuple[OffloadKey, BlockStatus]]:
-        """Yield the idle blocks in the order in which they would leave."""
+        """Yield the idle blocks in the order of eviction."""
         blocks, surplus = self._recent.blocks, self._surplus
         items: Iterable[tuple[OffloadKey, BlockStatus]] = blocks.items()
-        if surplus and not self.is_guarded:
+        if surplus and not self.follows_lru:
             wanted = (item for item in items if item[0] not in surplus)
             items = chain(zip(surplus, map(blocks.__getitem__, surplus), strict=True), wanted)
         return (item for item in items if not item[1].ref_cnt)
 
     def _follow_shadow(self) -> None:
-        """Note what the shadow has just ceased to hold, and what it holds again."""
+        """Add to the surplus what the shadow has just evicted; take out what it has admitted again."""
         blocks, surplus = self._recent.blocks, self._surplus
         for key in self._shadow.released:
             if key in blocks:
@@ -241,10 +190,66 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
                     del surplus[key]
 
 
-def _prefix_of(tail: Node) -> list[OffloadKey]:
+class PolicySelector:
+    """Chooses between LRU and the hazard policy by their hits, which fade over WINDOW_REQUESTS.
+
+    Attributes:
+        num_lru_hits: blocks that LRU would have found.
+        num_hazard_hits: blocks that the hazard policy would have found.
+    """
+
+    def __init__(self) -> None:
+        self.num_lru_hits = self.num_hazard_hits = 0.0
+
+    @property
+    def prefers_hazard(self) -> bool:
+        """Whether the hazard policy has more hits than LRU."""
+        return self.num_hazard_hits > self.num_lru_hits
+
+    def count(self, num_lru_hits: int, num_hazard_hits: int) -> None:
+        """Count the hits of one request."""
+        kept = 1 - 1 / WINDOW_REQUESTS
+        self.num_lru_hits = kept * self.num_lru_hits + num_lru_hits
+        self.num_hazard_hits = kept * self.num_hazard_hits + num_hazard_hits
+
+
+class LRUShadow:
+    """The keys that LRU would hold if it evicted the tail of a prefix before its head.
+
+    Args:
+        num_blocks: its capacity.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._held: OrderedDict[OffloadKey, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def serve(self, keys: Sequence[OffloadKey]) -> int:
+        """Serve a request of distinct ``keys``, head first; return how many leading blocks were held before it."""
+        held = self._held
+        num_hits = next((number for number, key in enumerate(keys) if key not in held), len(keys))
+        self.move_to_front(islice(reversed(keys), max(0, len(keys) - self._num_blocks), None))
+        return num_hits
+
+    def move_to_front(self, keys: Iterable[OffloadKey]) -> None:
+        """Hold ``keys`` as the most recent, the last of them most recent of all."""
+        held = self._held
+        for key in keys:
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
+        while len(held) > self._num_blocks:
+            held.popitem(last=False)
+
+
+def _prefix_of(tail: PrefixNode) -> list[OffloadKey]:
     """Return the keys from the first block of a prompt to ``tail``. Pure."""
     keys = []
-    node: Node | None = tail
+    node: PrefixNode | None = tail
     while node is not None:
         keys.append(node.key)
         node = node.parent
