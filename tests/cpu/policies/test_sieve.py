@@ -114,7 +114,7 @@ def test_check_finds_a_key_on_both_sides_a_lost_hand_and_a_stray_mark() -> None:
         policy.check(held)
     policy.passed.update(held)
     policy.ahead.clear()
-    with pytest.raises(InvariantError, match="behind the newest"):
+    with pytest.raises(InvariantError, match="none is ahead of the hand"):
         policy.check(held)
     policy.ahead, policy.passed = policy.passed, policy.ahead
     policy.marked.add(KEYS[5])
