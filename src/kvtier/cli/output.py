@@ -1,5 +1,6 @@
 """What several commands print and write: tables of numbers, a console wide enough for them, result files."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,11 +8,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MissingExtraError
 
 PLAIN_COLUMNS = 200
 """Width where the output is not a terminal. Rich would take 80 columns and cut numbers; rows have about 120 with a
 handful of tiers."""
+
+
+PLOT_MODULE = "matplotlib"
 
 
 def make_console() -> Console:
@@ -53,3 +57,13 @@ def write_result(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error
+
+
+def require_plot() -> None:
+    """Check that plots can be drawn, before there are results.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec(PLOT_MODULE) is None:
+        raise MissingExtraError(PLOT_MODULE, "plot")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp, read_size, require_new_file
+from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp, require_new_file
 from kvtier.errors import ConfigError, KVTierError
 
 
@@ -20,7 +20,6 @@ from kvtier.errors import ConfigError, KVTierError
         (lambda: ModelOptions(None, 1, 256, -1), "--seed"),
         (lambda: DevicePoolOptions(0, 1, "fs"), "--device-blocks"),
         (lambda: DevicePoolOptions(1, 1, "sf"), "did you mean 'fs'"),
-        (lambda: read_size("--cpu-bytes", "many"), "--cpu-bytes"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_by_name(make: Callable[[], object], message: str) -> None:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.demo.restart import SOURCE_FOLDER
 from kvtier.errors import TierError
 from kvtier.tiering.factory import TIERS, own_setting_names
 
@@ -26,6 +25,9 @@ SERVERS = {"valkey": "valkey", "obj": "seaweed", "mooncake": "mooncake"}
 """Tiers that need a server -> the program that runs it."""
 
 STOP_S = 15.0
+
+SOURCE_FOLDER = Path(__file__).parents[3]
+"""Where a child process finds this package, installed or not."""
 
 Settings = dict[str, Any]  # Any: a tier's JSON
 
@@ -69,7 +71,6 @@ def run_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     messages = directory / "messages.log"
-    search_path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     with messages.open("ab") as log:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter with fixed arguments
             [sys.executable, "-m", f"kvtier.cli.demo.servers.{program}", str(directory)],
@@ -77,7 +78,7 @@ def run_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env=os.environ | {"PYTHONPATH": search_path},
+            env=make_child_environment(),
             # Ctrl-C reaches a whole process group; this process ends the server itself, after the engines.
             start_new_session=True,
         )
@@ -95,6 +96,12 @@ def run_server(tier: str, program: str, directory: Path) -> Iterator[Settings]:
             yield server["settings"]
         finally:
             _end(process)
+
+
+def make_child_environment() -> dict[str, str]:
+    """Return this process's environment with the package on the search path, for a child of this interpreter."""
+    search_path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": search_path}
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -24,13 +24,14 @@ from kvtier.cli.demo.options import (
     ModelOptions,
     SetUp,
     parse_tier_settings,
-    read_size,
     require_new_file,
 )
 from kvtier.cli.demo.report import Report, to_json
 from kvtier.cli.demo.signals import ended_like_interrupted
-from kvtier.cli.demo.table import print_report, require_plot, write_plot
+from kvtier.cli.demo.table import print_report, write_plot
 from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
+from kvtier.cli.output import require_plot
+from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.tiering.factory import check_tier_config
 
@@ -111,7 +112,7 @@ def demo(
     """
     settings = {name: _plain(value) for name, value in locals().items()}
     model_options = ModelOptions(model, layers, hidden, seed)
-    host_bytes = read_size("--cpu-bytes", cpu_bytes)
+    host_bytes = parse_bytes("--cpu-bytes", cpu_bytes)
     if trace is None:
         shape = ConversationShape(conversations, turns, document_tokens, answer_tokens)
         planned = plan_conversations(read_documents(docs), shape)

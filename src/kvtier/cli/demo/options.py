@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import parse_value
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.tiering.factory import TIER, TIERS
 
@@ -134,12 +133,3 @@ def require_new_file(option: str, path: Path | None) -> None:
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(option, str(path), "must be a file in an existing directory")
-
-
-def read_size(option: str, value: str) -> int:
-    """Return a size such as ``"64MiB"`` in bytes.
-
-    Raises:
-        ConfigError: it is not a size.
-    """
-    return parse_bytes(option, value)

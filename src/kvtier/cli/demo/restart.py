@@ -12,18 +12,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
+from kvtier.cli.demo.backends import make_child_environment
 from kvtier.cli.demo.directory import TierDirectory
 from kvtier.cli.demo.options import SetUp
 from kvtier.cli.demo.report import ServedTurn
 from kvtier.errors import RestartError
 
 CHILD_MODULE = "kvtier.cli.demo.restarted"
-
-SOURCE_FOLDER = Path(__file__).parents[3]
-"""Where the child finds this package, installed or not."""
 
 TERMINATION_S = 15.0
 """Seconds for an interrupted child to free its memory; it drains its stores for at most ten."""
@@ -62,14 +59,13 @@ def serve_after_restart(
 @contextmanager
 def _child(directory: TierDirectory, messages: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
     """Start the child; terminate it if the block ends while it runs."""
-    search_path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     child = subprocess.Popen(  # noqa: S603 - our own interpreter with fixed arguments
         [sys.executable, "-m", CHILD_MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=messages,
         text=True,
-        env=os.environ | {"PYTHONPATH": search_path},
+        env=make_child_environment(),
         pass_fds=directory.lock_fds,
         # Ctrl-C reaches a whole process group; this process ends the child itself, in order.
         start_new_session=True,

@@ -1,6 +1,5 @@
 """Shows the demo's report: a table in the terminal, and a picture of the time to first token per turn."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,25 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.demo.report import COMPUTED, DEVICE, HOST, Report, RunComparison, Total
-from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.cli.output import require_plot
+from kvtier.errors import ConfigError
 
-PLOT_MODULE = "matplotlib"
 BAR_WIDTH = 0.42
 MIN_WIDTH_INCHES, WIDTH_INCHES_PER_TURN, HEIGHT_INCHES = 6.0, 0.35, 4.0
 
 BUSY_RATIO = 1.25
 """How much the two runs may differ where they do the same work. Beyond it another program used the processor during one
 of them and the speed-up means little; on a quiet machine they differ by at most a tenth."""
-
-
-def require_plot() -> None:
-    """Refuse to begin a demo whose picture could not be drawn.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec(PLOT_MODULE) is None:
-        raise MissingExtraError(PLOT_MODULE, "plot")
 
 
 def write_plot(report: Report, path: Path) -> None:

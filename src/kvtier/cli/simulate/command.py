@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli.option_names import naming_options
-from kvtier.cli.output import check_writable, make_console, write_result
+from kvtier.cli.output import check_writable, make_console, require_plot, write_result
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.options import (
@@ -25,7 +25,6 @@ from kvtier.cli.simulate.options import (
     take_first,
 )
 from kvtier.cli.simulate.report.page import make_page
-from kvtier.cli.simulate.report.svg import require_plot
 from kvtier.cli.simulate.table import print_comparison
 from kvtier.errors import ConfigError
 from kvtier.sim.formats.registry import read_trace

@@ -7,21 +7,19 @@ output: there is no date, and names follow from the content.
 """
 
 import html
-import importlib.util
 import io
 import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvtier.cli.output import require_plot
 from kvtier.cli.simulate.report.plots import BarChart, LineChart, PlotLine
-from kvtier.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOT_MODULE = "matplotlib"
 WIDTH_INCHES, PANEL_INCHES, BAR_INCHES, EDGE_INCHES = 7.2, 2.3, 0.34, 1.2
 SINGLE_INCHES = 3.4
 NUM_COLUMNS = 2
@@ -47,16 +45,6 @@ SETTINGS = {"svg.fonttype": "none", "font.size": 10.0, "axes.titlesize": 10.0, "
             "figure.facecolor": "none", "axes.facecolor": "none", "legend.framealpha": 0.0,
             "legend.edgecolor": "none", "legend.fontsize": 9.0, "lines.linewidth": 1.7,
             "text.parse_math": False}  # fmt: skip
-
-
-def require_plot() -> None:
-    """Refuse to begin what could not be drawn at its end.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec(PLOT_MODULE) is None:
-        raise MissingExtraError(PLOT_MODULE, "plot")
 
 
 def draw(chart: LineChart | BarChart) -> str:
