@@ -275,7 +275,7 @@ class ServerTierSuite(TierSuite):
                 call_within(self.hang_guard_s, "shutdown", engine.manager.shutdown)
 
     def _require_works(self, driver: TierDriver, number: int, slot: int = 0) -> None:
-        """Store and load a new block as soon as the tier, which nobody builds anew, takes it."""
+        """Store and load a new block as soon as the tier, which is not rebuilt, takes it."""
         driver.poll_until(lambda: driver.store([number], [slot]).success)
         driver.poll_until(lambda: driver.load_right([number], [slot]) == {number})
         driver.poll_until(lambda: driver.lookup(number))
@@ -345,7 +345,7 @@ def _fill(driver: TierDriver) -> list[int]:
 
 
 def _take_unanswered(driver: TierDriver) -> int | None:
-    """Return how many questions found nobody since the last time; None when the tier does not say."""
+    """Return how many lookups got no reply since the last call; None when the tier does not say."""
     return driver.tier.drain_unanswered() if isinstance(driver.tier, ReachableTier) else None
 
 

@@ -1,7 +1,7 @@
 """The server behind a tier, as something that a suite may hurt and look into.
 
-It is no client of the tier's: a suite uses it to be the crash, the hang and the stranger. How a server is started,
-and on which port, is the business of whoever implements it.
+A suite uses it for crashes, hangs and foreign values. An implementation decides how a server is started and on which
+port.
 """
 
 import random
@@ -19,7 +19,7 @@ from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, arrived_of
 class Outage(Enum):
     """How a server goes away.
 
-    A killed one refuses connections and breaks those that stand. One that hangs keeps them and answers nobody.
+    A killed one refuses connections and breaks those that stand. One that hangs keeps them and sends no reply.
     """
 
     HANG = "hang"

@@ -52,7 +52,7 @@ FOREIGN = {
 """Engines that must find nothing of the first one's blocks."""
 
 SPOILT = 77
-"""A value for the bytes of slots that nobody may write."""
+"""A value for the bytes of slots that no job may write."""
 
 
 class TierSuite(ABC):

@@ -219,7 +219,7 @@ class TieringDriver:
             self.step()
 
     def evict_everything(self) -> None:
-        """Fill the primary with blocks nobody asks for, so that what the test stored is only below."""
+        """Fill the primary with blocks that no request asks for, so that what the test stored is only below."""
         for _ in range(2):  # cascades of the last store are reported and unpin their blocks
             self.step()
         filler = range(10**6, 10**6 + len(self.rows))

@@ -144,7 +144,7 @@ Target = RecycledFile | None
 
 
 class StoreOutcome(Enum):
-    """What became of one block that was to be stored; ``NO_RECYCLED``: the file to be written over was gone."""
+    """Outcome of storing one block; ``NO_RECYCLED``: the file to be written over was gone."""
 
     WRITTEN = "written"
     EXISTED = "existed"
@@ -188,7 +188,7 @@ class Reservation:
         return taken
 
     def complete(self, target: Target, outcome: StoreOutcome) -> None:
-        """Record what became of the block that was to be written there."""
+        """Record the outcome of the block that was to be written there."""
         if target is not None:
             self.in_use.remove(target)
         if outcome is StoreOutcome.WRITTEN:

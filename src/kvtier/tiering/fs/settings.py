@@ -24,7 +24,9 @@ def parse_file_mode(name: str, value: object) -> int:
     is_octal_text = isinstance(value, str) and re.fullmatch(r"(0o|0)?[0-7]{3}", value)
     mode = int(value.removeprefix("0o"), 8) if is_octal_text and isinstance(value, str) else value
     if isinstance(mode, bool) or not isinstance(mode, int) or mode & ~0o666 or mode & 0o600 != 0o600:
-        remedy = 'must let the owner read and write and nobody execute, for example "0600" or "0660"'
+        remedy = (
+            'must let the owner read and write and give no right to execute, for example "0600" or "0660"'
+        )
         raise ConfigError(name, value, remedy)
     return mode
 

@@ -189,7 +189,7 @@ class BlockWriter:
         self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
 
     def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
-        """Write blocks, given as keys and slots, and return what became of each.
+        """Write blocks, given as keys and slots, and return the outcome of each.
 
         Thread: any of the pool's; blocks.
         """
@@ -392,7 +392,7 @@ class BlockReader:
 
 
 def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
-    """Return what became of a block whose file was not simply written."""
+    """Return the outcome of a block whose file was not simply written."""
     path, _, recycled_path = file
     if not isinstance(answer, OSError):
         # One that was there is not renewed: should it be a file that we cannot read, it has to age until it is evicted.

@@ -120,7 +120,7 @@ class BlockStore(ABC, Generic[S]):
         """Return this store for the calls of one job, which should be over by ``end_s``.
 
         The default is the store itself: its own time-outs must do. A backend that may keep a call busy without an end,
-        a byte at a time, returns a store that gives up.
+        a byte at a time, returns a store that stops waiting then.
 
         Args:
             end_s: the job's deadline, on the tier's clock.

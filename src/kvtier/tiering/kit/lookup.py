@@ -209,7 +209,7 @@ class AsyncLookup:
         self._in_flight.clear()
 
     def stats(self) -> dict[str, float]:
-        """Return counts of keys by what became of their lookups."""
+        """Return counts of keys by the outcome of their lookups."""
         return {
             "sent": self._num_sent_keys,
             "pending": len(self._pending),

@@ -27,7 +27,7 @@ PAUSE_S = 1.0
 waiting job; longer finds a restarted master later. The manager's breaker pauses for longer."""
 
 UNSETTLED_S = 50.0
-"""A transfer that failed after so many seconds may still be going on. The library gives up after 60 without stopping
+"""A transfer that failed after so many seconds may still be going on. The library returns after 60 without stopping
 what it has begun; less than that with room for clocks."""
 
 

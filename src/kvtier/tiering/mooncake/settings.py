@@ -19,7 +19,7 @@ DEFAULT_NUM_REPLICAS = 1
 """Copies of a block. Two survive the death of a provider, take twice the memory and twice the network."""
 
 DEFAULT_TIMEOUT_S = 2.0
-"""Seconds for a call to the master, which answers in well under a millisecond. Shorter gives up on a busy one;
+"""Seconds for a call to the master, which answers in well under a millisecond. Shorter times out on a busy one;
 longer keeps a thread of the tier from its next job for that long when the master hangs."""
 
 DEFAULT_NUM_THREADS = 2

@@ -41,7 +41,7 @@ shorter makes a job of many parts wait ``timeout_s`` for several of them."""
 
 MAX_EXCHANGE_S = 30.0
 """Seconds for an exchange that belongs to no job. More keeps a lookup behind a server that sends a byte now and then;
-less gives up a slow one that answers."""
+less times out on a slow one that answers."""
 
 SEND_BYTES = 2**20
 """Bytes of requests that are made before they are sent, in whole requests. More keep the server waiting while blocks
@@ -81,7 +81,7 @@ class ServerNode:
 
         Args:
             commands: what to send.
-            end_s: when to give up on replies that come too slowly, on the node's clock; None: after the default time.
+            end_s: deadline of the replies, on the node's clock; None: the default deadline.
             is_asking: whether the commands are about names that are just moving to the node.
             is_probe: whether to try even a server that is left alone.
 
@@ -175,7 +175,7 @@ class Servers(ABC):
 
         Args:
             commands: what to send.
-            end_s: when to give up on replies that come too slowly, on the clock; None is in a while.
+            end_s: deadline of the replies, on the clock; None: the default deadline.
 
         Raises:
             TierError: the server has not answered.

@@ -135,7 +135,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         ttl_s: seconds after its last use that a block is kept; None for ever.
 
     Attributes:
-        end_s: when its calls give up on replies that come too slowly; None: the default deadline.
+        end_s: deadline of its calls' replies; None: the default deadline.
     """
 
     def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
