@@ -63,7 +63,7 @@ def test_the_home_directory_is_understood() -> None:
         ("shared", "yes", "true or false"),
         ("negative_ttl_s", -1, "seconds"),
         ("negative_ttl_s", float("inf"), "seconds"),
-        ("file_mode", "0777", "nobody execute"),
+        ("file_mode", "0777", "no right to execute"),
         ("file_mode", 0o060, "owner read and write"),
         ("file_mode", "rw", "0660"),
         ("file_mode", True, "0660"),
