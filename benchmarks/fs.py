@@ -79,6 +79,40 @@ MakeSet = Callable[[int], FileSet]
 """Returns the files of a round, given its number."""
 
 
+class Turns:
+    """The tier's turns: in each it writes a set of files, which all contestants read in the next round.
+
+    Args:
+        tier: the tier under test.
+        case: the measured case.
+        rows: the tier's rows.
+        make_set: the files of a round.
+    """
+
+    def __init__(self, tier: FSTier, case: DiskCase, rows: memoryview, make_set: MakeSet) -> None:
+        self._tier = tier
+        self._case = case
+        self._num_bytes = rows.nbytes
+        self._make_set = make_set
+        self._numbers = count()
+        self._put(make_set(0))
+
+    def run(self) -> Mapping[str, float]:
+        """Store the blocks of the next round, load those of this one, and return the rates."""
+        number = next(self._numbers)
+        if number > 0:
+            self._make_set(number - 1).empty()
+        read, written = self._make_set(number), self._make_set(number + 1)
+        return rates_of(
+            self._num_bytes,
+            lambda: self._put(written),
+            lambda: move_blocks(self._tier, read.keys, self._case.num_jobs, is_promotion=True),
+        )
+
+    def _put(self, files: FileSet) -> None:
+        move_blocks(self._tier, files.keys, self._case.num_jobs, is_promotion=False)
+
+
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, block size, jobs, threads and kind of I/O, then the cost of the envelope."""
     peers = find_disk_peers(options.note)
@@ -174,40 +208,6 @@ def run_cold(case: DiskCase, folder: Path, num_rounds: RoundCount) -> Rounds:
         rounds = run_rounds(contestants, num_rounds)
     empty_files(place.rglob("*.kv"))
     return rounds
-
-
-class Turns:
-    """The tier's turns: in each it writes a set of files, which all contestants read in the next round.
-
-    Args:
-        tier: the tier under test.
-        case: the measured case.
-        rows: the tier's rows.
-        make_set: the files of a round.
-    """
-
-    def __init__(self, tier: FSTier, case: DiskCase, rows: memoryview, make_set: MakeSet) -> None:
-        self._tier = tier
-        self._case = case
-        self._num_bytes = rows.nbytes
-        self._make_set = make_set
-        self._numbers = count()
-        self._put(make_set(0))
-
-    def run(self) -> Mapping[str, float]:
-        """Store the blocks of the next round, load those of this one, and return the rates."""
-        number = next(self._numbers)
-        if number > 0:
-            self._make_set(number - 1).empty()
-        read, written = self._make_set(number), self._make_set(number + 1)
-        return rates_of(
-            self._num_bytes,
-            lambda: self._put(written),
-            lambda: move_blocks(self._tier, read.keys, self._case.num_jobs, is_promotion=True),
-        )
-
-    def _put(self, files: FileSet) -> None:
-        move_blocks(self._tier, files.keys, self._case.num_jobs, is_promotion=False)
 
 
 def floor_of(floor: RawFiles, make_own: MakeSet, make_read: MakeSet) -> Contestant:

@@ -106,19 +106,6 @@ class Floor:
             self._blocks[key][1] -= 1
 
 
-def measure(options: Options) -> Iterator[Measurement]:
-    """Yield rates by operation, policy and capacity, then bytes per block."""
-    vllm = find_vllm()
-    if vllm is None:
-        options.note("vLLM is not installed, so its manager was not measured: make bench-peers")
-    rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
-    for num_blocks, num_rounds in rounds_of_capacity.items():
-        for policy in POLICIES:
-            yield from measure_speed(num_blocks, policy, options.count_rounds(num_rounds, num_rounds), vllm)
-    for num_blocks in QUICK_ROUNDS_OF_CAPACITY if options.is_quick else MEMORY_CAPACITIES:
-        yield from measure_memory(num_blocks)
-
-
 @dataclass(frozen=True, slots=True)
 class Maker:
     """Makes a contestant's manager.
@@ -130,6 +117,19 @@ class Maker:
 
     make_manager: Callable[[int, str], Manager]
     make_request: Callable[[], Any]  # Any: ours, or vLLM's
+
+
+def measure(options: Options) -> Iterator[Measurement]:
+    """Yield rates by operation, policy and capacity, then bytes per block."""
+    vllm = find_vllm()
+    if vllm is None:
+        options.note("vLLM is not installed, so its manager was not measured: make bench-peers")
+    rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
+    for num_blocks, num_rounds in rounds_of_capacity.items():
+        for policy in POLICIES:
+            yield from measure_speed(num_blocks, policy, options.count_rounds(num_rounds, num_rounds), vllm)
+    for num_blocks in QUICK_ROUNDS_OF_CAPACITY if options.is_quick else MEMORY_CAPACITIES:
+        yield from measure_memory(num_blocks)
 
 
 def find_vllm() -> Maker | None:

@@ -88,6 +88,32 @@ class Floor:
         self._crew.each(len(self._buffers), move)
 
 
+class Turns:
+    """The tier's turns: it gets the blocks that it put last, which no other contestant may have overwritten.
+
+    Args:
+        tier: the tier under test.
+        rows: the tier's rows.
+        case: the measured case.
+    """
+
+    def __init__(self, tier: SlabTier, rows: memoryview, case: DiskCase) -> None:
+        self._tier = tier
+        self._num_blocks = len(flat_rows(rows))
+        self._num_jobs = case.num_jobs
+        self._generations = count()
+        self._keys: Sequence[OffloadKey] = ()
+
+    def put(self) -> None:
+        """Store new blocks; the previous ones are evicted."""
+        self._keys = make_keys(self._num_blocks, next(self._generations))
+        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=False)
+
+    def get(self) -> None:
+        """Load them."""
+        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=True)
+
+
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield rates by direction, block size, jobs, threads and kind of I/O."""
     peers = find_disk_peers(options.note)
@@ -138,32 +164,6 @@ def measure_case(
         rounds = run_rounds(contestants, num_rounds)
     for operation, values in rounds.items():
         yield Measurement(case.labels(operation), "MiB/s", Better.HIGHER, values, bar_of(case))
-
-
-class Turns:
-    """The tier's turns: it gets the blocks that it put last, which no other contestant may have overwritten.
-
-    Args:
-        tier: the tier under test.
-        rows: the tier's rows.
-        case: the measured case.
-    """
-
-    def __init__(self, tier: SlabTier, rows: memoryview, case: DiskCase) -> None:
-        self._tier = tier
-        self._num_blocks = len(flat_rows(rows))
-        self._num_jobs = case.num_jobs
-        self._generations = count()
-        self._keys: Sequence[OffloadKey] = ()
-
-    def put(self) -> None:
-        """Store new blocks; the previous ones are evicted."""
-        self._keys = make_keys(self._num_blocks, next(self._generations))
-        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=False)
-
-    def get(self) -> None:
-        """Load them."""
-        move_blocks(self._tier, self._keys, self._num_jobs, is_promotion=True)
 
 
 def start_tier(case: DiskCase, rows: memoryview, path: Path) -> SlabTier:

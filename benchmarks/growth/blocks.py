@@ -45,7 +45,7 @@ def measure(options: Options) -> Iterator[Measurement]:
 def measure_costs(policy: str, capacities: Sequence[int]) -> dict[str, dict[int, tuple[float, ...]]]:
     """Return nanoseconds per block, by operation and capacity, of managers that alternate."""
     maker = Maker(CPUOffloadingManager, make_request)
-    books = {
+    contestants = {
         str(num_blocks): partial(rates_once, maker, num_blocks, policy, make_batches(2 * num_blocks))
         for num_blocks in capacities
     }
@@ -53,5 +53,5 @@ def measure_costs(policy: str, capacities: Sequence[int]) -> dict[str, dict[int,
         operation: {
             num_blocks: tuple(1e6 / rate for rate in values[str(num_blocks)]) for num_blocks in capacities
         }
-        for operation, values in run_rounds(books, fixed(NUM_ROUNDS), num_warmups=0).items()
+        for operation, values in run_rounds(contestants, fixed(NUM_ROUNDS), num_warmups=0).items()
     }

@@ -42,19 +42,6 @@ LMCache = Any  # Any: modules and objects of a package that may be missing
 Tensor = Any  # Any: torch is imported with LMCache only
 
 
-def find_obstacle() -> str | None:
-    """Return why LMCache cannot be measured; None when it can.
-
-    Effects: imports LMCache and makes it log errors only; other lines would appear within the table.
-    """
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-    try:
-        importlib.import_module(f"{BACKENDS}.local_disk_backend")
-    except ImportError as error:
-        return f"LMCache was not measured ({error}): make bench-peers"
-    return None
-
-
 class Memory:
     """LMCache's CPU back end with a buffer for exactly ``num_blocks`` blocks.
 
@@ -228,6 +215,19 @@ class LMCacheCPU:
 
         for _ in self._pool.map(copy_some, range(self._num_threads)):
             pass
+
+
+def find_obstacle() -> str | None:
+    """Return why LMCache cannot be measured; None when it can.
+
+    Effects: imports LMCache and makes it log errors only; other lines would appear within the table.
+    """
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    try:
+        importlib.import_module(f"{BACKENDS}.local_disk_backend")
+    except ImportError as error:
+        return f"LMCache was not measured ({error}): make bench-peers"
+    return None
 
 
 def bytes_of(tensor: Tensor) -> Bytes:

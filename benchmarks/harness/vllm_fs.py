@@ -19,15 +19,6 @@ MISSING = "vLLM is not installed, so its fs tier was not measured: make bench-pe
 VLLM = Any  # Any: modules and objects of a package that may be missing
 
 
-def can_import() -> bool:
-    """Return whether vLLM's fs tier is installed."""
-    try:
-        importlib.import_module(f"{TIERING}.fs.manager")
-    except ImportError:
-        return False
-    return True
-
-
 class VLLMFSTier:
     """vLLM's fs tier with its default number of threads: only rows, one file per block.
 
@@ -87,3 +78,12 @@ class VLLMFSTier:
         results = list(self._tier.get_finished_jobs())
         assert len(results) == num_jobs
         assert all(result.success for result in results)
+
+
+def can_import() -> bool:
+    """Return whether vLLM's fs tier is installed."""
+    try:
+        importlib.import_module(f"{TIERING}.fs.manager")
+    except ImportError:
+        return False
+    return True

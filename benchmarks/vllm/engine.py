@@ -87,24 +87,6 @@ class Served:
     num_open_jobs: int
 
 
-def run_engine(options: EngineOptions, connection: Connection) -> None:
-    """Start an engine, then run each ``(method, arguments)`` from ``connection`` until None arrives.
-
-    Effects:
-        Sends None when the engine has started or ended, and what each method returned; on an error the connection
-        ends, and the interpreter prints the error.
-    """
-    os.environ.update(ENVIRONMENT)
-    with connection:
-        engine = Engine(options)
-        connection.send(None)
-        while (command := connection.recv()) is not None:
-            method, arguments = command
-            connection.send(getattr(engine, method)(*arguments))
-        engine.shutdown()
-        connection.send(None)
-
-
 class Engine:
     """One vLLM ``LLM`` with its core in this process.
 
@@ -218,6 +200,24 @@ class Engine:
             for name, value in self.stats().items()
             if name.startswith(LOADED_TOKENS)
         }
+
+
+def run_engine(options: EngineOptions, connection: Connection) -> None:
+    """Start an engine, then run each ``(method, arguments)`` from ``connection`` until None arrives.
+
+    Effects:
+        Sends None when the engine has started or ended, and what each method returned; on an error the connection
+        ends, and the interpreter prints the error.
+    """
+    os.environ.update(ENVIRONMENT)
+    with connection:
+        engine = Engine(options)
+        connection.send(None)
+        while (command := connection.recv()) is not None:
+            method, arguments = command
+            connection.send(getattr(engine, method)(*arguments))
+        engine.shutdown()
+        connection.send(None)
 
 
 def make_answer(output: Any) -> Answer:  # noqa: ANN401  # Any: vLLM's RequestOutput

@@ -244,7 +244,7 @@ def test_a_second_engine_is_refused_while_the_first_lives_and_may_start_afterwar
     if is_sealed:
         first.seal_region()
     second = TieringOffloadingSpec(make_config(None, "twice", cpu_bytes_to_use=num_blocks * 8192))
-    with pytest.raises(ConfigError, match=r"instance_id='twice'.*of its own"):
+    with pytest.raises(ConfigError, match=r"instance_id='twice'.*its own instance_id"):
         second.get_manager()
     assert second.region_identity() is None
     first.shutdown()

@@ -32,6 +32,48 @@ from kvtier.compiled import report_import_error
 from kvtier.cpu.row_layout import GroupMoves, GroupRows, PagePlace, RowLayout, Run, locate, plan_runs
 from kvtier.limits import count_usable_cores
 
+try:
+    from kvtier.cpu import _page_copy
+except ImportError as error:  # usually installed without a compiler
+    _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
+    report_import_error("kvtier.cpu._page_copy", error)
+
+logger = logging.getLogger(__name__)
+
+Bytes = npt.NDArray[np.int8]
+Piece = Callable[[], None]
+Share = tuple[Bytes, Bytes, npt.NDArray[np.int64], bool]
+"""The pages of one ref to move: pages, shape (num_blocks, page_bytes); its part of the rows, shape (num_slots,
+num_sub_blocks * page_bytes); block, slot and sub-block of each page, shape (num_pages, 3), contiguous; whether writes
+bypass the cache."""
+
+MAX_COPY_THREADS = 8
+"""Threads of one transfer. One core moves about 12 GB/s; about eight saturate a socket's memory, more would only take
+cores from the engine. 1 leaves half of a two-core machine's bandwidth unused."""
+
+PIECE_BYTES = 1 << 20
+"""Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the end of
+a transfer. With the compiled module a transfer has one thread per piece of this size: waking one takes 50 us."""
+
+PART_BYTES = 256 << 10
+"""Bytes that a thread takes at a time in a compiled call. Smaller ones make threads contend for the counter, larger
+ones leave a core idle at the end of a transfer."""
+
+GATHER_BELOW_BYTES = 8 << 10
+"""Mean bytes of a run below which pages are gathered by index instead of copied run by run. Gathering costs a second
+copy through the cache, a run 1 us of interpreter lock: with two threads they break even near 8 KiB."""
+
+GATHER_PIECE_BYTES = 256 << 10
+"""Bytes gathered at a time: the intermediate copy must fit into a core's own cache (512 KiB and more)."""
+
+PAST_CACHE_FROM_BYTES = 4 << 10
+"""Pages of at least this size may bypass the cache when written. The first and the last line of a page are written as
+usual; for smaller pages these are too large a part."""
+
+LOADED_PAST_CACHE_FROM_BYTES = 32 << 20
+"""Bytes of one ``load`` from which on its writes bypass the cache. The model reads them at once, so small loads, such
+as one layer, should be in the cache; larger ones would evict their own beginning. A store is read by tiers only."""
+
 
 def _find_get_core() -> Callable[[], int] | None:
     # Called with the interpreter's lock held: releasing it is what wakes threads.
@@ -87,49 +129,6 @@ class CoreSpread:
         if free:
             self._calls.set_allowed(free)
             self._calls.set_allowed(allowed)
-
-
-try:
-    from kvtier.cpu import _page_copy
-except ImportError as error:  # usually installed without a compiler
-    _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
-    report_import_error("kvtier.cpu._page_copy", error)
-
-logger = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.int8]
-Piece = Callable[[], None]
-Share = tuple[Bytes, Bytes, npt.NDArray[np.int64], bool]
-"""The pages of one ref to move: pages, shape (num_blocks, page_bytes); its part of the rows, shape (num_slots,
-num_sub_blocks * page_bytes); block, slot and sub-block of each page, shape (num_pages, 3), contiguous; whether writes
-bypass the cache."""
-
-MAX_COPY_THREADS = 8
-"""Threads of one transfer. One core moves about 12 GB/s; about eight saturate a socket's memory, more would only take
-cores from the engine. 1 leaves half of a two-core machine's bandwidth unused."""
-
-PIECE_BYTES = 1 << 20
-"""Most bytes of a piece. Smaller ones pay more for Python (some 3 us each), larger ones leave a core idle at the end of
-a transfer. With the compiled module a transfer has one thread per piece of this size: waking one takes 50 us."""
-
-PART_BYTES = 256 << 10
-"""Bytes that a thread takes at a time in a compiled call. Smaller ones make threads contend for the counter, larger
-ones leave a core idle at the end of a transfer."""
-
-GATHER_BELOW_BYTES = 8 << 10
-"""Mean bytes of a run below which pages are gathered by index instead of copied run by run. Gathering costs a second
-copy through the cache, a run 1 us of interpreter lock: with two threads they break even near 8 KiB."""
-
-GATHER_PIECE_BYTES = 256 << 10
-"""Bytes gathered at a time: the intermediate copy must fit into a core's own cache (512 KiB and more)."""
-
-PAST_CACHE_FROM_BYTES = 4 << 10
-"""Pages of at least this size may bypass the cache when written. The first and the last line of a page are written as
-usual; for smaller pages these are too large a part."""
-
-LOADED_PAST_CACHE_FROM_BYTES = 32 << 20
-"""Bytes of one ``load`` from which on its writes bypass the cache. The model reads them at once, so small loads, such
-as one layer, should be in the cache; larger ones would evict their own beginning. A store is read by tiers only."""
 
 
 class PageCalls(Protocol):

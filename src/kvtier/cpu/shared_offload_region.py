@@ -40,39 +40,6 @@ MAX_PREFAULT_THREADS = 8
 """Zeroing memory is bound by its bandwidth, which about eight cores saturate."""
 
 
-def prefault_pages(mapping: mmap.mmap, size_bytes: int) -> None:
-    """Make every page of the first ``size_bytes`` present and writable; their bytes are unchanged.
-
-    Raises:
-        RegionMemoryError: the kernel has no memory for a page.
-
-    Thread: blocks the caller, without the interpreter lock, until the last page is present.
-    """
-    view = np.frombuffer(mapping, dtype=np.int8, count=size_bytes)
-    starts = range(0, size_bytes, CHUNK_BYTES)
-    num_threads = min(MAX_PREFAULT_THREADS, count_usable_cores(), len(starts))
-    with ThreadPoolExecutor(num_threads, "kvtier-prefault") as pool:
-        for done in [pool.submit(_populate, view[start : start + CHUNK_BYTES]) for start in starts]:
-            done.result()
-
-
-def _populate(chunk: npt.NDArray[np.int8]) -> None:
-    """Populate with one system call; on older kernels, read a byte of each page.
-
-    Not ``mmap.madvise``, which holds the interpreter lock in Python 3.11; ctypes does not.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    address, length = ctypes.c_void_p(chunk.ctypes.data), ctypes.c_size_t(chunk.nbytes)
-    if libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
-        return
-    code = ctypes.get_errno()
-    if code != errno.EINVAL:
-        raise RegionMemoryError(
-            f"{chunk.nbytes} bytes of the region cannot be mapped ({os.strerror(code)}): lower cpu_bytes_to_use"
-        )
-    chunk[:: mmap.PAGESIZE].max()
-
-
 class SharedOffloadRegion:
     """Rows of the primary tier in shared memory.
 
@@ -212,6 +179,22 @@ class SharedOffloadRegion:
         return f"SharedOffloadRegion({self.mmap_path}, {self.num_blocks} x {self.row_stride} bytes, {state})"
 
 
+def prefault_pages(mapping: mmap.mmap, size_bytes: int) -> None:
+    """Make every page of the first ``size_bytes`` present and writable; their bytes are unchanged.
+
+    Raises:
+        RegionMemoryError: the kernel has no memory for a page.
+
+    Thread: blocks the caller, without the interpreter lock, until the last page is present.
+    """
+    view = np.frombuffer(mapping, dtype=np.int8, count=size_bytes)
+    starts = range(0, size_bytes, CHUNK_BYTES)
+    num_threads = min(MAX_PREFAULT_THREADS, count_usable_cores(), len(starts))
+    with ThreadPoolExecutor(num_threads, "kvtier-prefault") as pool:
+        for done in [pool.submit(_populate, view[start : start + CHUNK_BYTES]) for start in starts]:
+            done.result()
+
+
 def plan_geometry(
     total_size_bytes: int,
     num_blocks: int,
@@ -245,6 +228,23 @@ def plan_geometry(
 def plan_row_stride(cpu_page_size: int, num_workers: int, row_alignment_bytes: int) -> int:
     """Return the bytes from one row to the next: all workers' parts, rounded up. Pure."""
     return -(-cpu_page_size * num_workers // row_alignment_bytes) * row_alignment_bytes
+
+
+def _populate(chunk: npt.NDArray[np.int8]) -> None:
+    """Populate with one system call; on older kernels, read a byte of each page.
+
+    Not ``mmap.madvise``, which holds the interpreter lock in Python 3.11; ctypes does not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(chunk.ctypes.data), ctypes.c_size_t(chunk.nbytes)
+    if libc.madvise(address, length, MADV_POPULATE_WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code != errno.EINVAL:
+        raise RegionMemoryError(
+            f"{chunk.nbytes} bytes of the region cannot be mapped ({os.strerror(code)}): lower cpu_bytes_to_use"
+        )
+    chunk[:: mmap.PAGESIZE].max()
 
 
 def _map(file: RegionFile, size_bytes: int, *, is_prefaulted: bool) -> mmap.mmap:

@@ -28,38 +28,6 @@ from kvtier.testing.policy_suite import key_of
 REQUEST = ReqContext("request")
 
 
-def keys_of(*numbers: int) -> list[OffloadKey]:
-    """Return short keys. Pure."""
-    return [key_of(number) for number in numbers]
-
-
-def slots_of(spec: LoadStoreSpec) -> list[int]:
-    """Return the slots that a spec names. Pure."""
-    assert isinstance(spec, BlockIDsLoadStoreSpec)
-    return [int(slot) for slot in spec.block_ids]
-
-
-def prepared(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
-    """Prepare a store for which there must be room."""
-    output = manager.prepare_store(keys, REQUEST)
-    assert output is not None, f"no room for {len(keys)} keys"
-    return output
-
-
-def store(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
-    """Store ``keys`` completely; there must be room."""
-    output = prepared(manager, keys)
-    manager.complete_store(keys, REQUEST)
-    return output
-
-
-def check(manager: OffloadingManager) -> None:
-    """Run the manager's own check, if it has one."""
-    recount = getattr(manager, "check", None)
-    if recount is not None:
-        recount()
-
-
 class ManagerSuite:
     """The contract of every manager. Inherit it and implement make_manager."""
 
@@ -296,3 +264,35 @@ class ManagerSuite:
         assert all(isinstance(number, float) for number in manager.stats().values())
         manager.shutdown()
         manager.shutdown()
+
+
+def keys_of(*numbers: int) -> list[OffloadKey]:
+    """Return short keys. Pure."""
+    return [key_of(number) for number in numbers]
+
+
+def slots_of(spec: LoadStoreSpec) -> list[int]:
+    """Return the slots that a spec names. Pure."""
+    assert isinstance(spec, BlockIDsLoadStoreSpec)
+    return [int(slot) for slot in spec.block_ids]
+
+
+def prepared(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
+    """Prepare a store for which there must be room."""
+    output = manager.prepare_store(keys, REQUEST)
+    assert output is not None, f"no room for {len(keys)} keys"
+    return output
+
+
+def store(manager: OffloadingManager, keys: Sequence[OffloadKey]) -> PrepareStoreOutput:
+    """Store ``keys`` completely; there must be room."""
+    output = prepared(manager, keys)
+    manager.complete_store(keys, REQUEST)
+    return output
+
+
+def check(manager: OffloadingManager) -> None:
+    """Run the manager's own check, if it has one."""
+    recount = getattr(manager, "check", None)
+    if recount is not None:
+        recount()

@@ -20,60 +20,6 @@ TRACE_LENGTH = 20_000
 """Accesses of the fixed trace. Fewer would not fill the larger capacities, more only take time."""
 
 
-def key_of(number: int) -> OffloadKey:
-    """Return a short, readable key. Pure."""
-    return make_offload_key(number.to_bytes(8, "big"), 0)
-
-
-def make_trace(seed: int, length: int = TRACE_LENGTH) -> list[OffloadKey]:
-    """Return accesses with a few hot keys that drift, and long scans. Pure.
-
-    Args:
-        seed: equal seeds give equal traces; only ``random()`` is used, which Python keeps stable.
-        length: accesses.
-    """
-    draw = random.Random(seed).random  # noqa: S311 - a workload, not a secret
-    trace: list[OffloadKey] = []
-    num_scanned = 0
-    while len(trace) < length:
-        if draw() < 0.01:
-            first = 1_000_000 + num_scanned
-            trace += [key_of(first + offset) for offset in range(100)]
-            num_scanned += 100
-        else:
-            drift = len(trace) // 4_000 * 50
-            trace.append(key_of(drift + int(600 * draw() ** 4)))
-    return trace[:length]
-
-
-def replay(policy: CachePolicy, trace: Iterable[OffloadKey]) -> int:
-    """Run ``trace`` through ``policy`` one access at a time and return the number of hits.
-
-    Effects: a miss touches the key, evicts one block when the policy is full, and inserts a ready block.
-    """
-    num_hits = num_held = 0
-    for key in trace:
-        policy.touch([key])
-        if policy.get(key) is not None:
-            num_hits += 1
-            continue
-        if num_held == policy.cache_capacity:
-            assert policy.evict(1, frozenset()) is not None
-        else:
-            num_held += 1
-        insert_ready(policy, [key])
-    return num_hits
-
-
-def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey], first_slot: int = 0) -> list[BlockStatus]:
-    """Insert idle blocks in ascending slots and return them."""
-    blocks = [BlockStatus(first_slot + offset) for offset in range(len(keys))]
-    policy.insert_many(keys, blocks)
-    for block in blocks:
-        block.ref_cnt = 0
-    return blocks
-
-
 class PolicySuite:
     """The contract of every policy. Inherit it, implement make_policy, add golden hit counts."""
 
@@ -287,6 +233,60 @@ class PolicySuite:
         trace = make_trace(seed=1)
         found = {capacity: replay(self.make_policy(capacity), trace) for capacity in self.golden_hits}
         assert found == self.golden_hits
+
+
+def key_of(number: int) -> OffloadKey:
+    """Return a short, readable key. Pure."""
+    return make_offload_key(number.to_bytes(8, "big"), 0)
+
+
+def make_trace(seed: int, length: int = TRACE_LENGTH) -> list[OffloadKey]:
+    """Return accesses with a few hot keys that drift, and long scans. Pure.
+
+    Args:
+        seed: equal seeds give equal traces; only ``random()`` is used, which Python keeps stable.
+        length: accesses.
+    """
+    draw = random.Random(seed).random  # noqa: S311 - a workload, not a secret
+    trace: list[OffloadKey] = []
+    num_scanned = 0
+    while len(trace) < length:
+        if draw() < 0.01:
+            first = 1_000_000 + num_scanned
+            trace += [key_of(first + offset) for offset in range(100)]
+            num_scanned += 100
+        else:
+            drift = len(trace) // 4_000 * 50
+            trace.append(key_of(drift + int(600 * draw() ** 4)))
+    return trace[:length]
+
+
+def replay(policy: CachePolicy, trace: Iterable[OffloadKey]) -> int:
+    """Run ``trace`` through ``policy`` one access at a time and return the number of hits.
+
+    Effects: a miss touches the key, evicts one block when the policy is full, and inserts a ready block.
+    """
+    num_hits = num_held = 0
+    for key in trace:
+        policy.touch([key])
+        if policy.get(key) is not None:
+            num_hits += 1
+            continue
+        if num_held == policy.cache_capacity:
+            assert policy.evict(1, frozenset()) is not None
+        else:
+            num_held += 1
+        insert_ready(policy, [key])
+    return num_hits
+
+
+def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey], first_slot: int = 0) -> list[BlockStatus]:
+    """Insert idle blocks in ascending slots and return them."""
+    blocks = [BlockStatus(first_slot + offset) for offset in range(len(keys))]
+    policy.insert_many(keys, blocks)
+    for block in blocks:
+        block.ref_cnt = 0
+    return blocks
 
 
 def evicted_keys(

@@ -50,7 +50,7 @@ def test_a_publisher_is_heard_and_the_log_is_one_that_the_simulator_reads(
     assert len(out.read_text().splitlines()) == 20
     assert out.stat().st_mode & 0o777 == 0o600
     assert f"20 batches with 40 stored blocks are in {out}" in printed
-    assert "not heard" not in printed
+    assert "not received" not in printed
     assert f"kvtier simulate {out}" in printed
 
 

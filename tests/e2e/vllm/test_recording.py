@@ -137,7 +137,7 @@ def test_events_that_vllm_publishes_become_a_log_without_tokens(llama: str, tmp_
 
     assert recording.returncode == 0, said
     assert detect_format(path) == "kv_events"
-    assert "not heard" not in said
+    assert "not received" not in said
     trace = read_trace(path)
     assert trace.block_tokens == BLOCK_TOKENS
     keys = {key for line in read_events(path) for key in line}
