@@ -33,10 +33,10 @@ def test_readme_s_commands_are_targets() -> None:
     assert all(re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE) for command in commands)
 
 
-def test_the_machine_runs_every_test_then_the_checks_then_real_engines() -> None:
+def test_the_machine_runs_every_test_then_the_checks_the_documents_and_real_engines() -> None:
     commands = re.findall(r"^make .*$", CI, flags=re.MULTILINE)
 
-    assert commands == ["make test-all", "make check", "make test-vllm"]
+    assert commands == ["make test-all", "make check", "make site", "make test-vllm"]
 
 
 def test_the_machine_runs_readme_s_commands_on_a_bare_debian_before_it_installs_what_newcomers_lack() -> None:
