@@ -11,9 +11,17 @@ import pytest
 from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from tests.tiering.fs.peer import Peer
 
-from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of
+from kvtier.namespace import Namespace
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of, make_rows
+from kvtier.tiering.fs.directory import open_directory
+from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import UsageRecord, unpack_record
+from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.kit.backend import rows_of
 
 BLOCK_BYTES = ROW_BYTES + 4096
 FOLDER = 1 << 248
@@ -277,6 +285,34 @@ def test_a_removal_under_jobs_costs_no_report_and_leaves_no_room_taken(
     driver.load(BLOCKS)
     require_true_count(driver, root)
     require_works(driver, root, BLOCKS)
+
+
+def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_removed(root: Path) -> None:
+    keys = [key_of(number) for number in BLOCKS]
+
+    def link(fd: int, path: str) -> None:
+        SystemCalls().link(fd, path)
+        if Path(path).stem == keys[-1].hex():
+            shutil.rmtree(root)
+            removals.on_removed(str(root))
+            assert removals.take_recount_request()  # the evictor makes it before the store is counted
+
+    rows = make_rows()
+    settings = FSSettings(root_dir=root, capacity_bytes=len(BLOCKS) * BLOCK_BYTES, direct_io=False)
+    directory = open_directory(settings, rows, SystemCalls(link=link), ManualClock(), ManualClock())
+    begun = directory.usage.begin_recount()
+    assert begun is not None
+    directory.usage.end_recount(0, begun)
+    recycled = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
+    evictor = Evictor(directory, recycled)
+    removals = evictor.removals
+    store = FSBlockStore(directory, rows_of(rows), evictor, recycled, len(BLOCKS), emit_events=False)
+    namespace = store.open_namespace(Namespace("{}", bytes(32)), is_new=True)
+
+    store.store(namespace, keys, range(len(keys)))
+
+    assert not root.exists()
+    assert removals.is_recount_due
 
 
 @pytest.mark.parametrize("remove", ALL.values(), ids=ALL)
