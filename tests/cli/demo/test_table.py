@@ -45,6 +45,6 @@ def test_it_says_what_without_means() -> None:
 
 
 def test_a_busy_machine_is_called_one() -> None:
-    assert "beware" not in printed(slow_down=1.1)
+    assert "warning:" not in printed(slow_down=1.1)
     assert "another program used this machine" in printed(slow_down=1.5)
     assert "another program used this machine" in printed(slow_down=0.5)
