@@ -34,9 +34,9 @@ hangs; longer lets a slow one finish large batches. Waiting requests are bounded
 
 
 FAILURES_TO_OPEN = 5
-"""Consecutive failures after which a tier is left out: calls that raise, lookups without an answer, requests past
-their deadline, and jobs that moved no block, unless their report says ``is_fault=False``. One would open on a single read error; many more would make
-every waiting request pay for a dead tier."""
+"""Consecutive failures after which a tier is left out: lookups and submits that raise, lookups without an answer,
+requests past their deadline, and jobs that moved no block, unless their report says ``is_fault=False``. One would open
+on a single read error; many more would make every waiting request pay for a dead tier."""
 
 
 class CascadeMode(Enum):
