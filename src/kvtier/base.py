@@ -218,7 +218,8 @@ class OffloadingManager(ABC):
     def is_waiting(self, req_context: ReqContext) -> bool:
         """Return True when a lookup for this request returned None and another one now would return the same.
 
-        Costs one comparison, so that an engine with a thousand waiting requests need not search for each.
+        Must cost little, one look in a set for example, so that an engine with a thousand waiting requests need not
+        search for each. The first call of a step may also take the reports of transfers.
         """
         del req_context
         return False
@@ -234,7 +235,7 @@ class OffloadingManager(ABC):
         """Forget the request; no job is cancelled by it."""
 
     def has_pending_work(self) -> bool:
-        """Return True while the work can only proceed if end_step is called again."""
+        """Return True while planned loads wait for end_step; transfers that have started do not count."""
         return False
 
     def reset(self) -> None:

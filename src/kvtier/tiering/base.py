@@ -34,8 +34,9 @@ hangs; longer lets a slow one finish large batches. Waiting requests are bounded
 
 
 FAILURES_TO_OPEN = 5
-"""Consecutive failed jobs after which a tier is left out. One would open on a single evicted block; many
-more would make every waiting request pay for a dead tier."""
+"""Consecutive failures after which a tier is left out: lookups and submits that raise, lookups without an answer,
+requests past their deadline, and jobs that moved no block, unless their report says ``is_fault=False``. One would open
+on a single read error; many more would make every waiting request pay for a dead tier."""
 
 
 class CascadeMode(Enum):
@@ -203,7 +204,7 @@ class SecondaryTierManager(ABC):
 
     Attributes:
         supported_settings: common settings that this tier supports beyond the default set: "policy".
-        own_settings: the dataclass of the tier's own settings (``kit.settings``); None: the settings are the other
+        own_settings: the dataclass of the tier's own settings (``kvtier.settings``); None: the settings are the other
             arguments of the constructor.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.

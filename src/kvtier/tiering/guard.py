@@ -1,7 +1,8 @@
 """A secondary tier as the manager may use it: behind its breaker, budget and back-off, and never raising.
 
-Every call to a tier is made here, so that a tier that raises, hangs or returns nonsense costs its own hits and nothing
-else. A call that raises becomes a value, a ``CallFailure``, which is counted; what it means is decided by the caller.
+Every call to a tier is made here, but for ``check_reachable`` at the start (``tiering/spec.py``), so that a tier that
+raises, hangs or returns nonsense costs its own hits and nothing else. A call that raises becomes a value, a
+``CallFailure``, which is counted; what it means is decided by the caller.
 """
 
 import logging
@@ -68,7 +69,7 @@ class GuardedTier:
         clock: seconds, monotonic.
 
     Attributes:
-        is_out_of_service: True once its get_finished has raised; no call for work is made any more.
+        is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
         pending: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
         was_active: whether jobs or lookups of the tier were pending before the last poll.
         is_learning: whether note_request has an effect.

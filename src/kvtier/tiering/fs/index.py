@@ -19,8 +19,9 @@ BATCH_KEYS = 1024
 class KeyIndex:
     """A bounded set of keys, and which of them were evicted.
 
-    Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards the first two; it is held
-    for a thousand operations at most, because the scheduler's thread looks keys up under it.
+    Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards the first two. The
+    scheduler's thread looks keys up under it, so ``add`` and ``evict_prefix`` change a thousand keys at most under one
+    hold; ``evict_prefix`` copies the list of all keys before, and ``drain_evicted`` visits each unreported eviction.
 
     Args:
         max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
