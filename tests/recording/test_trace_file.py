@@ -127,13 +127,13 @@ class CuttingFile(TraceFile):
         super().__init__(path, 10**6)
         self._left: int | None = num_bytes
 
-    def _hand_over(self, content: memoryview) -> int:
+    def _write_some(self, content: memoryview) -> int:
         if self._left is None:
-            return super()._hand_over(content)
+            return super()._write_some(content)
         if self._left == 0:
             self._left = None
             raise OSError(28, "No space left on device")
-        num_bytes = super()._hand_over(content[: self._left])
+        num_bytes = super()._write_some(content[: self._left])
         self._left -= num_bytes
         return num_bytes
 

@@ -1,4 +1,4 @@
-"""What an engine drives: the scheduler half and the worker half of offloading, engine-neutral."""
+"""The engine-neutral connector: the scheduler half and the worker half of offloading."""
 
 from kvtier.connector.common import ConnectorRole as ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector as OffloadingConnector

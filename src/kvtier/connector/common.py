@@ -1,7 +1,7 @@
 """The values that the two halves of the connector exchange, and the events they publish.
 
-The scheduler half sends one OffloadingConnectorMetadata a step to every worker. Each worker answers with an
-OffloadingWorkerMetadata, and the engine sums the answers. These values cross process borders: they are plain data.
+The scheduler half sends one OffloadingConnectorMetadata a step to every worker. Each worker returns an
+OffloadingWorkerMetadata, and the engine sums these. The values cross process boundaries, so they are plain data.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class TransferJob:
 
 
 class LostLoadStoreSpec(LoadStoreSpec):
-    """The source of a load whose blocks were gone when the load was to pin them.
+    """The source of a load whose blocks were evicted before it could pin them.
 
     The engine already waits for that load, and only workers can end it: each reports it as failed.
     """
@@ -59,7 +59,7 @@ class LostLoadStoreSpec(LoadStoreSpec):
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConnectorMetadata:
-    """What every worker has to do in one step. It defines no length and no truth value: it is never "empty".
+    """The work of every worker in one step. It defines no length and no truth value, so it is never "empty".
 
     Attributes:
         load_jobs: to begin before the forward pass.
@@ -80,7 +80,7 @@ class OffloadingConnectorMetadata:
 
 @dataclass(slots=True)
 class OffloadingWorkerMetadata:
-    """What workers report of one step.
+    """The workers' reports of one step.
 
     Attributes:
         completed_jobs: how many workers have ended each job, well or badly.
@@ -122,7 +122,7 @@ class OffloadingWorkerMetadata:
         )
 
     def is_empty(self) -> bool:
-        """Return True when there is nothing to report."""
+        """Return whether there is nothing to report."""
         is_measured = self.measured_step is not None
         return not (self.completed_jobs or self.region_identities or self.layerwise_workers or is_measured)
 
@@ -156,6 +156,6 @@ class BlockRemoved:
 
 
 def make_block_event(event: OffloadingEvent) -> BlockStored | BlockRemoved:
-    """Return an event of a manager, which names keys, as one that names content hashes. Pure."""
+    """Return a manager's event with its keys replaced by content hashes. Pure."""
     hashes = tuple(get_offload_block_hash(key) for key in event.keys)
     return BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)

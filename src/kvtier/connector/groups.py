@@ -1,6 +1,6 @@
 """How the tokens of each KV group map to device blocks, offloaded blocks and content hashes.
 
-A GroupLayout tells, for one group, which blocks a span of tokens touches. The group's kind decides how much of a
+A GroupLayout computes, for one group, which blocks a span of tokens touches. The group's kind decides how much of a
 prefix must be loaded: a full-attention group needs each block, a sliding window only the last ones, a state-space group
 only its last state.
 """
@@ -65,7 +65,7 @@ class GroupLayout:
         return max(1, math.ceil(self.num_tail_tokens / self.block_tokens))
 
     def span(self, first_token: int, end_token: int) -> BlockSpan:
-        """Return the blocks to load so that a prefix of ``end_token`` tokens can be gone on from. Pure.
+        """Return the blocks to load so that a request can go on after ``end_token`` tokens. Pure.
 
         Args:
             first_token: tokens before it are in device memory already.

@@ -1,9 +1,9 @@
 """Whether every worker has mapped the scheduler's own shared-memory region.
 
 A stale or foreign file under the region's name would mean wrong bytes, so no transfer starts before each worker has
-reported the identity that the scheduler has. One that differs keeps offloading off. Workers report in their first
-step, and an engine makes its first step for its first request. So that request waits for the reports: otherwise it
-would never find what an earlier process has stored.
+reported the scheduler's own identity of the region. A different identity keeps offloading off. Workers report in their
+first step, and an engine makes its first step for its first request. So that request waits for the reports; otherwise
+it would never find blocks of an earlier process.
 """
 
 import logging
@@ -49,7 +49,7 @@ class RegionHandshake:
         self._num_steps += 1
 
     def record(self, identities: Iterable[tuple[int, int]]) -> None:
-        """Take what workers reported; the last one that agrees opens the connector and seals the region."""
+        """Record the workers' identities; when all agree, open the connector and seal the region."""
         if self.is_open:
             return
         for identity in identities:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobKind(Enum):
-    """Which way a job moves bytes."""
+    """The direction of a job."""
 
     LOAD = "load"
     STORE = "store"
@@ -52,7 +52,7 @@ class OpenTransfer:
 class TransferJobs:
     """The open jobs of the scheduler half. Used from one thread.
 
-    Device blocks are told apart by number alone. Engines whose groups have separate pools would at worst finish a
+    Device blocks are distinguished by number only. Engines whose groups have separate pools would at worst finish a
     store too early, never too late.
 
     Args:
@@ -64,7 +64,7 @@ class TransferJobs:
         loading: for each key that is being loaded the load.
         fenced: for each fenced device block the stores that read it.
         void_keys: keys of open jobs that a reset made void. They are not stored again before those jobs end: a job's
-            end reaches the manager by key, so the manager could not tell the old transfer from the new.
+            end reaches the manager by key, so the manager could not distinguish the old transfer from the new.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -112,7 +112,7 @@ class TransferJobs:
         return job_id
 
     def count(self, report: OffloadingWorkerMetadata) -> list[OpenTransfer]:
-        """Count what workers reported and return the jobs that ended by it, oldest first.
+        """Count the workers' reports; return the jobs that have ended with them, oldest first.
 
         Effects:
             Ended jobs are closed: their fences are lifted, and their keys are neither loading nor void any more.
@@ -141,7 +141,7 @@ class TransferJobs:
         return ended
 
     def find_load_of(self, keys: Iterable[OffloadKey]) -> TransferJobId | None:
-        """Return a load under way that reads one of ``keys``, or None."""
+        """Return an open load that reads one of ``keys``, or None."""
         loading = self.loading
         return next((loading[key] for key in keys if key in loading), None)
 

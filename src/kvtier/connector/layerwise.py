@@ -1,4 +1,4 @@
-"""Loads that their request computes with while they run, layer by layer; and what follows when one fails.
+"""Layer-by-layer loads, with which a request computes while they run, and the handling of their failures.
 
 Such a request is scheduled at once, and the rest of its batch waits with it for each layer. So at most one load at a
 time runs this way, and only when no other load is under way: a batch then waits for its own load and never for a
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _LayerLoad:
-    """The load under way.
+    """The open load.
 
     Attributes:
         job_id: its number.
@@ -43,7 +43,7 @@ class LayerwiseChoice:
     """The loads by layer of one scheduler half. Used from one thread.
 
     Args:
-        spec: its one group attends to the whole prefix; it says how many workers there are.
+        spec: its one group attends to the whole prefix; its configuration has the number of workers.
     """
 
     def __init__(self, spec: OffloadingSpec) -> None:
@@ -74,7 +74,7 @@ class LayerwiseChoice:
         return state.search.is_layerwise
 
     def begin(self, job_id: TransferJobId, request: Request, first_token: int) -> None:
-        """Remember a load by layer that brings the tokens from ``first_token`` on."""
+        """Record a load by layer of the tokens from ``first_token`` on."""
         block_hash = request.block_hashes[first_token // self._hash_block_size]
         self._load = _LayerLoad(job_id, first_token, block_hash)
 
@@ -107,7 +107,7 @@ class LayerwiseChoice:
             self._spoiled_blocks.update(job.state.blocks.block_ids[0][first_block:])
 
     def take_spoiled_blocks(self) -> set[int]:
-        """Return, once, the device blocks that a failed load by layer, or what was computed with it, has filled.
+        """Return, once, the device blocks with wrong bytes from a failed load by layer or its computation.
 
         They hold wrong bytes under the right hashes: an engine with a prefix cache must forget these.
         """
@@ -120,7 +120,7 @@ class LayerLoads:
 
     Args:
         worker: routes transfers to handlers.
-        kv_caches: says which ref holds a layer's bytes.
+        kv_caches: has the ref of each layer's bytes.
         num_refs: refs that loads copy one after the other; 0 when they do not.
 
     Attributes:
@@ -157,7 +157,7 @@ class LayerLoads:
         return is_begun
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Delay what is computed from now on until the layer has its bytes; one without a ref waits for all.
+        """Delay the following computation until the layer is loaded; a layer without a ref waits for all.
 
         Returns:
             False when a load has failed, so that bytes are missing.
@@ -202,7 +202,7 @@ class LayerLoads:
 
 
 def make_layerwise_choice(spec: OffloadingSpec) -> LayerwiseChoice | None:
-    """Return what chooses loads by layer; None when the settings or the KV groups exclude them."""
+    """Return the chooser of loads by layer; None when the settings or the KV groups exclude them."""
     if not spec.config.settings.layerwise_load:
         return None
     layouts = make_group_layouts(spec)

@@ -3,13 +3,13 @@
 A prefix is loaded up to some block and computed from there on, so there is one number to choose. Every choice has a
 time until the request's first token:
 
-- the tiers promote their blocks, at the same time, each behind what it has to load before;
-- meanwhile the engine computes the prompts that it has begun before; the longer of the two counts;
+- the tiers promote their blocks in parallel, each after the loads that it has queued;
+- meanwhile the engine computes the prompts that it has started before; the longer of the two counts;
 - then the blocks go to the device, and the rest of the prompt is computed.
 
 Other requests wait too: for the engine while it computes this one, for a tier while it loads this one. That time is
-added at half its weight. The choice with the lowest sum wins; of equal ones the one that loads most. What was not
-measured yet takes no time: it is loaded, and its time is known afterwards.
+added at half its weight. The choice with the lowest sum wins; of equal ones the one that loads most. A time that was
+not measured yet counts as zero, so the blocks are loaded and the time is measured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ everything loaded. At 1 a request may wait long for the sake of others that neve
 
 @dataclass(frozen=True, slots=True)
 class PromptCosts:
-    """What the times of a request depend on, beside its tiers.
+    """The inputs of a request's times, besides its tiers.
 
     Attributes:
         first_token: leading tokens that the device has.
@@ -96,7 +96,7 @@ def plan_load_cut(places: Sequence[BlockPlace], tiers: Sequence[TierLoad], costs
 def others_s(
     num_blocks: int, num_rows: Mapping[int, float], tiers: Sequence[TierLoad], costs: PromptCosts
 ) -> float:
-    """Return what it costs others, in weighed seconds, when so many blocks are loaded. Pure.
+    """Return the weighted seconds that this many loaded blocks cost other requests. Pure.
 
     As many requests are taken to come behind it as are in front of it: what it computes delays those that wait for the
     engine, what it loads those that wait for the same tier.
@@ -112,7 +112,7 @@ def others_s(
 
 
 def first_token_s(num_blocks: int, promote_s: float, costs: PromptCosts) -> float:
-    """Return the seconds until the first token when so many blocks are loaded. Pure.
+    """Return the seconds until the first token when this many blocks are loaded. Pure.
 
     Args:
         num_blocks: leading blocks of the run.
@@ -125,14 +125,14 @@ def first_token_s(num_blocks: int, promote_s: float, costs: PromptCosts) -> floa
 
 
 def computing_s(num_blocks: int, costs: PromptCosts) -> float:
-    """Return the seconds that computing the rest of the prompt takes when so many blocks are loaded. Pure."""
+    """Return the seconds to compute the rest of the prompt when this many blocks are loaded. Pure."""
     end_block = costs.first_token // costs.block_tokens + num_blocks
     computed_from = max(costs.first_token, end_block * costs.block_tokens)
     return compute_s(computed_from, costs.end_token, costs.prefill)
 
 
 def list_unwanted(places: Sequence[BlockPlace], num_wanted: int) -> dict[int, list[int]]:
-    """Return, for each tier of which nothing is loaded, the blocks that it has and that are not wanted. Pure."""
+    """Return, for each tier from which nothing is loaded, its blocks that the request does not load. Pure."""
     used = {place.tier for place in places[:num_wanted]}
     unwanted: dict[int, list[int]] = {}
     for block, place in enumerate(places[num_wanted:], start=num_wanted):
@@ -145,9 +145,9 @@ class LoadOrCompute:
     """The choices of one scheduler half. Used from one thread.
 
     Args:
-        spec: says how large blocks are; at least one of its groups needs a whole prefix.
+        spec: has the sizes of blocks; at least one of its groups needs a whole prefix.
         locator: where the blocks are.
-        requests: those that the scheduler half knows, by name; its own mapping, which is read.
+        requests: the scheduler half's requests by name; its own mapping, read only.
         clock: seconds, monotonic.
     """
 
@@ -173,7 +173,7 @@ class LoadOrCompute:
         self._block_bytes = round(spec.config.world_size * spec.block_size_factor * page_bytes)
 
     def find_limit(self, state: RequestState, first_token: int, max_end_token: int) -> int | None:
-        """Return up to which token to load a request; None when a tier cannot tell yet what it has.
+        """Return up to which token to load a request; None while a tier's lookup is pending.
 
         Args:
             state: the request, its keys grown.
@@ -208,7 +208,7 @@ class LoadOrCompute:
         return max_end_token if num_wanted == len(run.places) else end_token
 
     def on_begun(self, state: RequestState, num_external_tokens: int, counters: SchedulerCounters) -> None:
-        """Note that the engine begins a request; what it loads is pinned by now.
+        """Record that the engine starts a request; the blocks to load are pinned by now.
 
         Effects:
             ``state.choice``. Counts the tokens that were found and are computed. Tiers that were found too slow may be
@@ -229,7 +229,7 @@ class LoadOrCompute:
             self._locator.probe(tier, keys)
 
     def begin_step(self, output: SchedulerOutput) -> int | None:
-        """Note a step; return the number under which its report tells how long it took."""
+        """Record the start of a step; return the number under which workers report its duration."""
         num_tokens = 0
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id) if num_scheduled > 1 else None
@@ -239,13 +239,13 @@ class LoadOrCompute:
         return self._prefill_estimator.begin_step(num_tokens, self._clock())
 
     def take_report(self, report: OffloadingWorkerMetadata | None) -> None:
-        """Learn from what the workers of a step reported."""
+        """Learn from the workers' reports of a step."""
         self._prefill_estimator.end_step(None if report is None else report.measured_step, self._clock())
         if report is not None:
             self._bandwidth_estimator.add(report.load_bytes, report.load_time_s)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
-        """Take how long an engine has computed prompts, as it has measured it; steps are not timed then.
+        """Learn from a prefill time that the engine has measured; steps are not timed then.
 
         Args:
             num_tokens: prompt tokens.
@@ -254,7 +254,7 @@ class LoadOrCompute:
         self._prefill_estimator.tell(num_tokens, time_s)
 
     def stats(self) -> dict[str, float]:
-        """Return what was measured, by dotted name; 0 is not known yet."""
+        """Return the measured rates by dotted name; 0 means not measured yet."""
         prefill, bandwidth = self._prefill_estimator.rate(), self._bandwidth_estimator.rate()
         return {
             "connector.prefill_tokens_per_s": 0.0 if prefill is None else 1 / prefill.token_s,
@@ -308,12 +308,12 @@ def make_load_or_compute(
     requests: Mapping[str, RequestState],
     clock: Callable[[], float],
 ) -> LoadOrCompute | None:
-    """Return what chooses; None when every hit is loaded.
+    """Return the chooser; None when every hit is loaded.
 
     Args:
-        spec: says whether there is a choice.
+        spec: has the settings and groups that decide whether there is a choice.
         manager: where the blocks are.
-        requests: those that the scheduler half knows, by name; its own mapping, which is read.
+        requests: the scheduler half's requests by name; its own mapping, read only.
         clock: seconds, monotonic.
     """
     is_wanted = spec.config.settings.load_if is LoadIf.FASTER

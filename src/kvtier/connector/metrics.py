@@ -1,7 +1,6 @@
-"""What the connector measures: the transfers of a worker, and the counts of the scheduler half.
+"""The connector's measurements: the transfers of a worker, and the counts of the scheduler half.
 
-Engines and exporters read it. Stats of several workers and steps can be summed, so they are plain lists of operations
-that survive serialisation.
+Stats of several workers and steps can be summed and serialised, so they are plain lists of operations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ class OffloadingConnectorStats:
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Return True when there was no transfer."""
+        """Return whether there was no transfer."""
         return not self.data
 
     def _append(self, direction: str, operation: OperationStats) -> None:
@@ -73,7 +72,7 @@ class OffloadingConnectorStats:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What the scheduler half has counted since it was built.
+    """The counts of the scheduler half since its construction.
 
     Attributes:
         load_jobs: loads begun, lost ones included.

@@ -12,7 +12,7 @@ class OffloadingConnector:
     """One half of offloading. An engine in one process builds two, one of each role.
 
     Args:
-        config: what the engine says of itself; with ``rank`` on a worker, without on the scheduler.
+        config: the engine's configuration; with ``rank`` on a worker, without on the scheduler.
         role: which half to build.
         recorder: records the scheduler's requests, such as what ``kvtier.recording.recorder.open_recorder`` returns;
             None records nothing. The connector closes it, also when it cannot be built.
@@ -41,7 +41,7 @@ class OffloadingConnector:
             raise
 
     def has_pending_push_work(self) -> bool:
-        """Return True while stores are under way, deferred or begun; further steps, which may be empty, end them.
+        """Return whether stores are open, deferred or started; further steps, which may be empty, end them.
 
         An engine that runs out of requests calls this before it rests. If it rested earlier, its last stores
         would be neither found nor handed to the secondary tiers before another request comes.
@@ -49,7 +49,7 @@ class OffloadingConnector:
         return self.connector_scheduler is not None and self.connector_scheduler.has_open_stores()
 
     def shutdown(self) -> None:
-        """End the half that this process runs; idempotent."""
+        """Shut down the half in this process; idempotent."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.shutdown()
         if self.connector_worker is not None:

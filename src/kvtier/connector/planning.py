@@ -1,8 +1,8 @@
 """Which keys and device blocks a load or a store moves.
 
-A load reads every block of the tokens it brings, group by group. A store has two steps: ``list_storable_blocks`` finds
-the blocks that this step makes full, and ``offer_blocks`` gets room for them from the manager, for fewer at a time when
-there is no room for all.
+A load reads every block of its tokens, group by group. A store has two steps: ``list_storable_blocks`` finds the blocks
+that this step makes full, and ``offer_blocks`` reserves slots for them in the manager, for fewer at a time when there
+is no room for all.
 """
 
 import sys
@@ -49,7 +49,7 @@ class StorableBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """One store that the manager has made room for.
+    """One store with reserved slots.
 
     Attributes:
         keys: the blocks, ordered by group.
@@ -158,7 +158,7 @@ def offer_blocks(
     storable: list[StorableBlock],
     prepare_store: PrepareStore,
 ) -> StoreOffers:
-    """Offer ``storable`` to the manager; return the stores that it has made room for.
+    """Offer ``storable`` to the manager; return the stores for which it has reserved slots.
 
     Args:
         layouts: the KV groups.

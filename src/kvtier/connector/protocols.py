@@ -1,7 +1,7 @@
-"""What the connector needs of an engine's objects, of managers and of specs, as structural types.
+"""The interfaces of an engine's objects, managers and specs that the connector uses, as structural types.
 
 An engine passes its own objects; the connector reads the attributes named here and writes none. They are modelled on
-what vLLM's v1 scheduler hands to a KV connector, so its objects fit unchanged. Any other engine supplies four small
+what vLLM's v1 scheduler passes to a KV connector, so its objects fit unchanged. Any other engine supplies four small
 classes with the same attributes, or uses those of ``kvtier.engines.common.step``.
 
 One step of the engine, in order:
@@ -14,12 +14,12 @@ One step of the engine, in order:
 4. scheduler half, once, with the sum over all workers: ``update_connector_output``; before or after it,
    ``request_finished`` for each request that ended.
 
-An engine that may compute a request while it is loaded says so in ``get_num_new_matched_tokens``. In a step that begins
-such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does points 1
-and 2 of the next step after point 4 of this one.
+An engine that can compute a request while it is loaded passes this to ``get_num_new_matched_tokens``. In a step that
+begins such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does
+points 1 and 2 of the next step after point 4 of this one.
 
 Otherwise point 2 of the next step may come before point 4 of this one. A step without tokens is a step too: a request
-that was answered None, or whose load is under way, needs steps to go on, and so does a store until it has ended.
+whose lookup returned None or whose load is open needs steps to go on, and so does a store until it has ended.
 
 Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 """
@@ -32,11 +32,11 @@ from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
 
 
 class Request(Protocol):
-    """A request, as the engine's scheduler knows it; read whenever the connector is called."""
+    """A request of the engine's scheduler; read whenever the connector is called."""
 
     @property
     def request_id(self) -> str:
-        """Name, unique among the requests that the engine knows."""
+        """Name, unique among the engine's requests."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +44,7 @@ class Request(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many of them are the prompt as it arrived; pre-emption makes no output part of it."""
+        """Length of the prompt as it arrived; pre-emption adds no output to it."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -130,7 +130,7 @@ class RequestRecorder(Protocol):
     """Records the requests that an engine serves. Its methods are called on the scheduler's thread."""
 
     def on_arrival(self, req_id: str) -> None:
-        """Note that a request has come, unless it is known already."""
+        """Record the arrival of a request, unless it is recorded already."""
 
     def on_end(
         self,
@@ -140,7 +140,7 @@ class RequestRecorder(Protocol):
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
     ) -> None:
-        """Record a request that has ended, well or not.
+        """Record a request that has ended, successfully or not.
 
         Args:
             req_id: its name; one that never came is not recorded.
@@ -151,18 +151,18 @@ class RequestRecorder(Protocol):
         """
 
     def forget(self, req_id: str) -> None:
-        """Leave out a request that has come."""
+        """Forget a request without recording it."""
 
     def stats(self) -> dict[str, float]:
-        """Return what was recorded and what was not, by dotted name."""
+        """Return the counts of recorded and dropped requests by dotted name."""
 
     def close(self) -> None:
-        """Write what is left; idempotent."""
+        """Write the queued requests and close the file; idempotent."""
 
 
 @runtime_checkable
 class PromotingManager(Protocol):
-    """An optional ability of a manager: it promotes blocks from other tiers, and knows for which request."""
+    """Optional contract of a manager that promotes blocks from other tiers, with their requests."""
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Return the blocks that were promoted while the request waited for them, each with its tier's type.
@@ -173,7 +173,7 @@ class PromotingManager(Protocol):
 
 @runtime_checkable
 class RegionOwner(Protocol):
-    """An optional ability of a spec: both halves share one region and can prove that it is the same.
+    """Optional contract of a spec whose halves share one region and can prove that it is the same.
 
     The scheduler half starts no transfer until every worker has reported the identity that it has itself.
     """
@@ -190,7 +190,7 @@ class RegionOwner(Protocol):
 
 @runtime_checkable
 class KVCacheDetacher(Protocol):
-    """An optional ability of a spec: the engine may take its KV cache away, to free the device's memory.
+    """Optional contract of a spec whose engine may remove its KV cache, to free the device's memory.
 
     A spec without it keeps the tensors it was given for its whole life, so the engine cannot be put to sleep.
     """

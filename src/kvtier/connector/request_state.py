@@ -1,10 +1,10 @@
-"""What the scheduler half remembers of one request, from its first search to its end.
+"""The scheduler half's state of one request, from its first search to its end.
 
 RequestState keeps the engine's own request object, which it reads in each step because hashes and confirmed tokens
 grow, and the keys of its blocks. The rest is in five parts, each with one writer:
 
-    SearchState     get_num_new_matched_tokens      what the last search found
-    LoadState       the begin and end of a load     what it brought
+    SearchState     get_num_new_matched_tokens      the result of the last search
+    LoadState       the start and end of a load     the loaded tokens
     ChoiceState     load_or_compute                 how much is worth loading
     BlockTables     the engine's allocations        which device blocks it has
     StoreState      planning                        which blocks were offered to the manager
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What may be loaded and stored: what the client allows, and what the settings leave of it.
+    """How many tokens may be loaded and stored, by the client's hints and the settings.
 
     Attributes:
         max_load_tokens: tokens from this position on are not loaded; None sets no limit.
@@ -51,7 +51,7 @@ NO_LIMITS = RequestLimits()
 
 @dataclass(frozen=True, slots=True)
 class Unwanted:
-    """What a search found and the request does not load.
+    """Hits of a search that the request does not load.
 
     Attributes:
         tokens: how many, by where they are: "CPU", or a tier's type.
@@ -129,7 +129,7 @@ class BlockTables:
     is_stale: bool = False
 
     def replace(self, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """Take a whole new block table."""
+        """Replace the whole block table."""
         self.block_ids = [list(ids) for ids in block_ids]
         self.num_computed_tokens = self.num_freed_tokens = num_computed_tokens
         self.is_allocated = True
@@ -137,7 +137,7 @@ class BlockTables:
             self.is_stale = False
 
     def append(self, block_ids: Sequence[Sequence[int]] | None, num_computed_tokens: int) -> None:
-        """Take what one step appended to the block table."""
+        """Append the new blocks of one step."""
         if block_ids is not None:
             for table, ids in zip(self.block_ids, block_ids, strict=False):
                 table.extend(ids)
@@ -147,14 +147,14 @@ class BlockTables:
             self.num_freed_tokens = num_computed_tokens
 
     def drop(self) -> None:
-        """Forget the block table: the engine has taken it back."""
+        """Forget the block table, which the engine has freed."""
         self.block_ids = [[] for _ in self.block_ids]
         self.is_allocated = False
 
 
 @dataclass(slots=True)
 class StoreState:
-    """What was offered to the manager to be stored.
+    """The blocks that were offered to the manager.
 
     Attributes:
         next_blocks: for each group the first offloaded block that was not offered yet.
@@ -224,7 +224,7 @@ class RequestState:
         return [key for end, _, key in heapq.merge(*runs) if end <= end_token]
 
     def on_reset(self) -> None:
-        """Begin anew with the primary tier empty; device blocks computed before must not be stored."""
+        """Start again with the primary tier empty; device blocks computed before must not be stored."""
         self.blocks.is_stale = self.blocks.is_allocated
         self.search.is_touched = False
         self.choice.wanted_end_token = None
@@ -233,7 +233,7 @@ class RequestState:
 
 
 def salt_hash(block_hash: bytes, key_salt: bytes) -> bytes:
-    """Return another hash of the same length, for what decides a block's bytes beyond its tokens. Pure."""
+    """Return another hash of the same length, salted with what a block's bytes depend on besides tokens. Pure."""
     return blake2b(block_hash, key=key_salt, digest_size=len(block_hash)).digest()
 
 
@@ -262,7 +262,7 @@ def make_request_state(
 
 
 def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
-    """Read the limits of one request; a value that makes no sense is logged and ignored.
+    """Read the limits of one request; an invalid value is logged and ignored.
 
     A client's mistake must not end the engine, and no limit is always right, only slower or faster.
     """

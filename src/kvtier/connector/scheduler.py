@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
-It moves no byte and never blocks. ``protocols`` has the order of a step. What one step decides is in the modules beside
-this one: how much of a prefix can be loaded (prefix_search) and how much is worth it (load_or_compute), which keys and
-device blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded (layerwise),
-whether transfers may start at all (handshake). Optional ones are None when they are off.
+It never blocks. ``protocols`` has the order of a step. The decisions of one step are in the modules beside this one:
+how much of a prefix can be loaded (prefix_search) and how much is worth it (load_or_compute), which keys and device
+blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded (layerwise), whether
+transfers may start at all (handshake). Optional ones are None when they are off.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -59,7 +59,7 @@ NOTHING: tuple[int | None, bool] = (0, False)
 
 
 class OffloadingConnectorScheduler:
-    """Decides, for every step of the engine, what the workers load and store. Used from one thread.
+    """Decides what the workers load and store in every step of the engine. Used from one thread.
 
     Args:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
@@ -71,7 +71,7 @@ class OffloadingConnectorScheduler:
         counters: what was decided so far.
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
-        recorder: the recorder; an engine that knows when a request came calls its ``on_arrival`` before the search.
+        recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class OffloadingConnectorScheduler:
         return {} if state is None or num_external_tokens == 0 else dict(state.load.tokens_by_tier)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
-        """Return what the workers have to do in this step, and end the manager's step.
+        """Return the workers' work of this step, and end the manager's step.
 
         Effects:
             Follows the engine's block tables, prepares stores, starts promotions.
@@ -206,7 +206,7 @@ class OffloadingConnectorScheduler:
                 ):
                     self._prepare_stores(state, num_tokens, store_jobs)
         measured_step = None
-        # How long a step waits for a load says nothing of how fast the engine computes.
+        # The time that a step waits for a load is not compute time.
         if self.load_or_compute is not None and not any(job.is_layerwise for job in self._load_jobs.values()):
             measured_step = self.load_or_compute.begin_step(scheduler_output)
         metadata = OffloadingConnectorMetadata(
@@ -222,7 +222,7 @@ class OffloadingConnectorScheduler:
         return metadata
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
-        """Take what the workers reported; jobs that every worker has ended are completed in the manager."""
+        """Process the workers' reports; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
         if self.load_or_compute is not None:
             self.load_or_compute.take_report(report)
@@ -267,18 +267,18 @@ class OffloadingConnectorScheduler:
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
-        """Return what media have gained and lost since the last call, oldest first."""
+        """Return the blocks stored and removed since the last call, oldest first."""
         return [make_block_event(event) for event in self.manager.take_events()]
 
     def has_open_stores(self) -> bool:
-        """Return True until every worker has reported each store; further steps, which may be empty, end them.
+        """Return whether a worker still has to report a store; further steps, which may be empty, end them.
 
         What tiers still write does not count: they go on without steps.
         """
         return self._jobs.num_stores > 0
 
     def reset(self) -> None:
-        """Forget every block: nothing stored so far is found again.
+        """Forget every block, so that none stored before is found again.
 
         Loads under way fail, so that their requests are computed; stores under way end without being kept.
         Requests that hold device blocks now are not stored until they are computed anew from their first
@@ -307,7 +307,7 @@ class OffloadingConnectorScheduler:
         return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
 
     def shutdown(self) -> None:
-        """End the manager and the recording, in which requests that have not ended stand as far as they got."""
+        """Shut down the manager and the recorder, which records unfinished requests with their output so far."""
         self.manager.shutdown()
         if self.recorder is not None:
             for state in self._requests.values():
@@ -334,7 +334,7 @@ class OffloadingConnectorScheduler:
         return state
 
     def _find_end(self, state: RequestState, num_local_tokens: int) -> int | None:
-        """Return up to which token the request can be loaded and should be; None when it has to wait.
+        """Return up to which token to load the request; None when it has to wait.
 
         Effects:
             ``state.search``. The first end that is found renews the request's blocks.
@@ -403,7 +403,7 @@ class OffloadingConnectorScheduler:
     def _prepare_stores(
         self, state: RequestState, num_scheduled_tokens: int, store_jobs: dict[TransferJobId, TransferJob]
     ) -> None:
-        """Add to ``store_jobs`` what the manager has room for."""
+        """Add stores to ``store_jobs`` as far as the manager has room."""
         storable = list_storable_blocks(self._layouts, state, num_scheduled_tokens)
         if storable and self._jobs.void_keys:
             void_keys = self._jobs.void_keys
@@ -436,7 +436,7 @@ class OffloadingConnectorScheduler:
             self._touch(state, state.request.num_tokens)
 
     def _touch(self, state: RequestState, end_token: int) -> None:
-        """Renew the request's blocks, its first most: the tail of a prefix is evicted before its head."""
+        """Touch the request's blocks, the first most recent, so that its tail is evicted first."""
         layouts = self._layouts
         if len(layouts) == 1:
             keys = state.keys[0][: end_token // layouts[0].block_tokens]

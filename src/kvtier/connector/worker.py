@@ -1,8 +1,8 @@
-"""The worker half: begins the transfers of each step, reports how they ended.
+"""The worker half: starts the transfers of each step and reports their results.
 
-Stores are deferred: those of a step are begun in the next one, when the tokens of the step that computed them have gone
-out, so that copying never delays token generation. A load is reported exactly once on every worker however it ends,
-because the engine holds the request's blocks until then.
+Stores are deferred: those of a step start in the next one, when the tokens of the step that computed them have been
+returned, so that copying never delays token generation. A load is reported exactly once on every worker however it
+ends, because the engine holds the request's blocks until then.
 """
 
 import logging
@@ -44,7 +44,7 @@ token by as much."""
 
 @dataclass(eq=False, slots=True)
 class _OpenLoad:
-    """A load that this worker has not reported.
+    """A load that this worker has not reported yet.
 
     Attributes:
         job: what to load, and for which request.
@@ -104,7 +104,7 @@ class OffloadingConnectorWorker:
             self._report.region_identities = (identity,)
 
     def unregister_kv_caches(self) -> None:
-        """Drop every reference to the KV cache, whose memory the engine is about to free; what was stored stays.
+        """Drop every reference to the KV cache, whose memory the engine will free; stored blocks stay.
 
         Idempotent. Deferred stores are begun first and ended like those under way. Loads that have not been reported
         are reported as failed, because their bytes are in memory that goes. So is what is submitted before
@@ -135,7 +135,7 @@ class OffloadingConnectorWorker:
         self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Begin the stores of the step before, then finish those whose device blocks will be written.
+        """Start the stores of the last step, then finish those whose device blocks will be overwritten.
 
         Call it in every step, before anything writes to a device block.
 
@@ -152,7 +152,7 @@ class OffloadingConnectorWorker:
                 self._loads[job_id].is_void = True
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Begin the loads of this step; handle_preemptions is done first if the engine left it out."""
+        """Start the loads of this step, after ``handle_preemptions`` if the engine has not called it."""
         self.handle_preemptions(metadata)
         self._is_spoiled = False
         for job_id, job in metadata.load_jobs.items():
@@ -163,9 +163,9 @@ class OffloadingConnectorWorker:
             self._loads[job_id] = _OpenLoad(job, has_begun)
 
     def wait_for_loads(self) -> None:
-        """Wait until the loads that have begun have ended, which get_finished then reports.
+        """Wait until the started loads have ended; get_finished then reports them.
 
-        An engine that has nothing else to do goes on sooner this way: polling would take the interpreter from the
+        For an engine without other work this is faster than polling, which would take the interpreter from the
         threads that copy.
 
         Thread: blocks.
@@ -173,7 +173,7 @@ class OffloadingConnectorWorker:
         self.worker.wait(set(self._loads))
 
     def wait_for_layer(self, layer_name: str) -> bool:
-        """Delay what is computed from now on until the layer has its bytes; costs nothing when no load is by layer.
+        """Delay the following computation until the layer is loaded; costs nothing without a load by layer.
 
         Call it before anything reads the layer in a step that computes with its loads.
 
@@ -204,7 +204,7 @@ class OffloadingConnectorWorker:
         return not self._is_spoiled
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Take the stores of this step, to be begun in the next one; call it when the step has computed.
+        """Prepare the stores of this step, which start in the next one; call it when the step has computed.
 
         If the step has computed with a load that failed, its stores fail here: the bytes would be wrong.
 
@@ -257,7 +257,7 @@ class OffloadingConnectorWorker:
         return failed
 
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Return what this worker has to report since the last call, or None."""
+        """Return this worker's reports since the last call, or None."""
         report, self._report = self._report, OffloadingWorkerMetadata()
         return None if report.is_empty() else report
 
@@ -280,7 +280,7 @@ class OffloadingConnectorWorker:
                 self._report.mark_completed(job_id, success=False)
 
     def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
-        """Report a load; return its request when the engine waits for it."""
+        """Report a load; return its request if the engine waits for it."""
         load = self._loads.pop(job_id)
         req_id = load.job.req_id
         is_layerwise = job_id in self._layer_loads

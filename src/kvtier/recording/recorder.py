@@ -1,8 +1,8 @@
-"""Records the requests of an engine as a trace that the simulator reads: when, how long, which blocks are shared.
+"""Records the requests of an engine as a trace for the simulator: arrivals, lengths, and which blocks are shared.
 
-It gets no token and no text, and writes no name of a request or of a block: a block stands in the trace as a salted id.
-The scheduler's thread hands over what it knows of a request that has ended. A thread of the recorder makes the ids and
-writes the line. When that thread falls behind, requests are dropped and counted: the scheduler never waits for a disk.
+It writes no token, no text, and no name of a request or block: a block stands in the trace as a salted id. The
+scheduler's thread queues what it knows of a request that has ended. A thread of the recorder makes the ids and writes
+the line. When that thread falls behind, requests are dropped and counted, so the scheduler never waits for a disk.
 """
 
 import logging
@@ -27,28 +27,28 @@ logger = logging.getLogger(__name__)
 TRACE_VARIABLE = "KVTIER_RECORD_TRACE"
 MAX_BYTES_VARIABLE = "KVTIER_RECORD_MAX_BYTES"
 SALT_FILE_VARIABLE = "KVTIER_RECORD_SALT_FILE"
-"""Environment variables that stand in for ``record_trace``, ``record_max_bytes`` and ``record_salt_file``."""
+"""Environment variables with the defaults of ``record_trace``, ``record_max_bytes`` and ``record_salt_file``."""
 
 DEFAULT_MAX_BYTES = 2**30
-"""About 50 million block ids. Less ends a recording of long prompts within a day; more fills a small disk."""
+"""About 50 million block ids. Less ends a recording of long prompts within a day; more may fill a small disk."""
 
 MIN_BYTES = 4096
-"""The first and the last line and a few short requests."""
+"""Room for the first and the last line and a few short requests."""
 
 MAX_QUEUED_KEYS = 2**19
-"""Block names that wait to be written, at about 100 bytes each: some 50 MB. Less drops requests while a disk pauses for
-a second; more takes memory from the engine. A request counts as one more than it has blocks."""
+"""Queued block names, at about 100 bytes each: some 50 MB. Less drops requests while a disk pauses for a second; more
+takes memory from the engine. A request counts as one more than its blocks."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long an engine's end may wait for a hung disk; what is not written then is lost."""
+"""How long an engine's shutdown may wait for a hung disk; lines not written by then are lost."""
 
 END_ROOM_BYTES = 256
-"""Kept free for the last line."""
+"""Bytes reserved for the last line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A request that has ended, as the scheduler's thread hands it over."""
+    """A request that has ended, as the scheduler's thread queues it."""
 
     arrival_s: float
     num_prompt_tokens: int
@@ -60,15 +60,16 @@ class _Ended:
 class TraceRecorder(RequestRecorder):
     """Writes a line for each request that ends. Its methods are for the scheduler's thread.
 
-    Arrivals, what was handed over and what was dropped change on the scheduler's thread alone, the file and what was
-    written on the recorder's own. Each reads the other's counts, which only grow, so there is no lock.
+    The scheduler's thread alone changes arrivals and the counts of queued and dropped requests; the recorder's thread
+    alone changes the file and the counts of written requests. Each reads the other's counts, which only grow, so there
+    is no lock.
 
     Args:
-        file: where to; the recorder closes it.
+        file: the trace file; the recorder closes it.
         block_tokens: tokens of a block.
-        salt: makes the ids.
+        salt: makes the ids of blocks.
         clock: seconds, monotonic.
-        max_queued_keys: names of blocks that may wait to be written.
+        max_queued_keys: block names that may be queued.
 
     Raises:
         OSError: the first line cannot be written.
@@ -90,8 +91,8 @@ class TraceRecorder(RequestRecorder):
         self._began_s = clock()
         self._arrivals_s: dict[str, float] = {}
         self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
-        self._num_handed_keys = 0
-        self._num_taken_keys = 0
+        self._num_queued_keys = 0
+        self._num_dequeued_keys = 0
         self._num_dropped = 0
         self._num_written = 0
         self._num_unwritten = 0
@@ -122,13 +123,13 @@ class TraceRecorder(RequestRecorder):
             return
         num_blocks = num_prompt_tokens // self._block_tokens
         of_prompt = tuple(keys[:num_blocks])
-        num_queued = self._num_handed_keys - self._num_taken_keys
+        num_queued = self._num_queued_keys - self._num_dequeued_keys
         is_over = self._has_ended or self._is_closed
         # A reader would refuse the whole trace if a request lacked a block of its prompt.
         if is_over or len(of_prompt) < num_blocks or num_queued > self._max_queued_keys:
             self._num_dropped += 1
             return
-        self._num_handed_keys += _weight(of_prompt)
+        self._num_queued_keys += _weight(of_prompt)
         self._queue.put(_Ended(arrival_s, num_prompt_tokens, num_output_tokens, of_prompt, stop))
 
     def forget(self, req_id: str) -> None:
@@ -149,7 +150,7 @@ class TraceRecorder(RequestRecorder):
 
     def _run(self) -> None:
         while (ended := self._queue.get()) is not None:
-            self._num_taken_keys += _weight(ended.keys)
+            self._num_dequeued_keys += _weight(ended.keys)
             if self._has_ended:
                 self._num_unwritten += 1
             else:
@@ -164,14 +165,14 @@ class TraceRecorder(RequestRecorder):
         ).to_line()
         if not self._file.has_room(len(line) + END_ROOM_BYTES):
             self._num_unwritten += 1
-            logger.warning("the recording has reached its limit and ends: %s", self.path)
+            logger.warning("the recording has reached record_max_bytes and ends: %s", self.path)
             self._end(is_full=True)
             return
         try:
             self._file.write(line)
         except OSError as error:
             self._num_unwritten += 1
-            self._give_up(error)
+            self._end_with_error(error)
         else:
             self._num_written += 1
 
@@ -183,16 +184,16 @@ class TraceRecorder(RequestRecorder):
             self._file.write(TraceEnd(self._num_written, num_dropped, is_full).to_line())
             self._file.close()
         except OSError as error:
-            self._give_up(error)
+            self._end_with_error(error)
 
-    def _give_up(self, error: OSError) -> None:
-        """End without a last line: behind a line that may be cut nothing can be read."""
+    def _end_with_error(self, error: OSError) -> None:
+        """End without a last line, because nothing after a line that may be cut can be read."""
         self._has_ended = True
         logger.warning("the recording ends, its file cannot be written (%s): %s", error.strerror, self.path)
         try:
             self._file.close()
         except OSError:
-            logger.debug("the end of %s is lost too", self.path)
+            logger.debug("the end of %s cannot be written either", self.path)
 
     def __repr__(self) -> str:
         return f"TraceRecorder({self.path}, {self._num_written} requests)"
@@ -203,10 +204,10 @@ def open_recorder(
     environment: Mapping[str, str] = os.environ,
     clock: Callable[[], float] = time.monotonic,
 ) -> TraceRecorder | None:
-    """Return a recorder when a setting or the environment asks for one; the setting has precedence.
+    """Return a recorder if a setting or the environment enables it, else None; the setting has precedence.
 
     Args:
-        config: of the engine; its first KV group's blocks are recorded.
+        config: the engine's configuration; the blocks of its first KV group are recorded.
         environment: the process's variables.
         clock: seconds, monotonic.
 
@@ -233,7 +234,7 @@ def open_recorder(
         recorder = TraceRecorder(file, block_tokens, salt, clock)
     except OSError as error:
         raise ConfigError(setting, path, f"cannot be written: {error.strerror}") from error
-    logger.info("requests are recorded, without text and under salted ids, in %s", file.path)
+    logger.info("recording requests, without text and with salted ids, to %s", file.path)
     return recorder
 
 

@@ -1,8 +1,8 @@
-"""A file of lines that is private, never overwrites, never exceeds its limit, and is readable up to any crash.
+"""A private file of lines that never overwrites a file, never exceeds its limit, and stays readable after a crash.
 
-Each line is handed to the kernel before the next one, so a process that is killed leaves whole lines and at most one
-cut at the end. A path that ends in ".gz" is compressed; each line is then flushed through the compressor, which costs a
-few bytes and keeps the same promise.
+Each line is written to the kernel before the next one, so a process that is killed leaves whole lines and at most one
+cut line at the end. A path that ends in ".gz" is compressed. Each line is then flushed through the compressor, which
+costs a few bytes and keeps the same promise.
 """
 
 import os
@@ -13,30 +13,30 @@ from kvtier.errors import ConfigError
 
 GZIP_SUFFIX = ".gz"
 GZIP_WINDOW = 31
-"""What zlib calls its largest window with gzip's frame."""
+"""zlib's ``wbits`` for its largest window with gzip's header."""
 
 GZIP_EDGE_BYTES = 64
-"""Frame and end of a compressed file take less."""
+"""Upper bound of a gzip file's header and trailer."""
 
 MAX_NUMBER = 100
-"""Files of one name. An engine that is restarted goes on in a new one; one that crashes on and on must not fill a
-folder."""
+"""Maximum of files of one name. Each start of an engine makes a new one; an engine that crashes in a loop must not fill
+the folder."""
 
 
 class TraceFile:
-    """Lines on their way to a file. Used from one thread at a time.
+    """The open file. Used from one thread at a time.
 
     Args:
-        path: a new file; ".gz" at its end compresses.
-        max_bytes: what it may take on the disk.
+        path: a new file; with the ending ".gz" it is compressed.
+        max_bytes: maximum of its size.
 
     Attributes:
         path: the file.
-        num_bytes: what it takes so far.
+        num_bytes: its size so far.
 
     Raises:
-        FileExistsError: there is something of that name.
-        OSError: it cannot be made.
+        FileExistsError: the path exists.
+        OSError: the file cannot be made.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -49,16 +49,16 @@ class TraceFile:
         self._is_cut = False
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether lines of ``num_bytes`` in all fit, even if they do not get smaller by compression."""
-        # Deflate writes what it cannot shrink as it is, in pieces with five bytes in front.
+        """Return whether lines of ``num_bytes`` in all fit, even if compression does not shrink them."""
+        # Deflate stores incompressible bytes as they are, in pieces with a header of five bytes.
         edge = 0 if self._zip is None else GZIP_EDGE_BYTES + num_bytes // 1000
         return self.num_bytes + num_bytes + edge <= self._max_bytes
 
     def write(self, line: bytes) -> None:
-        """Hand one line, which ends with a line feed, to the kernel; call ``has_room`` before.
+        """Write one line, which ends with a line feed; call ``has_room`` before.
 
         Raises:
-            OSError: it cannot be written; the line may be cut, so nothing may be written behind it.
+            OSError: the line may be cut, so nothing may be written after it.
         """
         if self._zip is not None:
             line = self._zip.compress(line) + self._zip.flush(zlib.Z_SYNC_FLUSH)
@@ -73,7 +73,7 @@ class TraceFile:
         if self._fd is None:
             return
         try:
-            # Behind a line that is cut the end would be read as the rest of that line: damaged, and not cut.
+            # After a cut line the trailer would be read as the rest of that line: damaged instead of cut.
             if self._zip is not None and not self._is_cut:
                 self._put(self._zip.flush())
         finally:
@@ -84,14 +84,14 @@ class TraceFile:
         rest = memoryview(content)
         while rest:
             try:
-                num_written = self._hand_over(rest)
+                num_written = self._write_some(rest)
             except OSError:
                 self._is_cut = True
                 raise
             self.num_bytes += num_written
             rest = rest[num_written:]
 
-    def _hand_over(self, content: memoryview) -> int:
+    def _write_some(self, content: memoryview) -> int:
         assert self._fd is not None, "a line was written after the end"
         return os.write(self._fd, content)
 
@@ -109,7 +109,7 @@ def create_trace_file(path: Path, max_bytes: int, setting: str) -> TraceFile:
 
     Args:
         path: its absolute path.
-        max_bytes: what it may take on the disk.
+        max_bytes: maximum of its size.
         setting: the setting that an error names.
 
     Raises:
@@ -117,7 +117,9 @@ def create_trace_file(path: Path, max_bytes: int, setting: str) -> TraceFile:
     """
     if not path.is_absolute():
         raise ConfigError(
-            setting, str(path), "must be an absolute path: an engine's processes start anywhere"
+            setting,
+            str(path),
+            "must be an absolute path: the working directories of an engine's processes differ",
         )
     for number in range(1, MAX_NUMBER + 1):
         try:

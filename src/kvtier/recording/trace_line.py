@@ -6,9 +6,9 @@ Each line is one JSON object:
     {"timestamp": 12.5, "input_length": 70, "output_length": 8, "hash_ids": [5, 7, 9, 11], "stop": 2}
     {"kvtier_trace_end": 1, "requests": 1, "dropped": 0, "is_full": false}
 
-``timestamp`` is when the request came, in milliseconds from the start of the recording. ``hash_ids`` has one id for
-each full block of the prompt; a partial last block has none, for engines name full blocks only. Requests stand in the
-order in which they ended. The last line is missing where a recording did not end in order.
+``timestamp`` is the arrival of the request, in milliseconds since the start of the recording. ``hash_ids`` has one id
+for each full block of the prompt; a partial last block has none, because engines hash full blocks only. Requests stand
+in the order in which they ended. The last line is missing when a recording did not end in order.
 """
 
 import json
@@ -19,7 +19,7 @@ from kvtier.connector.common import StopReason
 TRACE_MARK = "kvtier_trace"
 END_MARK = "kvtier_trace_end"
 VERSION = 1
-"""A reader refuses other versions: their fields may mean something else."""
+"""A reader refuses other versions, because their fields may differ in meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TraceHeader:
     """The first line.
 
     Attributes:
-        block_tokens: prompt tokens that one id stands for.
+        block_tokens: prompt tokens of a block.
     """
 
     block_tokens: int
@@ -42,9 +42,9 @@ class TraceLine:
     """One request.
 
     Attributes:
-        arrival_s: when it came, from the start of the recording.
+        arrival_s: its arrival, since the start of the recording.
         num_prompt_tokens: length of its prompt.
-        num_output_tokens: length of its answer, as far as it got.
+        num_output_tokens: length of its answer so far.
         hash_ids: one id for each full block of the prompt, head first.
         stop: why its answer ended.
     """

@@ -1,8 +1,8 @@
-"""Turns names of blocks into ids that reveal nothing of the blocks.
+"""Ids of blocks in a trace, which reveal nothing of their content.
 
-A block's name is a hash of its tokens, the same in each engine of a kind: a guess of the prompt gives the name. So an
-id is a keyed hash (BLAKE2b) of the name under a secret. Equal names get equal ids under one secret, and only under it.
-The secret is drawn at the start and never written, or read from a file so that recordings of several engines agree.
+A block's name is a hash of its tokens, the same in all engines of a kind, so a guess of the prompt gives the name. An
+id is therefore a keyed hash (BLAKE2b) of the name. Equal names have equal ids under one secret only. The secret is
+drawn at the start and never written, or read from a file so that the recordings of several engines agree.
 """
 
 import os
@@ -13,21 +13,21 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 
 SECRET_BYTES = 32
-"""As long as the digests of blocks; 2**256 keys cannot be tried out."""
+"""As long as the digests of blocks; 2**256 secrets cannot be searched."""
 
 MIN_FILE_BYTES = 16
-"""Less could be tried out."""
+"""A shorter secret could be searched."""
 
 MAX_FILE_BYTES = 4096
-"""More is a wrong path."""
+"""A longer file is probably a wrong path."""
 
 ID_BYTES = 8
 ID_BITS = 63
-"""Traces have ids below 2**63. Ten million blocks then share an id once in 200,000 recordings."""
+"""Ids are below 2**63. With ten million blocks two share an id in one of 200,000 recordings."""
 
 
 class TraceSalt:
-    """A secret, and the ids under it.
+    """A secret, and the ids that it gives.
 
     Args:
         secret: 16 to 64 bytes; keep it from readers of the trace.
@@ -46,7 +46,7 @@ class TraceSalt:
 
 
 def draw_salt() -> TraceSalt:
-    """Return a salt that no other recording has."""
+    """Return a random salt, unique to this recording."""
     return TraceSalt(os.urandom(SECRET_BYTES))
 
 
@@ -57,12 +57,12 @@ def read_salt_file(path: Path) -> TraceSalt:
         path: a file of 16 to 4096 bytes that only its owner may read.
 
     Raises:
-        ConfigError: it cannot be read, others may read it, or its size is wrong.
+        ConfigError: the file cannot be read, others may read it, or its size is wrong.
     """
     setting = "record_salt_file"
     make = f"make one: (umask 077; head -c {SECRET_BYTES} /dev/urandom > {path})"
     try:
-        # A pipe without a writer would never open.
+        # O_NONBLOCK: opening a pipe without a writer would block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""

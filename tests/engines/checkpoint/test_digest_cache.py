@@ -29,14 +29,14 @@ def file(tmp_path: Path) -> CheckpointFile:
     return find_files(tmp_path / "model.bin")[0]
 
 
-def remember(path: Path, file: CheckpointFile, age_ns: int = MIN_AGE_NS) -> None:
+def add_digest(path: Path, file: CheckpointFile, age_ns: int = MIN_AGE_NS) -> None:
     """Remember the digest of a file that was left alone for so long before it was read."""
-    DigestCache(path).remember([(file, DIGEST)], file.stamp.ctime_ns + age_ns)
+    DigestCache(path).add([(file, DIGEST)], file.stamp.ctime_ns + age_ns)
 
 
 def test_a_digest_is_remembered_privately(path: Path, file: CheckpointFile) -> None:
     assert DigestCache(path).find([file]) == {}
-    remember(path, file)
+    add_digest(path, file)
 
     assert DigestCache(path).find([file]) == {file.name: DIGEST}
     assert path.stat().st_mode & 0o777 == 0o600
@@ -47,7 +47,7 @@ def test_a_digest_is_remembered_privately(path: Path, file: CheckpointFile) -> N
 def test_a_file_that_changed_shortly_before_it_was_read_is_not_remembered(
     path: Path, file: CheckpointFile
 ) -> None:
-    remember(path, file, MIN_AGE_NS - 1)
+    add_digest(path, file, MIN_AGE_NS - 1)
 
     assert DigestCache(path).find([file]) == {}
 
@@ -55,7 +55,7 @@ def test_a_file_that_changed_shortly_before_it_was_read_is_not_remembered(
 def test_bytes_written_anew_are_found_although_size_and_mtime_are_set_back(
     path: Path, file: CheckpointFile
 ) -> None:
-    remember(path, file)
+    add_digest(path, file)
     before = file.path.stat()
     file.path.write_bytes(b"WEIGHTS")
     os.utime(file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -66,7 +66,7 @@ def test_bytes_written_anew_are_found_although_size_and_mtime_are_set_back(
 
 
 def test_another_file_with_the_same_bytes_is_another_entry(path: Path, file: CheckpointFile) -> None:
-    remember(path, file)
+    add_digest(path, file)
     file.path.with_name("copy.bin").write_bytes(b"weights")
 
     assert DigestCache(path).find(find_files(file.path.with_name("copy.bin"))) == {}
@@ -86,12 +86,12 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_cache_is_ignored_and_replaced(
     path: Path, file: CheckpointFile, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    remember(path, file)
+    add_digest(path, file)
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
 
     assert DigestCache(path).find([file]) == {}
     assert "is ignored" in caplog.text
-    remember(path, file)
+    add_digest(path, file)
     assert DigestCache(path).find([file]) == {file.name: DIGEST}
 
 
@@ -99,7 +99,7 @@ def test_a_damaged_cache_is_ignored_and_replaced(
 def test_a_cache_that_another_user_could_have_written_is_ignored(
     path: Path, file: CheckpointFile, kind: str
 ) -> None:
-    remember(path, file)
+    add_digest(path, file)
     if kind == "others may write":
         path.chmod(0o620)
     else:
@@ -114,7 +114,7 @@ def test_a_cache_that_another_user_could_have_written_is_ignored(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_cache_of_another_user_is_ignored(path: Path, file: CheckpointFile) -> None:
-    remember(path, file)
+    add_digest(path, file)
     os.chown(path, 12345, 12345)
 
     assert DigestCache(path).find([file]) == {}
@@ -128,7 +128,7 @@ def test_what_was_added_last_is_kept_when_there_are_too_many(
         (tmp_path / name).write_bytes(b"1")
     files = [find_files(tmp_path / name)[0] for name in ("a.bin", "b.bin", "c.bin")]
     for file in files:
-        remember(path, file)
+        add_digest(path, file)
 
     assert set(DigestCache(path).find(files)) == {"b.bin", "c.bin"}
 
@@ -137,14 +137,14 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     tmp_path: Path, file: CheckpointFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_bytes(b"a file where the folder would be")
-    remember(tmp_path / "cache" / "digests.json", file)
+    add_digest(tmp_path / "cache" / "digests.json", file)
 
     assert "cannot be written" in caplog.text
 
 
 def test_without_a_path_nothing_is_remembered(file: CheckpointFile) -> None:
     cache = DigestCache(None)
-    cache.remember([(file, DIGEST)], file.stamp.ctime_ns + MIN_AGE_NS)
+    cache.add([(file, DIGEST)], file.stamp.ctime_ns + MIN_AGE_NS)
 
     assert cache.find([file]) == {}
 

@@ -208,8 +208,8 @@ def test_the_last_stores_of_a_request_are_begun_before_its_last_token_is_out(
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
     engine.run(prompt, 1)
-    assert engine._link is not None
-    assert not engine._link._worker._deferred_stores
+    assert engine._driver is not None
+    assert not engine._driver._worker._deferred_stores
     assert engine.stats()["connector.store_jobs"] > 0
 
 

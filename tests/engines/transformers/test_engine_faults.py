@@ -23,7 +23,7 @@ from kvtier.base import (
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
-from kvtier.engines.transformers.connector_link import ConnectorLink
+from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import EngineStateError
@@ -48,20 +48,20 @@ class Tiny(Protocol):
     def gpt2(self) -> PreTrainedModel: ...
 
 
-class TamperingLink:
+class TamperingDriver:
     """A connector link after whose loads one device block has other bytes. For one engine of one test."""
 
-    def __init__(self, link: ConnectorLink, tamper: Callable[[Request], None]) -> None:
-        self._link = link
+    def __init__(self, driver: ConnectorDriver, tamper: Callable[[Request], None]) -> None:
+        self._driver = driver
         self._tamper = tamper
 
     def wait_for_load(self, request: Request) -> set[int]:
-        failed = self._link.wait_for_load(request)
+        failed = self._driver.wait_for_load(request)
         self._tamper(request)
         return failed
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._link, name)
+        return getattr(self._driver, name)
 
 
 def zero_block(pages: PagedKVCache, block_ids: list[int], index: int) -> None:
@@ -96,10 +96,10 @@ def test_one_wrong_block_among_those_loaded_is_seen_in_the_logits(
     assert engine.drain(WAIT_S)
     engine.drop_device_cache()
     engine.run(prompt_of(1, 80), 1)
-    link = engine._link
-    assert link is not None
-    tampering = TamperingLink(link, lambda request: tamper(engine._pages, request.block_ids, index))
-    engine._scheduler._link = tampering  # type: ignore[assignment]  # stands in for the link
+    driver = engine._driver
+    assert driver is not None
+    tampering = TamperingDriver(driver, lambda request: tamper(engine._pages, request.block_ids, index))
+    engine._scheduler._driver = tampering  # type: ignore[assignment]  # stands in for the driver
     result = engine.run(prompt, 1, return_logits=True)
     assert result.sources == {"host": 72, "computed": 3}
     assert difference(result, expected) > 10
@@ -300,17 +300,17 @@ def test_blocks_are_free_again_even_when_the_end_of_a_request_fails(
     llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
-    link = engine._link
-    assert link is not None
-    finish = link.finish
+    driver = engine._driver
+    assert driver is not None
+    finish = driver.finish
 
     def fail(request: Request) -> None:
         finish(request)
         raise OSError("the end failed")
 
-    link.finish = fail  # type: ignore[method-assign]  # a fault that no public switch can plant
+    driver.finish = fail  # type: ignore[method-assign]  # a fault that no public switch can plant
     with pytest.raises(OSError, match="the end failed"):
         engine.run(prompt, max_new_tokens=2)
-    link.finish = finish  # type: ignore[method-assign]  # the fault is over
+    driver.finish = finish  # type: ignore[method-assign]  # the fault is over
     assert engine.stats()["device.free_blocks"] == engine.stats()["device.num_blocks"]
     assert len(engine.run(prompt, max_new_tokens=2).tokens) == 2

@@ -66,5 +66,5 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(
 
 
 def test_a_model_without_kv_cache_is_refused_before_anything_is_made(make_engine: MakeEngine) -> None:
-    with pytest.raises(ModelError, match="no transformers model"):
+    with pytest.raises(ModelError, match="not a transformers model"):
         make_engine(torch.nn.Linear(2, 2))

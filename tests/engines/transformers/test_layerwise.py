@@ -203,16 +203,16 @@ def test_a_pass_that_breaks_between_two_layers_leaves_the_engine_usable(
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
     fill(engine, prompt)
-    link = engine._link
-    assert link is not None
-    wait = link.wait_for_layer
+    driver = engine._driver
+    assert driver is not None
+    wait = driver.wait_for_layer
 
     def break_at_the_second(layer_name: str) -> None:
         if layer_name == "layers.1":
             raise KeyboardInterrupt
         wait(layer_name)
 
-    monkeypatch.setattr(link, "wait_for_layer", break_at_the_second)
+    monkeypatch.setattr(driver, "wait_for_layer", break_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         engine.run(prompt, NUM_NEW_TOKENS)
     monkeypatch.undo()
@@ -232,8 +232,8 @@ def test_an_interrupt_while_the_report_of_a_load_is_taken_loses_no_report(
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
     fill(engine, prompt)
-    assert engine._link is not None
-    handlers = engine._link._worker.worker
+    assert engine._driver is not None
+    handlers = engine._driver._worker.worker
     take = handlers.get_finished
 
     def interrupt_once() -> list[TransferResult]:

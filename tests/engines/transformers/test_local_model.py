@@ -30,5 +30,5 @@ def test_a_directory_without_a_model_is_one_line(tmp_path: Path) -> None:
 def test_a_model_that_knows_too_few_tokens_is_refused(tmp_path: Path) -> None:
     make_random_llama(1, 256, 3).save_pretrained(tmp_path)
 
-    with pytest.raises(ModelError, match="knows 256 tokens: 300 are needed"):
+    with pytest.raises(ModelError, match="has a vocabulary of 256 tokens: 300 are needed"):
         load_local_model(tmp_path, min_vocabulary_size=300)

@@ -123,9 +123,9 @@ def test_a_prompt_with_a_place_for_an_image_is_refused(make_engine: MakeEngine) 
     engine = make_engine(make_gemma3_with_images())
     prompt = [*TEXT[:20], IMAGE_TOKEN_ID, *TEXT[20:30]]
 
-    with pytest.raises(ConfigError, match=f"token_ids={IMAGE_TOKEN_ID}: stands for an image"):
+    with pytest.raises(ConfigError, match=f"token_ids={IMAGE_TOKEN_ID}: is a placeholder of an image"):
         engine.generate(prompt, 1)
-    with pytest.raises(ConfigError, match="do not say which one"):
+    with pytest.raises(ConfigError, match="ids do not identify"):
         engine.cache_for(prompt)
 
 

@@ -203,7 +203,7 @@ def test_a_rope_of_an_unknown_type_is_refused(make_engine: MakeEngine) -> None:
     rotary = next(module for module in model.modules() if hasattr(module, "rope_type"))
     cast("Any", rotary).rope_type = "spiral"  # Any: a module lets anything be set
 
-    with pytest.raises(ModelError, match=r"rope_type='spiral'.*served are.*linear"):
+    with pytest.raises(ModelError, match=r"rope_type='spiral'.*supported are.*linear"):
         make_engine(model)
 
 

@@ -164,7 +164,7 @@ def test_what_is_no_sequence_of_ids_is_refused_by_its_type(given: Any, message: 
         ({"mm_token_type_ids": torch.tensor([[0, 1, 0]])}, "mm_token_type_ids"),
         (
             {"pixel_values": torch.rand(1, 3, 224, 224)},
-            "pixel_values=<class 'torch.Tensor'>: is an input beside",
+            "pixel_values=<class 'torch.Tensor'>: is an input besides",
         ),
     ],
 )

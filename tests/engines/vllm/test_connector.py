@@ -118,7 +118,7 @@ def test_the_schedulers_counters_are_reported_at_once_and_then_now_and_then(
     first, second = scheduler.get_kv_connector_stats(), scheduler.get_kv_connector_stats()
 
     assert first is not None
-    assert first.levels["connector.load_jobs"] == 0
+    assert first.counters["connector.load_jobs"] == 0
     assert second is None
 
 

@@ -16,7 +16,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.request import Request
 
 from kvtier.engines.vllm import KVTierConnector, compat
-from kvtier.engines.vllm.connector import find_obstacle
+from kvtier.engines.vllm.connector import find_layerwise_obstacle
 from kvtier.engines.vllm.worker_hooks import make_canonical_kv_caches
 
 PROMPT = list(range(1, 56))
@@ -148,7 +148,7 @@ def with_two_halves(config: VllmConfig) -> None:
     [
         (asynchronous, "--no-async-scheduling"),
         (with_full_graphs, "PIECEWISE"),
-        (with_drafts, "speculation"),
+        (with_drafts, "speculative decoding"),
         (with_two_halves, "--enable-dbo"),
     ],
 )
@@ -156,11 +156,11 @@ def test_where_vllm_cannot_wait_or_compute_anew_the_log_names_the_remedy(
     vllm_config: VllmConfig, change: Callable[[VllmConfig], None], remedy: str
 ) -> None:
     config = synchronous(copy.deepcopy(vllm_config))
-    without_change = find_obstacle(config)
+    without_change = find_layerwise_obstacle(config)
     change(config)
 
     assert without_change is None
-    assert remedy in (find_obstacle(config) or "")
+    assert remedy in (find_layerwise_obstacle(config) or "")
 
 
 def test_a_release_without_the_hook_for_the_pool_is_not_offered_it(
@@ -168,7 +168,7 @@ def test_a_release_without_the_hook_for_the_pool_is_not_offered_it(
 ) -> None:
     monkeypatch.setattr(compat, "HAS_BLOCK_POOL_HOOK", False)
 
-    assert find_obstacle(synchronous(copy.deepcopy(vllm_config))) is not None
+    assert find_layerwise_obstacle(synchronous(copy.deepcopy(vllm_config))) is not None
 
 
 def test_the_second_model_runner_is_not_offered_it() -> None:
@@ -176,7 +176,7 @@ def test_the_second_model_runner_is_not_offered_it() -> None:
         scheduler_config=SimpleNamespace(async_scheduling=False), use_v2_model_runner=True
     )
 
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in (find_obstacle(config) or "")
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in (find_layerwise_obstacle(config) or "")
 
 
 def test_graphs_of_the_whole_model_are_given_up_for_the_hook_alone() -> None:

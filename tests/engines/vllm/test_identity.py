@@ -200,9 +200,9 @@ def test_weights_from_elsewhere_are_refused_where_blocks_last(
     config.load_config.load_format = load_format
 
     with pytest.raises(ConfigError, match=rf"{load_format}.*--revision.*secondary_tiers"):
-        make_model_identity(config, must_last=True)
+        make_model_identity(config, outlives_engine=True)
     config.model_config.revision = "mine-of-november"
-    assert make_model_identity(config, must_last=True).revision == "mine-of-november"
+    assert make_model_identity(config, outlives_engine=True).revision == "mine-of-november"
 
 
 def test_weights_in_a_bucket_are_not_named_by_the_folder_of_their_configuration(
@@ -212,17 +212,17 @@ def test_weights_in_a_bucket_are_not_named_by_the_folder_of_their_configuration(
     object.__setattr__(config.model_config, "model_weights", "s3://bucket/model")
 
     with pytest.raises(ConfigError, match="cannot be read"):
-        make_model_identity(config, must_last=True)
+        make_model_identity(config, outlives_engine=True)
 
 
 def test_a_branch_is_no_name_that_lasts_and_a_commit_is(config: VllmConfig) -> None:
     config.model_config.model = "someone/model"
     config.model_config.revision = "main"
-    with pytest.raises(ConfigError, match="main is no commit"):
-        make_model_identity(config, must_last=True)
+    with pytest.raises(ConfigError, match="main is not a commit"):
+        make_model_identity(config, outlives_engine=True)
 
     config.model_config.revision = "8cde5ca8" * 5
-    assert make_model_identity(config, must_last=True).revision == "8cde5ca8" * 5
+    assert make_model_identity(config, outlives_engine=True).revision == "8cde5ca8" * 5
 
 
 def test_code_of_another_repository_is_refused_until_its_commit_is_given(
@@ -232,10 +232,10 @@ def test_code_of_another_repository_is_refused_until_its_commit_is_given(
     config.model_config.trust_remote_code = True
     config.model_config.hf_config.auto_map = {"AutoModelForCausalLM": "someone/code--modeling.Model"}
     with pytest.raises(ConfigError, match="someone/code"):
-        make_model_identity(config, must_last=True)
+        make_model_identity(config, outlives_engine=True)
 
     config.model_config.code_revision = "8cde5ca8" * 5
-    assert make_model_identity(config, must_last=True).revision.startswith("blake3-of-every-byte:")
+    assert make_model_identity(config, outlives_engine=True).revision.startswith("blake3-of-every-byte:")
 
 
 def test_a_model_in_the_cache_of_a_hub_is_named_by_its_bytes(config: VllmConfig, tmp_path: Path) -> None:
@@ -248,20 +248,20 @@ def test_a_model_in_the_cache_of_a_hub_is_named_by_its_bytes(config: VllmConfig,
     config.model_config.hf_config._commit_hash = commit
     config.load_config.download_dir = str(tmp_path)
 
-    assert make_model_identity(config, must_last=True).revision == revision(config, folder)
+    assert make_model_identity(config, outlives_engine=True).revision == revision(config, folder)
 
 
 def test_weights_that_changed_after_the_engines_process_began_may_not_be_what_was_loaded(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
-    assert make_model_identity(config, must_last=True).revision
+    assert make_model_identity(config, outlives_engine=True).revision
 
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0")
     with pytest.raises(
         FingerprintError, match=r"safetensors: it changed after the engine .*start the engine again"
     ):
-        make_model_identity(config, must_last=True)
+        make_model_identity(config, outlives_engine=True)
 
 
 def test_a_process_began_before_now_and_after_the_machine() -> None:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvtier.base import TransferType
 from kvtier.connector.metrics import OffloadingConnectorStats
 from kvtier.engines.vllm import KVTierConnector
-from kvtier.engines.vllm.metrics import LEVELS_INTERVAL_S, KVTierPromMetrics, KVTierStats, StatsClock
+from kvtier.engines.vllm.metrics import COUNTERS_INTERVAL_S, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.testing.clock import ManualClock
 
 STORE, LOAD = TransferType("GPU", "CPU"), TransferType("CPU", "GPU")
@@ -75,8 +75,8 @@ def test_copies_are_counted_by_direction(page: Page) -> None:
 
 
 def test_levels_are_shown_by_name_with_their_latest_value(page: Page) -> None:
-    page.exporter.observe(payload(KVTierStats.of_levels({"connector.load_jobs": 3, "fs.used_bytes": 10})))
-    page.exporter.observe(payload(KVTierStats.of_levels({"connector.load_jobs": 5})))
+    page.exporter.observe(payload(KVTierStats.of_counters({"connector.load_jobs": 3, "fs.used_bytes": 10})))
+    page.exporter.observe(payload(KVTierStats.of_counters({"connector.load_jobs": 5})))
 
     assert page.value("vllm:kvtier_stat", name="connector.load_jobs") == 5
     assert page.value("vllm:kvtier_stat", name="fs.used_bytes") == 10
@@ -98,7 +98,7 @@ def worker_and_scheduler() -> list[KVTierStats]:
     return [
         transfers((100, 0.5, STORE), (8, 0.25, LOAD)),
         transfers((1, 0.25, STORE)),
-        KVTierStats.of_levels({"connector.load_jobs": 3}),
+        KVTierStats.of_counters({"connector.load_jobs": 3}),
     ]
 
 
@@ -110,7 +110,7 @@ def test_reports_of_workers_and_scheduler_add_up_in_any_order(order: tuple[int, 
     for index in order[1:]:
         total = total.aggregate(reports[index])
 
-    assert total.levels == {"connector.load_jobs": 3}
+    assert total.counters == {"connector.load_jobs": 3}
     assert sorted(operation["op_size"] for operation in total.transfers.data["GPU_to_CPU"]) == [1, 100]
     assert total.reduce()["GPU_to_CPU_total_bytes"] == 101
     assert total.reduce()["CPU_to_GPU_total_time"] == 0.25
@@ -126,20 +126,20 @@ def test_adding_up_does_not_change_what_was_added() -> None:
 
 
 def test_a_report_survives_the_way_to_another_process() -> None:
-    first, _, levels = worker_and_scheduler()
-    total = first.aggregate(levels)
+    first, _, counters = worker_and_scheduler()
+    total = first.aggregate(counters)
 
     pickled = pickle.loads(pickle.dumps(total))  # noqa: S301 - our own, as vLLM moves it between its processes
     packed = msgspec.msgpack.decode(msgspec.msgpack.encode(payload(total)))
     rebuilt = KVTierConnector.build_kv_connector_stats(packed)
 
     for received in (pickled, rebuilt):
-        assert received.levels == {"connector.load_jobs": 3}
+        assert received.counters == {"connector.load_jobs": 3}
         assert received.reduce() == total.reduce()
         assert not received.is_empty()
 
 
-@pytest.mark.parametrize("data", [None, {}, {"transfers": {}, "levels": {}}])
+@pytest.mark.parametrize("data", [None, {}, {"transfers": {}, "counters": {}}])
 def test_a_report_of_nothing_is_empty(data: Mapping[str, Any] | None) -> None:  # Any: what vLLM sends
     stats = KVTierConnector.build_kv_connector_stats(None if data is None else dict(data))
 
@@ -160,7 +160,7 @@ def test_the_schedulers_counters_are_gathered_once_an_interval() -> None:
     due = StatsClock(clock)
 
     answers = [due.is_due(), due.is_due()]
-    clock.advance(LEVELS_INTERVAL_S)
+    clock.advance(COUNTERS_INTERVAL_S)
     answers += [due.is_due(), due.is_due()]
 
     assert answers == [True, False, True, False]

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from kvtier.engines.checkpoint import FingerprintJob
-from kvtier.engines.vllm.scheduler_hooks import CONFIG_NAME, DEADLINE_S, NO_SALT, AdapterSalts
+from kvtier.engines.vllm.scheduler_hooks import DEADLINE_S, NO_SALT, AdapterSalts
 
 
 def save_adapter(folder: Path, value: float, scaling: int = 16) -> Path:
     """Write an adapter whose weights are all ``value``."""
     folder.mkdir(exist_ok=True)
     save_file({"lora_A": torch.full((4, 8), value)}, folder / "adapter_model.safetensors")
-    (folder / CONFIG_NAME).write_text(f'{{"lora_alpha": {scaling}}}')
+    (folder / "adapter_config.json").write_text(f'{{"lora_alpha": {scaling}}}')
     return folder
 
 

@@ -315,10 +315,10 @@ def test_a_layout_with_heads_outside_blocks_or_layers_is_refused_by_layer(layout
 
 REFUSED = {
     "keys and values in halves of their own": (torch.zeros(2, NUM_BLOCKS, 2, 16, 8), "first dimension"),
-    "the block within": (torch.zeros(2, NUM_BLOCKS, 16, 16).transpose(0, 1), "do not lie together"),
-    "halves seen block first": (torch.zeros(2, NUM_BLOCKS, 2, 16, 8).transpose(0, 1), "do not lie together"),
-    "parts of a block with gaps": (torch.zeros(4 * NUM_BLOCKS, 2, 8, 16)[::2], "do not lie together"),
-    "pages too small": (torch.zeros(NUM_BLOCKS, 1, 16, 16), "do not lie together"),
+    "the block within": (torch.zeros(2, NUM_BLOCKS, 16, 16).transpose(0, 1), "are not contiguous"),
+    "halves seen block first": (torch.zeros(2, NUM_BLOCKS, 2, 16, 8).transpose(0, 1), "are not contiguous"),
+    "parts of a block with gaps": (torch.zeros(4 * NUM_BLOCKS, 2, 8, 16)[::2], "are not contiguous"),
+    "pages too small": (torch.zeros(NUM_BLOCKS, 1, 16, 16), "are not contiguous"),
     "not a tensor": ([torch.zeros(NUM_BLOCKS, 2, 16, 16)], "registered list"),
     "nothing": (None, "registered NoneType"),
     "no dimension": (torch.zeros(()), "first dimension"),

@@ -1,4 +1,4 @@
-"""Names a model on disk by every byte that decides what it computes; for engines that load files themselves."""
+"""Fingerprints of models on disk, over every byte that decides what they compute; for engines that load files."""
 
 from kvtier.engines.checkpoint.digest_cache import DigestCache, default_cache_path
 from kvtier.engines.checkpoint.files import (

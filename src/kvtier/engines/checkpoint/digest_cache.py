@@ -1,8 +1,9 @@
-"""Remembers the digest of each file between starts, so that an unchanged checkpoint is read once.
+"""A cache of file digests on disk, so that an unchanged checkpoint is read once and not at every start.
 
-An entry is named by the file's path, device, inode, size and both of its times, so a file that was written again is
-another one. Git's "racily clean" files are left out: one that changed within ``MIN_AGE_NS`` before it was read could
-change once more without another time. A cache that is damaged, or that another user could have written, is ignored.
+The key of an entry is the file's path, device, inode, size and both of its times, so a file that was written again has
+another key. "Racily clean" files, as Git calls them, are left out: one that changed within ``MIN_AGE_NS`` before it was
+read could change again without a new time. A cache that is damaged, or that another user could have written, is
+ignored.
 """
 
 import json
@@ -25,20 +26,20 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "KVTIER_CACHE_DIR"
-"""Environment variable with the folder of the cache; an empty one keeps no cache."""
+"""Environment variable with the folder of the cache; an empty value disables the cache."""
 
 CACHE_NAME = "weight-digests-1.json"
-"""The number rises when digests are made otherwise."""
+"""The number changes with the way in which digests are made."""
 
 MAX_ENTRIES = 4096
-"""Most files that are remembered, those used longest ago forgotten first; about half a megabyte."""
+"""Maximum of entries, about half a megabyte; the least recently used are dropped first."""
 
 MAX_CACHE_BYTES = 1 << 20
-"""A longer file is no cache of ours."""
+"""A longer file is not a cache that kvtier wrote."""
 
 MIN_AGE_NS = 2_000_000_000
-"""How long a file must have been left alone before it was read. Shorter than the coarsest clock of a file system
-(two seconds, on FAT) trusts a file that changed twice within one tick; longer only reads a new one once more."""
+"""How long a file must have been unchanged before it was read. A time shorter than the coarsest clock of a file system
+(two seconds, on FAT) trusts a file that changed twice within one tick; a longer one only reads a new file once more."""
 
 
 def default_cache_path() -> Path | None:
@@ -55,10 +56,10 @@ def default_cache_path() -> Path | None:
 
 
 class DigestCache:
-    """The digests of files by what identified their state; used by one thread.
+    """File digests by path and state. Used from one thread.
 
     Args:
-        path: the file; None remembers nothing.
+        path: the file of the cache; None disables it.
         now_ns: the clock that file times are compared with.
     """
 
@@ -67,15 +68,15 @@ class DigestCache:
         self._now_ns = now_ns
 
     def find(self, files: Iterable[CheckpointFile]) -> dict[str, bytes]:
-        """Return the digests that are remembered, by the file's name in the checkpoint."""
+        """Return the cached digests, by the file's name in the checkpoint."""
         known = self._read(logging.WARNING)
         return {file.name: known[key] for file in files if (key := _key_of(file)) in known}
 
     def now_ns(self) -> int:
-        """Return the time, for ``remember``."""
+        """Return the time, for ``add``."""
         return self._now_ns()
 
-    def remember(self, digests: Iterable[tuple[CheckpointFile, bytes]], read_since_ns: int) -> None:
+    def add(self, digests: Iterable[tuple[CheckpointFile, bytes]], read_since_ns: int) -> None:
         """Add digests of files that were read after ``read_since_ns``; a cache that cannot be written is a warning."""
         if self._path is None:
             return
@@ -86,7 +87,7 @@ class DigestCache:
         }
         if not settled:
             return
-        # Another process may have written since: what it added is kept, and what is lost to a race is read once more.
+        # Another process may have written meanwhile: keep its entries. An entry lost to a race is made again.
         kept = {
             key: digest for key, digest in self._read(logging.DEBUG).items() if key not in settled
         } | settled
@@ -94,7 +95,7 @@ class DigestCache:
             _replace(self._path, _encode(dict(list(kept.items())[-MAX_ENTRIES:])))
         except OSError as error:
             logger.warning(
-                "the next start reads all weights again, %s cannot be written: %s", self._path, error
+                "%s cannot be written, so the next start reads all weights again: %s", self._path, error
             )
 
     def _read(self, level: int) -> dict[str, bytes]:
@@ -105,7 +106,7 @@ class DigestCache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            logger.log(level, "%s is ignored, and weights are read again: %s", self._path, error)
+            logger.log(level, "%s is ignored, so weights are read again: %s", self._path, error)
             return {}
         return entries
 
@@ -124,14 +125,14 @@ def _decode(content: bytes) -> dict[str, bytes]:
     """Return the entries.
 
     Raises:
-        ValueError: it is damaged, or no cache.
+        ValueError: the content is damaged, or no cache.
     """
     document = json.loads(content)
     try:
         body = document["digests"].encode()
         is_intact = document["checksum"] == blake3(body).hexdigest()
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError("it is no cache of digests") from error
+        raise ValueError("it is not a cache of digests") from error
     if not is_intact:
         raise ValueError("its checksum is wrong")
     return {key: bytes.fromhex(digest) for key, digest in json.loads(body).items()}
@@ -141,7 +142,7 @@ def _read_private(path: Path) -> bytes:
     """Return the bytes of a file that only this user can have written.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: it belongs to another user, others may write it, or it is too long.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,8 +1,8 @@
-"""Which files of a model or adapter decide what it computes, and when one of them has changed.
+"""Which files of a model or adapter decide what it computes, and whether one of them has changed.
 
-A rule that lists what counts misses what the next format adds, so everything counts but what is known not to:
-tokenizers (blocks are named by token ids), documents, the configuration (its effective values are named elsewhere)
-and folders that no engine loads from. A file too many costs a miss; one too few would be a wrong answer.
+Every file counts except those known not to: a list of what counts would miss what the next format adds. Left out are
+tokenizers (blocks are named by token ids), documents, the configuration (its effective values are part of the
+namespace) and folders that no engine loads. A file too many costs a miss; a file too few gives wrong answers.
 """
 
 import os
@@ -18,12 +18,12 @@ from kvtier.errors import FingerprintError
 WEIGHT_SUFFIXES = (
     ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".npy", ".msgpack", ".h5", ".ckpt", ".tensors",
 )  # fmt: skip
-"""Endings of files that hold weights. A folder without any has no weights that could name it."""
+"""Endings of files that hold weights. A folder without any cannot be named by its weights."""
 
 IRRELEVANT_WEIGHTS = re.compile(
     r"(training_args|optimizer)\.bin|(optimizer|scheduler|scaler)\.pt|rng_state.*\.pth"
 )
-"""What training leaves behind beside the weights; engines leave it out too."""
+"""Files that training leaves beside the weights; engines do not load them."""
 
 IRRELEVANT_FILES = re.compile(
     r"""
@@ -35,7 +35,7 @@ IRRELEVANT_FILES = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-"""Names of other files, in full, that change no block: their bytes reach an engine in other ways, or not at all."""
+"""Full names of other files that change no block: their bytes reach an engine in other ways, or not at all."""
 
 IRRELEVANT_FOLDERS = re.compile(
     r"""
@@ -46,13 +46,11 @@ IRRELEVANT_FOLDERS = re.compile(
 )
 """Folders that no engine reads: copies of the same weights in other formats, and what training leaves behind."""
 
-REMEDY = (
-    "kvtier names a model by every byte of its files: make it readable, and let it be while the engine starts"
-)
+REMEDY = "kvtier names a model by every byte of its files: make it readable and leave it unchanged during the start"
 
 
 class FileStamp(NamedTuple):
-    """What differs once a file has been written again; both times, because the first can be set back."""
+    """The state of a file, which differs after a write; both times, because the first can be set back."""
 
     device: int
     inode: int
@@ -68,7 +66,7 @@ class CheckpointFile:
     Attributes:
         name: its path inside the checkpoint; only the file's own name where the checkpoint is one file.
         path: where its bytes are, links resolved.
-        stamp: what it was when the checkpoint was listed.
+        stamp: its state when the checkpoint was listed.
     """
 
     name: str
@@ -80,7 +78,7 @@ def find_files(place: Path) -> tuple[CheckpointFile, ...]:
     """Return the files in a folder, or the one file, that decide what the model computes, sorted by name.
 
     Raises:
-        FingerprintError: one cannot be reached.
+        FingerprintError: a file or folder cannot be read.
     """
     if place.is_file():
         return (_describe(place.name, place),)
@@ -98,10 +96,10 @@ def has_weights(files: tuple[CheckpointFile, ...]) -> bool:
 
 
 def require_unchanged(files: Iterable[CheckpointFile]) -> None:
-    """Refuse files that are not what they were when they were listed.
+    """Refuse files that have changed since they were listed.
 
     Raises:
-        FingerprintError: names the first one.
+        FingerprintError: one has changed or is gone; it names the first.
     """
     for file in files:
         try:
@@ -113,7 +111,7 @@ def require_unchanged(files: Iterable[CheckpointFile]) -> None:
 
 
 def stamp_of(status: os.stat_result) -> FileStamp:
-    """Return what identifies the state of a file. Pure."""
+    """Return the state of a file. Pure."""
     return FileStamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
@@ -129,7 +127,7 @@ def _describe(name: str, path: Path) -> CheckpointFile:
     except OSError as error:
         raise FingerprintError(path, error.strerror or str(error), REMEDY) from error
     if not stat.S_ISREG(status.st_mode):
-        raise FingerprintError(path, "it is no regular file", REMEDY)
+        raise FingerprintError(path, "it is not a regular file", REMEDY)
     return CheckpointFile(name, resolved, stamp_of(status))
 
 

@@ -1,9 +1,9 @@
 """The fingerprint of a checkpoint: BLAKE3 over every byte of every file that decides what it computes.
 
-A file is read in pieces by a few threads; reading and hashing release the interpreter's lock, so an engine goes on
-starting meanwhile. A file's digest is BLAKE3 of its pieces' digests, the fingerprint BLAKE3 of names and digests.
-BLAKE3 and not XXH3, which is three times as fast: the fingerprint separates tenants, so nobody may be able to make
-a checkpoint that has another one's.
+A few threads read the files in pieces. Reading and hashing release the interpreter's lock, so the engine's start goes
+on meanwhile. A file's digest is BLAKE3 of its pieces' digests, the fingerprint BLAKE3 of names and digests. XXH3 would
+be three times as fast, but the fingerprint separates tenants: a checkpoint with a chosen fingerprint must be
+infeasible.
 
 Source: BLAKE3 is described at https://github.com/BLAKE3-team/BLAKE3-specs.
 """
@@ -35,31 +35,31 @@ from kvtier.limits import count_usable_cores
 logger = logging.getLogger(__name__)
 
 PREFIX = "blake3-of-every-byte:"
-"""Says how a revision was found, so that no fingerprint is taken for a revision that somebody named."""
+"""Marks a fingerprint, so that it never equals a revision that a user has named."""
 
 PIECE_BYTES = 64 << 20
-"""Hashed by one thread. Larger pieces leave threads idle at the end; smaller ones only open files more often."""
+"""Bytes that a thread hashes as one piece. Larger leave threads idle at the end; smaller only open files more often."""
 
 READ_BYTES = 1 << 20
-"""Of one system call: small enough to be hashed out of the processor's cache."""
+"""Bytes of one read: small enough to be hashed from the processor's cache."""
 
 MAX_THREADS = 8
-"""Of one fingerprint, and no more than half of the cores, which loading and compiling need: eight hash faster than
-disks read."""
+"""Threads of one fingerprint, and at most half of the cores, because loading and compiling need the others. Eight hash
+faster than disks read."""
 
 PROGRESS_INTERVAL_S = 10.0
-"""Between lines of the log while a start waits for its fingerprint."""
+"""Time between two log lines while a start waits for its fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What names a checkpoint.
+    """The name of a checkpoint.
 
     Attributes:
-        text: the name; empty when the checkpoint holds no weights.
-        files: what it covers.
+        text: the fingerprint; empty when the checkpoint holds no weights.
+        files: the files that it covers.
         num_bytes: bytes of these files.
-        num_read_bytes: how many of them were read; the others were remembered.
+        num_read_bytes: how many of them were read; the digests of the others were cached.
     """
 
     text: str
@@ -81,14 +81,14 @@ class FingerprintJob:
     """Reads a checkpoint in threads of its own, from construction on.
 
     Mutable are the pieces that are left, their digests and the count of read bytes; a lock guards them. The threads
-    are daemons: a start that fails does not wait for them.
+    are daemons, so a start that fails does not wait for them.
 
     Args:
         place: the folder or file.
-        label: names the checkpoint in the log.
-        cache: digests of earlier starts; None takes the user's.
-        num_threads: threads that read; 0 takes half of the usable cores, ``MAX_THREADS`` at most.
-        progress_interval_s: between lines of the log in ``wait``.
+        label: name of the checkpoint in the log.
+        cache: digests of earlier starts; None takes the user's cache.
+        num_threads: threads that read; 0 takes half of the usable cores, at most ``MAX_THREADS``.
+        progress_interval_s: time between two log lines in ``wait``.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class FingerprintJob:
         num_files, num_gigabytes = len(result.files), result.num_bytes / 1e9
         if not result.num_read_bytes:
             logger.info(
-                "fingerprint of %s: %d files of %.1f GB, known from an earlier start",
+                "fingerprint of %s: %d files of %.1f GB, cached by an earlier start",
                 self._label,
                 num_files,
                 num_gigabytes,
@@ -168,7 +168,7 @@ class FingerprintJob:
             self._result = self._make()
         except FingerprintError as error:
             self._error = error
-        except Exception as error:  # noqa: BLE001  # thread top: the thread that waits must see it
+        except Exception as error:  # noqa: BLE001  # thread top: wait() raises it in its own thread
             self._error = FingerprintError(self._place, f"{type(error).__name__}: {error}", REMEDY)
         finally:
             self._ended_s = time.monotonic()
@@ -183,7 +183,7 @@ class FingerprintJob:
         unknown = [file for file in files if file.name not in known]
         read = self._read_all(unknown)
         require_unchanged(files)
-        self._cache.remember([(file, (known | read)[file.name]) for file in files], read_since_ns)
+        self._cache.add([(file, (known | read)[file.name]) for file in files], read_since_ns)
         whole = blake3()
         for file in files:
             whole.update(f"{len(file.name.encode())} {file.name} ".encode() + (known | read)[file.name])
@@ -215,7 +215,7 @@ class FingerprintJob:
         return whole
 
     def _read_pieces(self) -> None:
-        """Read pieces until none is left; the first error ends the others too."""
+        """Read pieces until none is left; the first error stops all threads."""
         view = memoryview(bytearray(READ_BYTES))
         while True:
             with self._lock:
@@ -227,7 +227,7 @@ class FingerprintJob:
             except FingerprintError as error:
                 self._fail(error)
                 return
-            except Exception as error:  # noqa: BLE001  # thread top: a piece that is not read must end the whole
+            except Exception as error:  # noqa: BLE001  # thread top: a piece that cannot be read fails the job
                 self._fail(FingerprintError(file.path, str(error), REMEDY))
                 return
             with self._lock:

@@ -1,1 +1,1 @@
-"""What engines in Python share: the device's block pool, and the values of a step that the connector reads."""
+"""What Python engines share: the pool of device blocks, and the values of a step that the connector reads."""

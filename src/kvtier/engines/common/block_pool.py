@@ -1,8 +1,8 @@
-"""The device blocks of an engine: numbered, shared by prefix, the least recently used given away first.
+"""The pool of an engine's device blocks: numbered, shared by prefix, allocated in LRU order.
 
-It moves no bytes. A block that no request uses keeps its content, and its hash, until its number is needed: the prefix
-cache is exactly the unused blocks. A request frees its blocks tail first, so that the tail of a prefix goes before its
-head, which more requests share. A block without a hash, such as a partial one, is used again before any other.
+A block that no request uses keeps its content and its hash until its number is allocated again, so the prefix cache is
+exactly the unused blocks. A request frees its blocks tail first, so the tail of a prefix is reused before its head,
+which more requests share. A block without a hash, such as a partial one, is reused before any other.
 
 Source: the rules are those of vLLM's block pool.
 """
@@ -31,27 +31,27 @@ class DeviceBlockPool:
         self._num_users = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
-        # Blocks that no request uses, the one to be given away next first.
+        # Blocks that no request uses, the next to be allocated first.
         self._unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_empty = num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request uses; some of them hold a cached prefix."""
+        """Blocks that no request uses, cached ones included."""
         return len(self._unused)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks that can be found by their hash."""
+        """Blocks that can be found by hash."""
         return len(self._by_hash)
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that a request uses or that can be found by their hash."""
+        """Blocks that a request uses or that can be found by hash."""
         return self.num_blocks - self._num_empty
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the leading run of ``hashes`` that the pool holds. Pure."""
+        """Return the blocks of the longest cached prefix of ``hashes``. Pure."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -71,7 +71,7 @@ class DeviceBlockPool:
         return num_new <= num_free - sum(num_users[block_id] == 0 for block_id in prefix)
 
     def allocate(self, prefix: Sequence[int], num_new: int) -> list[int]:
-        """Use the blocks of ``prefix`` and as many new ones, whose content is undefined; return all of them in order.
+        """Use the blocks of ``prefix`` and ``num_new`` others with undefined content; return all of them in order.
 
         Raises:
             DevicePoolError: there is no room; nothing has changed.
@@ -96,9 +96,9 @@ class DeviceBlockPool:
         return [*prefix, *new]
 
     def publish(self, block_ids: Iterable[int], hashes: Iterable[bytes]) -> None:
-        """Let used blocks, now full, be found by their hashes.
+        """Make used blocks, which are full now, findable by their hashes.
 
-        A hash that another block already has stays with that one, and a block keeps the hash that it has.
+        A hash that another block has stays with that block, and a block keeps the hash that it has.
         """
         by_hash, hashes_of = self._by_hash, self._hashes
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
@@ -107,7 +107,7 @@ class DeviceBlockPool:
                 hashes_of[block_id] = block_hash
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """End one use of each block, given in the order of the request; published ones stay cached."""
+        """End one use of each block, given in the request's order; published blocks stay cached."""
         num_users, unused, hashes = self._num_users, self._unused, self._hashes
         for block_id in reversed(block_ids):
             num_left = num_users[block_id] = num_users[block_id] - 1
@@ -118,7 +118,7 @@ class DeviceBlockPool:
                     unused.move_to_end(block_id, last=False)
 
     def drop_cached(self) -> None:
-        """Forget every hash, so that no prefix is found on the device any more."""
+        """Forget every hash, so that no prefix is found on the device."""
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
             self._num_empty += block_id in self._unused
@@ -127,7 +127,7 @@ class DeviceBlockPool:
     def check(self) -> None:
         """Assert that no block is lost or counted twice."""
         in_use = {block_id for block_id, count in enumerate(self._num_users) if count > 0}
-        assert not in_use & self._unused.keys(), "a used block is on offer"
+        assert not in_use & self._unused.keys(), "a used block is also free"
         assert len(in_use) + len(self._unused) == self.num_blocks, "a block is lost"
         assert all(self._hashes[block_id] == key for key, block_id in self._by_hash.items())
         assert self.num_held_blocks == len(in_use | set(self._by_hash.values())), "held blocks are miscounted"

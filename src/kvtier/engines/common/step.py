@@ -1,6 +1,6 @@
 """One step of an engine as the connector reads it: what will be computed, and what the workers reported.
 
-Plain values with the attributes that ``kvtier.connector.protocols`` names, for engines that have no own ones.
+Plain values with the attributes of ``kvtier.connector.protocols``, for engines without such classes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,8 +30,8 @@ class CachedRequests:
 
     Attributes:
         req_ids: their names.
-        resumed_req_ids: those that come back from pre-emption.
-        new_block_ids: what was appended to each block table, or None.
+        resumed_req_ids: those that resume after pre-emption.
+        new_block_ids: the blocks appended to each block table, or None.
         num_computed_tokens: tokens whose keys and values exist before the step.
     """
 

@@ -1,6 +1,6 @@
 """The embedded engine: any local causal language model of transformers, served from a tiered KV cache.
 
-``KVTierEngine`` owns a paged pool of device blocks with a prefix cache, finds what a prompt shares with
+``KVTierEngine`` has a paged pool of device blocks with a prefix cache. It finds the prefix that a prompt shares with
 earlier ones on the device, in host memory or in a secondary tier, and computes only the rest:
 
     config = EngineConfig(num_device_blocks=256, extra_config={"cpu_bytes_to_use": "1GiB"})
@@ -10,15 +10,15 @@ earlier ones on the device, in host memory or in a secondary tier, and computes 
         ...
     stream.result.sources        # {"device": 512, "host": 1024, "computed": 37}
 
-``KVTierCache`` gives the same to people who call ``model.generate`` themselves. Requests are served one after
-another; there is no server, no batching and no tensor parallelism here.
+``KVTierCache`` does the same for programs that call ``model.generate``. Requests are served one after another, without
+batching and tensor parallelism.
 """
 
 from kvtier.errors import MissingExtraError
 
 try:
-    import torch  # noqa: F401 - whether it is there is the question
-    import transformers  # noqa: F401 - whether it is there is the question
+    import torch  # noqa: F401 - checks that it is installed
+    import transformers  # noqa: F401 - checks that it is installed
 except ImportError as error:
     raise MissingExtraError(error.name or "transformers", "transformers") from error
 

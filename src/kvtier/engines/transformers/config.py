@@ -1,7 +1,4 @@
-"""What a user tells the embedded engine, checked at construction.
-
-It does not know what ``extra_config`` means; ``kvtier.config`` parses that.
-"""
+"""Settings of the embedded engine, checked at construction; ``kvtier.config`` parses ``extra_config``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +8,12 @@ from kvtier.config import parse_settings
 from kvtier.errors import ConfigError
 
 DEFAULT_BLOCK_SIZE_TOKENS = 16
-"""Tokens in a device block. Larger blocks move in larger pieces and share less; smaller ones cost more
-hashing and bookkeeping per token."""
+"""Tokens in a device block. Larger blocks transfer faster and share less; smaller ones cost more hashing and
+bookkeeping for each token."""
 
 DEFAULT_PREFILL_CHUNK_TOKENS = 512
 """Prompt tokens computed in one step. Larger chunks need more activation memory and start stores later;
-smaller ones lose throughput of the matrix products."""
+smaller ones have slower matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +24,16 @@ class EngineConfig:
         num_device_blocks: blocks in the device pool; one request needs room for its prompt and its output.
         block_size_tokens: tokens in a device block.
         extra_config: kvtier's own settings, for example ``{"cpu_bytes_to_use": "4GiB"}``; None switches
-            offloading off and leaves the device's prefix cache alone.
+            offloading off, so that only the device's prefix cache remains.
         salt: mixed into every block hash; engines with different salts share nothing.
         prefill_chunk_tokens: prompt tokens computed in one step.
-        model_name: names the model in the namespace; None takes the one of the model's configuration.
-        model_revision: names the weights; None takes a SHA-256 over the bytes of every weight.
-        enable_events: whether the managers record which blocks come and go.
+        model_name: name of the model in the namespace; None takes the one of the model's configuration.
+        model_revision: name of the weights; None takes a SHA-256 over the bytes of every weight.
+        enable_events: whether the managers record stored and removed blocks.
 
     Raises:
         ConfigError: a value that cannot work.
-        UnknownNameError: ``extra_config`` has a setting that nobody reads.
+        UnknownNameError: ``extra_config`` has an unknown setting.
     """
 
     num_device_blocks: int

@@ -1,8 +1,8 @@
 """The embedded engine: serves requests one after another from a device pool with tiers behind it.
 
-It has no network interface and no batching. A request is admitted (its prefix is found on the device or in a tier and
-loaded), prefilled in chunks with what is missing, and decoded token by token. Blocks that became full are
-stored in later steps while the model computes; the last ones while the next request runs or the caller thinks.
+A request is admitted (its prefix is found on the device or in a tier and loaded), prefilled in chunks from there on,
+and decoded token by token. Blocks that became full are stored in later steps while the model computes; the last ones
+while the next request runs or the caller does other work.
 """
 
 import time
@@ -19,7 +19,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
-from kvtier.engines.transformers.connector_link import ConnectorLink
+from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.identity import make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
@@ -33,11 +33,11 @@ from kvtier.engines.transformers.token_ids import TokenIds
 from kvtier.factory import OffloadingSpecFactory
 
 DEFAULT_SHUTDOWN_S = 10.0
-"""Seconds that shutdown gives stores on their way. Zero drops them; more delays the end behind a slow tier."""
+"""Seconds for which shutdown waits for unfinished stores. Zero drops them; more delays the end behind a slow tier."""
 
 
 class KVTierEngine:
-    """A model with a KV cache in tiers. Used from one thread.
+    """A model with a tiered KV cache. Used from one thread.
 
     Args:
         model: any causal language model of transformers, on one device; it is switched to evaluation mode.
@@ -47,7 +47,7 @@ class KVTierEngine:
         make_spec: builds an offloading spec, once for each half of the connector.
 
     Raises:
-        ModelError: the model has no cache of keys and values of every token, or prompts cannot share what is in it.
+        ModelError: the model has no cache of keys and values of every token, or prompts cannot share it.
         ConfigError: a setting has a value that cannot work.
     """
 
@@ -66,19 +66,19 @@ class KVTierEngine:
         self._pool = DeviceBlockPool(config.num_device_blocks)
         self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
         self._is_shut_down = False
-        self._link: ConnectorLink | None = None
+        self._driver: ConnectorDriver | None = None
         if config.extra_config is not None:
             worker = make_offloading_config(adapter, config, config.extra_config)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
-            self._link = ConnectorLink(*specs, caches, clock, pause)
+            self._driver = ConnectorDriver(*specs, caches, clock, pause)
         try:
-            self._scheduler = RequestScheduler(self._pool, self._pages, self._link)
+            self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
             self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
         except BaseException:
-            if self._link is not None:
-                self._link.shutdown(0.0)
+            if self._driver is not None:
+                self._driver.shutdown(0.0)
             raise
 
     def generate(
@@ -91,20 +91,20 @@ class KVTierEngine:
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
     ) -> TokenStream:
-        """Return the stream of tokens that follow a prompt; it starts when its first token is asked for.
+        """Return the stream of tokens that follow a prompt; the first ``next`` starts the request.
 
         Args:
             token_ids: the prompt, at least one token: ids, or what a tokenizer returned for one text; a leading
                 dimension of one is fine.
             max_new_tokens: tokens to generate at most.
             temperature: zero takes the most likely token.
-            seed: of the draws at a temperature; None draws anew each time.
-            eos_token_id: one token or several that end the output, themselves included.
+            seed: seed of the draws at a temperature; None draws anew each time.
+            eos_token_id: one token or several that end the output and are part of it.
             return_logits: whether the result keeps every token's logits.
 
         Raises:
             ConfigError: an argument cannot work.
-            SequenceLengthError: prompt and output reach beyond the length up to which the model rotates keys alike.
+            SequenceLengthError: prompt and output cross a length at which the model rotates keys in another way.
             DevicePoolError: prompt and output do not fit the device pool.
         """
         if isinstance(eos_token_id, torch.Tensor):
@@ -136,7 +136,7 @@ class KVTierEngine:
             eos_token_id=eos_token_id,
             return_logits=return_logits,
         )
-        # One handler for the whole of it: each step keeps interrupts out of its books and lets them through to compute.
+        # One signal handler for the whole run: each step defers interrupts around its bookkeeping only.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:
             for _ in stream:
                 pass
@@ -147,21 +147,21 @@ class KVTierEngine:
         return KVTierCache(self._server, input_ids)
 
     def drop_device_cache(self) -> None:
-        """Forget what the device's prefix cache holds; the tiers keep theirs."""
+        """Clear the device's prefix cache, not the tiers."""
         self._server.require_idle()
         self._pool.drop_cached()
 
     def reset(self) -> None:
-        """Forget every block, on the device and in every tier; what others may share stays with them."""
+        """Forget every block, on the device and in every tier; shared tiers keep blocks for other engines."""
         self._server.require_idle()
         self._server.epoch += 1
         self._pool.drop_cached()
-        if self._link is not None:
-            self._link.reset()
+        if self._driver is not None:
+            self._driver.reset()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by dotted name; the device's stand under ``device``."""
-        stats = {} if self._link is None else self._link.stats()
+        """Return counters and gauges by dotted name; those of the device pool begin with ``device``."""
+        stats = {} if self._driver is None else self._driver.stats()
         return stats | {
             "device.num_blocks": float(self._pool.num_blocks),
             "device.free_blocks": float(self._pool.num_free_blocks),
@@ -171,17 +171,17 @@ class KVTierEngine:
     def drain(self, timeout_s: float) -> bool:
         """Wait until every store has reached host memory and the tiers; False when ``timeout_s`` passed."""
         self._server.require_idle()
-        return self._link is None or self._link.drain(timeout_s)
+        return self._driver is None or self._driver.drain(timeout_s)
 
     def shutdown(self, timeout_s: float = DEFAULT_SHUTDOWN_S) -> None:
-        """Drain for at most ``timeout_s``, then end every thread and give back the memory; idempotent.
+        """Drain for at most ``timeout_s``, then end every thread and free the memory; idempotent.
 
-        Effects: a request that is being served ends; its stream has no further token.
+        Effects: ends the request that is being served; its stream has no further token.
         """
         self._server.close()
         is_first, self._is_shut_down = not self._is_shut_down, True
-        if is_first and self._link is not None:
-            self._link.shutdown(timeout_s)
+        if is_first and self._driver is not None:
+            self._driver.shutdown(timeout_s)
 
     def __enter__(self) -> Self:
         return self

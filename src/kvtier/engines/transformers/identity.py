@@ -1,9 +1,8 @@
 """Identity of a model's weights and configuration, for the namespace of its blocks.
 
-The fingerprint of the weights is a SHA-256 over name, dtype, shape and every byte of every parameter and buffer in
-memory, those that no checkpoint keeps too (the frequencies of rotary embeddings), and of the code that came with the
-model, so two models share one only when all of it is equal. It costs about a second per gigabyte
-at start; whoever knows the revision of the weights gives ``model_revision`` and skips it.
+The fingerprint is a SHA-256 over name, dtype, shape and every byte of every parameter and buffer in memory, including
+buffers that no checkpoint has (the frequencies of rotary embeddings), and of code that came with the model. It costs
+about a second for each gigabyte at start; ``model_revision`` replaces it when the revision is known.
 """
 
 import hashlib
@@ -21,81 +20,26 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
-from kvtier.engines.transformers.block_hash import HASH_ALGORITHM
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
+from kvtier.engines.transformers.request import HASH_ALGORITHM
 from kvtier.errors import ModelError
 
 FINGERPRINT_THREADS = 4
-"""Tensors hashed at once; hashing releases the interpreter's lock. More than the cores gains nothing."""
+"""Tensors hashed at once; hashing releases the interpreter's lock. More than the cores are no faster."""
 
 FINGERPRINT_PREFIX = "sha256-of-all-weights:"
-"""Says how the revision was found, so that no fingerprint is taken for a revision that somebody named."""
+"""Marks a fingerprint, so that it never equals a revision that a user has named."""
 
 OWN_CODE = "transformers_modules"
-"""The package that transformers imports code from which came with a model."""
+"""The package in which transformers puts code that came with a model."""
 
 UNRELATED_SETTINGS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
 """Settings of a model's configuration that do not change what it computes."""
 
-
-def fingerprint_weights(model: PreTrainedModel) -> str:
-    """Return a digest that differs when any weight differs. Reads every byte of the model once.
-
-    Raises:
-        ModelError: the bytes of a tensor are not in memory.
-    """
-    # Buffers that are not persistent are in no state, and yet keys are rotated with them.
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    names_and_tensors = sorted((buffers | dict(model.state_dict())).items())
-    for name, tensor in names_and_tensors:
-        if tensor.is_meta:
-            raise ModelError(
-                f"the bytes of {name} are not in memory, so they cannot name the model's blocks: "
-                "load the whole model, or give model_revision"
-            )
-    whole = hashlib.sha256(_digest_own_code(model))
-    with ThreadPoolExecutor(FINGERPRINT_THREADS, "kvtier-fingerprint") as threads:
-        digests = threads.map(_digest_tensor, (tensor for _, tensor in names_and_tensors))
-        for (name, _), digest in zip(names_and_tensors, digests, strict=True):
-            whole.update(name.encode() + b"\0" + digest)
-    return FINGERPRINT_PREFIX + whole.hexdigest()
-
-
-def digest_model_config(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of the model's effective configuration as canonical JSON. Pure."""
-    settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
-    canonical = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _digest_own_code(model: PreTrainedModel) -> bytes:
-    """Return a digest of the files with code that transformers took from the model's repository; none is the usual."""
-    folders = {module.__module__.rpartition(".")[0] for module in model.modules()}
-    own = sorted(folder for folder in folders if folder.partition(".")[0] == OWN_CODE)
-    digest = hashlib.sha256()
-    for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if path and name.rpartition(".")[0] in own:
-            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return digest.digest()
-
-
-def _digest_tensor(tensor: torch.Tensor) -> bytes:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    digest.update(flat.view(torch.uint8).numpy().data)
-    return digest.digest()
-
-
 ENGINE_KIND = "transformers"
-"""Names this engine in namespaces: another one lays out its bytes otherwise."""
-
-
-def make_engine_id() -> str:
-    """Return a name that no other start of an engine on this machine has."""
-    return f"{ENGINE_KIND}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+"""Name of this engine in namespaces; another engine has another layout of bytes."""
 
 
 def make_offloading_config(
@@ -107,7 +51,7 @@ def make_offloading_config(
 
     Raises:
         ConfigError: a setting of ``extra_config`` has a value that cannot work.
-        UnknownNameError: a setting that nobody reads.
+        UnknownNameError: an unknown setting.
     """
     group = KVGroup(
         block_size_tokens=config.block_size_tokens,
@@ -136,3 +80,57 @@ def make_offloading_config(
     if described.settings.layerwise_load and described.block_size_factor > 1:
         return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
     return described
+
+
+def make_engine_id() -> str:
+    """Return a name that is unique to this start of an engine on this machine."""
+    return f"{ENGINE_KIND}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def fingerprint_weights(model: PreTrainedModel) -> str:
+    """Return a digest that differs when any weight differs; reads every byte of the model once.
+
+    Raises:
+        ModelError: the bytes of a tensor are not in memory.
+    """
+    # Non-persistent buffers are not in state_dict(), but keys are rotated with them.
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    names_and_tensors = sorted((buffers | dict(model.state_dict())).items())
+    for name, tensor in names_and_tensors:
+        if tensor.is_meta:
+            raise ModelError(
+                f"the bytes of {name} are not in memory, so the model has no fingerprint: "
+                "load the whole model, or give model_revision"
+            )
+    whole = hashlib.sha256(_digest_own_code(model))
+    with ThreadPoolExecutor(FINGERPRINT_THREADS, "kvtier-fingerprint") as threads:
+        digests = threads.map(_digest_tensor, (tensor for _, tensor in names_and_tensors))
+        for (name, _), digest in zip(names_and_tensors, digests, strict=True):
+            whole.update(name.encode() + b"\0" + digest)
+    return FINGERPRINT_PREFIX + whole.hexdigest()
+
+
+def digest_model_config(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of the model's effective configuration as canonical JSON. Pure."""
+    settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
+    canonical = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _digest_own_code(model: PreTrainedModel) -> bytes:
+    """Return a digest of the code files that transformers took from the model's repository; usually there are none."""
+    folders = {module.__module__.rpartition(".")[0] for module in model.modules()}
+    own = sorted(folder for folder in folders if folder.partition(".")[0] == OWN_CODE)
+    digest = hashlib.sha256()
+    for name, module in sorted(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path and name.rpartition(".")[0] in own:
+            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return digest.digest()
+
+
+def _digest_tensor(tensor: torch.Tensor) -> bytes:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data)
+    return digest.digest()

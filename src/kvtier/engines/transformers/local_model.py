@@ -1,8 +1,8 @@
-"""A random model of the Llama architecture whose answers depend on its whole prompt, for demos and benchmarks.
+"""Local models for demos and benchmarks: a random Llama, and one loaded from a directory.
 
-It generates nothing and loads nothing. Random weights of the usual small scale make a model that answers the same
-whatever it was asked. Here they are large enough for attention to choose between tokens, so that a wrong byte in
-the KV cache is a different answer. Its tokens are bytes.
+Random weights of the usual small scale make a model whose answer hardly depends on its prompt. Here they are large
+enough for attention to choose between tokens, so a wrong byte in the KV cache changes the answer. Its tokens are bytes.
+Loading downloads nothing and runs no code that came with the model.
 """
 
 from pathlib import Path
@@ -18,25 +18,25 @@ HEAD_SIZE = 64
 """Width of one attention head, as in most models of this size."""
 
 HEADS_PER_KV_HEAD = 4
-"""Query heads that share keys and values, as in models of today. Fewer make the KV cache larger per token."""
+"""Query heads that share keys and values, as in current models. Fewer make the KV cache larger for each token."""
 
 FEED_FORWARD_RATIO = 2.75
 """Width of the feed-forward layers over the hidden size, as in Llama."""
 
 INITIALIZER_RANGE_AT_1024 = 0.05
-"""Standard deviation of the weights at hidden size 1024; it falls with the root of the width, so that attention
-scores spread alike at any width. A third of it makes attention an average that hardly depends on the prompt;
-several times as much lets the rounding of float32 decide between tokens."""
+"""Standard deviation of the weights at hidden size 1024; it falls with the root of the width, so that attention scores
+have the same spread at any width. With a third of it attention is an average that hardly depends on the prompt; with
+several times as much, the rounding of float32 decides between tokens."""
 
 MAX_PROMPT_TOKENS = 131_072
-"""Positions of the model. Rotary positions cost nothing, so this only has to be above any prompt."""
+"""Positions of the model. Rotary positions cost nothing, so it only has to exceed any prompt."""
 
 
 def make_random_llama(num_layers: int, hidden_size: int, seed: int) -> PreTrainedModel:
     """Return a model in evaluation mode, float32, on the CPU; equal arguments give equal weights.
 
     Raises:
-        ConfigError: ``hidden_size`` is no multiple of four heads' width.
+        ConfigError: ``hidden_size`` is not a multiple of the width of four heads.
     """
     if hidden_size < 1 or hidden_size % (HEAD_SIZE * HEADS_PER_KV_HEAD):
         remedy = f"must be a multiple of {HEAD_SIZE * HEADS_PER_KV_HEAD}"
@@ -65,10 +65,10 @@ def load_local_model(path: Path, min_vocabulary_size: int = 1) -> PreTrainedMode
     """Return the model under ``path``, in evaluation mode on the CPU.
 
     Raises:
-        ModelError: there is no causal language model that transformers can load, or it knows fewer tokens
-            than ``min_vocabulary_size``.
+        ModelError: there is no causal language model that transformers can load, or its vocabulary is smaller than
+            ``min_vocabulary_size``.
     """
-    # They were written for a download of minutes; here each would be a line in the middle of somebody's table.
+    # transformers' progress bars would print into the tables of the command line.
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly typed
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -79,7 +79,8 @@ def load_local_model(path: Path, min_vocabulary_size: int = 1) -> PreTrainedMode
         raise ModelError(f"{path} holds no causal model that transformers can load: {first_line}") from error
     if model.config.vocab_size < min_vocabulary_size:
         raise ModelError(
-            f"the model in {path} knows {model.config.vocab_size} tokens: {min_vocabulary_size} are needed"
+            f"the model in {path} has a vocabulary of {model.config.vocab_size} tokens: "
+            f"{min_vocabulary_size} are needed"
         )
     model.train(mode=False)
     return model

@@ -1,12 +1,11 @@
-"""What the engine must know of a model, and the one call it makes of it.
+"""A transformers model as the engine uses it: the shape of its KV cache, and one forward call.
 
-It keeps no keys or values. The shapes of a layer's cache are not read from the configuration, which every
-architecture spells differently, but from one forward pass over one token: what the model hands to its cache
-then is what it will hand to it later.
+The shapes of a layer's cache are read from one forward pass over one token, not from the configuration, whose names
+differ between architectures.
 
-Layers with a sliding window are kept in full: the model masks what is outside the window itself, so the
-tokens are right and no memory is saved. Layers without keys and values of every token (state spaces, linear
-attention, cross attention, layers that borrow another layer's cache) are refused.
+Layers with a sliding window are kept in full. The model masks tokens outside the window itself, so the results are
+right, and no memory is saved. Layers without keys and values of every token (state spaces, linear attention, cross
+attention, layers that use another layer's cache) are refused.
 """
 
 import inspect
@@ -22,21 +21,21 @@ from kvtier.engines.transformers.rope import read_rope_ranges
 from kvtier.errors import ModelError
 
 SERVED_LAYER_TYPES = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers whose whole state is one key and one value for each token; subclasses keep more and are refused."""
+"""Layers whose whole state is one key and one value for each token; subclasses have more state and are refused."""
 
-CACHE_QUESTION = "_supports_default_dynamic_cache"
-"""The method by which transformers asks a model whether it works with its common cache; it has no public one."""
+CACHE_SUPPORT_METHOD = "_supports_default_dynamic_cache"
+"""transformers' private method that returns whether a model supports the common cache; there is no public one."""
 
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
 
 MEDIA_TOKEN = re.compile(r"(.*_)?(image|video|audio|speech|media)_(placeholder_|pad_)?token_(id|index)")
-"""Names of the settings that hold the tokens which stand for media; there is no common list of them."""
+"""Names of settings with the ids of media placeholder tokens; transformers has no common list of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one token leaves in one layer's cache.
+    """The KV that one token adds to one layer's cache.
 
     Attributes:
         name: the layer, unique within the model.
@@ -65,7 +64,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token leaves in the model's cache.
+    """The KV that one token adds to the model's cache.
 
     Attributes:
         layers: the layers, first to last.
@@ -95,15 +94,15 @@ class ModelAdapter:
         model: any causal language model of transformers, on one device.
 
     Attributes:
-        model: the same, in evaluation mode.
-        shape: what a token leaves in its cache.
-        rope: up to which lengths keys of one prefix are the same.
-        media_token_ids: tokens in whose place the model computes an image, a sound or a video.
+        model: the model, in evaluation mode.
+        shape: the KV that a token adds to its cache.
+        rope: the ranges of lengths within which keys of one prefix are the same.
+        media_token_ids: placeholder tokens of images, sounds and videos.
 
     Raises:
         ModelError: the model has no such cache, or a rope of an unknown type.
 
-    Effects: switches the model to evaluation mode, or dropout would change its answers.
+    Effects: switches the model to evaluation mode, because dropout would change its answers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -129,12 +128,12 @@ class ModelAdapter:
 
     @torch.no_grad()
     def forward(self, token_ids: Sequence[int], cache: Cache) -> torch.Tensor:
-        """Compute ``token_ids`` after what ``cache`` holds.
+        """Compute ``token_ids`` after the tokens in ``cache``.
 
         Returns:
             The logits after the last token, shape (vocabulary,), float32, on the CPU.
 
-        Effects: ``cache`` then holds the new tokens too.
+        Effects: adds the new tokens to ``cache``.
         """
         inputs = torch.tensor([token_ids], device=self.shape.device)
         options = {"logits_to_keep": 1} if self._last_logits_only else {}
@@ -145,13 +144,15 @@ class ModelAdapter:
 
 def _require_causal(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise ModelError(f"{type(model).__name__} is no transformers model: pass a causal language model")
+        raise ModelError(f"{type(model).__name__} is not a transformers model: pass a causal language model")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} has an encoder: only decoder-only models are served")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ModelError(f"{type(model).__name__} cannot generate: pass the model with its language head")
-    if not getattr(model, CACHE_QUESTION)():
-        raise ModelError(f"{type(model).__name__} keeps its state in a form of its own: it has no KV cache")
+    if not getattr(model, CACHE_SUPPORT_METHOD)():
+        raise ModelError(
+            f"{type(model).__name__} has no KV cache but another kind of state: it cannot be served"
+        )
 
 
 def _media_token_ids(model: PreTrainedModel) -> frozenset[int]:
@@ -184,7 +185,7 @@ def _require_served_layers(model: PreTrainedModel, cache: DynamicCache) -> None:
     for index, layer in enumerate(cache.layers):
         if type(layer) not in SERVED_LAYER_TYPES:
             raise ModelError(
-                f"layer {index} of {type(model).__name__} keeps a {type(layer).__name__}: only layers with a "
+                f"layer {index} of {type(model).__name__} has a {type(layer).__name__}: only layers with a "
                 "key and a value for every token are served"
             )
 
@@ -196,7 +197,7 @@ def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
         if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
     ]
     if not pairs or len(pairs) < len(cache.layers):
-        raise ModelError(f"{type(model).__name__} left its KV cache empty: it has none, or does not use it")
+        raise ModelError(f"{type(model).__name__} left its KV cache empty: it does not use one")
     kinds = {(tensor.dtype, tensor.device) for pair in pairs for tensor in pair}
     if len(kinds) > 1:
         raise ModelError(

@@ -1,9 +1,9 @@
-"""Asks a model at start whether keys and values of a prefix are the same whatever follows it.
+"""Checks at start that the keys and values of a prefix do not depend on what follows it.
 
-That is what sharing a prefix rests on, and architectures spell it in too many ways to be read: encoders with a
-language head, flags for bidirectional attention, prefixes that see themselves, diffusion. So the model computes two
-short prompts with a common beginning, and the keys and values of that beginning are compared. A third time
-``model.generate`` computes the first prompt, because some models number positions there in another way.
+Sharing a prefix rests on this, and architectures configure it in too many ways to read: encoders with a language head,
+flags for bidirectional attention, prefix language models, diffusion. So the model computes two short prompts with a
+common beginning, and the keys and values of that beginning are compared. A third pass goes through ``model.generate``,
+because some models number positions there in another way.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import ModelError
 
 NUM_PROBE_TOKENS = 8
-"""Length of a probe; its first half is the common beginning. More sees no more: a mask that lets the first token see
-the last does so here too."""
+"""Length of a probe; its first half is the common beginning. A longer one finds no more: a mask that lets the first
+token attend to the last does so here too."""
 
 MAX_RELATIVE_CHANGE = 0.03
-"""How much keys and values of the common beginning may differ, over their size, in the token that differs least.
-Smaller mistakes the rounding of kernels that choose their order by the batch's content for a mask; larger may miss
-one. Measured with random weights, float32 and bfloat16: 0 for causal models, 0.39 and more for bidirectional ones."""
+"""How much keys and values of the common beginning may differ, relative to their norm, in the token that differs least.
+A smaller limit takes rounding for a mask, in kernels whose order of sums depends on the input; a larger one may miss a
+mask. Measured with random weights, float32 and bfloat16: 0 for causal models, 0.39 and more for bidirectional ones."""
 
 
 def require_shareable_prefixes(adapter: ModelAdapter) -> None:
-    """Refuse a model whose prefixes have other keys and values in another prompt. Three short forward passes.
+    """Refuse a model whose prefixes have other keys and values in another prompt. Does three short forward passes.
 
     Raises:
         ModelError: it is such a model, or it cannot generate.
@@ -42,8 +42,8 @@ def require_shareable_prefixes(adapter: ModelAdapter) -> None:
         )
     if _change(expected, _generate(adapter, first), length) > MAX_RELATIVE_CHANGE:
         raise ModelError(
-            f"{_name(adapter)} computes other keys and values in model.generate than in its forward pass (a prefix "
-            "that sees itself, or positions counted otherwise): call model.generate without kvtier"
+            f"{_name(adapter)} computes other keys and values in model.generate than in its forward pass "
+            "(bidirectional attention within the prefix, or other positions): call model.generate without kvtier"
         )
 
 
@@ -68,7 +68,7 @@ def _generate(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
     model: Any = adapter.model  # Any: the annotations of transformers do not fit its models
     make_config: Any = GenerationConfig  # Any: the same
     once = make_config(max_new_tokens=1, do_sample=False, pad_token_id=0)
-    # Beams or a kind of cache that the checkpoint asks for would take part: what is not said in `once` comes from here.
+    # generate() takes what `once` leaves open from the model's configuration, which may select beams or another cache.
     usual = model.generation_config
     try:
         model.generation_config = make_config()
@@ -83,8 +83,8 @@ def _generate(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
 
 
 def _change(expected: SequenceCache, found: SequenceCache, num_tokens: int) -> float:
-    """Return the largest change of a layer's keys or values, in that of its first tokens that changed least."""
-    # The least, because rounding can send a single token of a mixture of experts to another expert.
+    """Return the largest relative change over all layers, each taken at its least changed token."""
+    # The least changed token, because rounding can route a single token of a mixture of experts to another expert.
     pairs = [
         pair
         for layer, other in zip(expected.sequence_layers, found.sequence_layers, strict=True)

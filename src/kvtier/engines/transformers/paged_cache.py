@@ -1,8 +1,8 @@
-"""The device pool: keys and values in blocks, one page of contiguous bytes for a block of all layers.
+"""The device pool: keys and values in pages, one page of contiguous bytes for a block of all layers.
 
-It does not know which block belongs to whom. A page holds, layer after layer, the keys and then the values of
-its tokens, tokens first. One page is one run of bytes, so a transfer to host memory is one copy for each
-block; within it a layer's keys are one run too, so gathering a prefix for the model is a plain copy as well.
+A page holds, layer after layer, the keys and then the values of its tokens, tokens first. So a transfer of a block to
+host memory is one copy. Within a page a layer's keys are contiguous too, so gathering a prefix for the model is a plain
+copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from kvtier.engines.transformers.model_adapter import KVShape
 from kvtier.engines.transformers.sequence_cache import SequenceCache, SequenceLayer
 
 KV_LAYOUT = "page:layer,key|value,token,head,dim"
-"""The order of the bytes in a page, as the namespace names it."""
+"""The order of the bytes in a page, as a part of the namespace."""
 
 KV_LAYOUT_BY_LAYER = "layer:page:key|value,token,head,dim"
 """The same for rows of several pages that are copied layer by layer. With one page a row both orders are the same."""
 
 
 class PagedKVCache:
-    """``num_blocks`` pages on the model's device. Used from one thread, besides the threads that copy pages.
+    """``num_blocks`` pages on the model's device. Used from one thread; other threads copy pages.
 
     Args:
-        shape: what a token leaves in the model's cache.
+        shape: the KV that a token adds to the model's cache.
         num_blocks: pages.
         block_size_tokens: tokens in a page.
 
@@ -37,8 +37,8 @@ class PagedKVCache:
         self.block_size_tokens = block_size_tokens
         self.page_size_bytes = block_size_tokens * shape.token_bytes
         page_elements = block_size_tokens * shape.token_elements
-        # Zeroed by hand: torch.zeros leaves the pages to be mapped at first touch, and then the first load or
-        # store of every block would pay for it.
+        # Zeroed explicitly: torch.zeros maps memory at first touch, which would slow the first load or store of every
+        # block.
         self._pages = torch.empty((num_blocks, page_elements), dtype=shape.dtype, device=shape.device).zero_()
         self._layer_names = [layer.name for layer in shape.layers]
         self._layer_bytes = [
@@ -58,13 +58,13 @@ class PagedKVCache:
 
     @property
     def canonical(self) -> CanonicalKVCaches:
-        """The pool as kvtier's handlers know it: one tensor of bytes, one group."""
+        """The pool in the form of kvtier's handlers: one tensor of bytes, one group."""
         tensor = CanonicalKVCacheTensor(self._pages.view(torch.int8), self.page_size_bytes)
         return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, self.page_size_bytes)]])
 
     @property
     def canonical_by_layer(self) -> CanonicalKVCaches:
-        """The same bytes with a tensor for each layer, so that a transfer can bring one layer after the other."""
+        """The same bytes with a tensor for each layer, for transfers that load one layer after the other."""
         raw, start, tensors = self._pages.view(torch.int8), 0, []
         for size_bytes in self._layer_bytes:
             tensors.append(CanonicalKVCacheTensor(raw[:, start : start + size_bytes], size_bytes))
@@ -80,16 +80,14 @@ class PagedKVCache:
         num_tokens: int,
         wait_for_layer: Callable[[str], None] | None = None,
     ) -> None:
-        """Make ``sequence`` hold the first ``num_tokens`` tokens of these blocks.
+        """Copy the first ``num_tokens`` tokens of these blocks into ``sequence``, replacing its content.
 
         Args:
             block_ids: the blocks.
-            sequence: filled.
-            num_tokens: tokens to hold.
-            wait_for_layer: returns when the blocks have the bytes of a layer. Each layer is then filled when the
-                model comes to it, and must not be read before; whatever this raises ends the forward pass.
-
-        Effects: what ``sequence`` held is gone.
+            sequence: the destination.
+            num_tokens: tokens to copy.
+            wait_for_layer: returns when the bytes of a layer are loaded. With it each layer is filled when the model
+                reaches it, and must not be read before; an exception of it ends the forward pass.
         """
         num_blocks = -(-num_tokens // self.block_size_tokens)
         ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self._pages.device)
@@ -110,7 +108,7 @@ class PagedKVCache:
         Args:
             sequence: holds every token of the blocks.
             first_block: index within the sequence of the first block to write.
-            block_ids: the blocks to write, one after another.
+            block_ids: the blocks to write, in the order of the sequence.
         """
         if not block_ids:
             return

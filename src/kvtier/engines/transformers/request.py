@@ -1,16 +1,25 @@
-"""One request: its tokens, its device blocks, and where its prompt came from.
+"""One request: its tokens, its block hashes, its device blocks, and where its prompt came from.
 
-It decides nothing; the scheduler writes it. It has the attributes that ``kvtier.connector.protocols.Request``
-asks for, so the connector reads it as it is.
+It has the attributes of ``kvtier.connector.protocols.Request``, so the connector reads it as it is; the scheduler
+writes it. A block hash is a SHA-256 chained over the parent's digest, the salt and the token ids. It stands for the
+block's tokens and every token before them, so equal digests mean equal keys and values. Only full blocks have one.
 """
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from kvtier.connector.common import StopReason
-from kvtier.engines.transformers.block_hash import extend_block_hashes
+
+HASH_ALGORITHM = "sha256"
+"""Name of the hash in the namespace."""
+
+ID_TYPE_CODE = "q"
+"""Token ids enter the hash as 64-bit integers, which hold the ids of any vocabulary."""
 
 
 @dataclass(eq=False, slots=True)
@@ -20,10 +29,10 @@ class Request:
     Attributes:
         request_id: unique within the engine.
         token_ids: prompt, then output.
-        num_prompt_tokens: how many of them are the prompt.
+        num_prompt_tokens: length of the prompt.
         block_size_tokens: tokens in a block.
         root: parent digest of the first block.
-        min_step_end_tokens: each step computes at least up to there, or its keys would be those of a shorter sequence.
+        min_step_end_tokens: each step computes at least up to this token; a shorter one would rotate keys differently.
         kv_transfer_params: hints for the connector.
         block_hashes: one digest for each full block of ``token_ids``.
         block_ids: its device blocks, in order.
@@ -31,14 +40,14 @@ class Request:
         num_filled_blocks: leading blocks whose bytes are in the pool.
         origins: prompt tokens that were not computed, by where they were found.
         num_failed_load_blocks: device blocks whose load failed.
-        num_arriving_blocks: blocks that its next step computes with while they are loaded.
-        is_known: whether the connector has seen the request in a step.
+        num_loading_blocks: blocks that are loaded layer by layer during its next step.
+        is_known: whether a step with this request has reached the connector.
         started_s: clock reading at its start.
         first_token_s: clock reading at its first token.
         ended_s: clock reading at its end; None until then.
-        logits: of each output token, when they are kept.
+        logits: logits of each output token, or None when they are not kept.
         stop: why its answer ended, for a recorded trace.
-        is_traffic: whether somebody has asked it; what only hands over computed blocks is not recorded.
+        is_traffic: whether it is a user's request; a request that only stores computed blocks is not recorded.
     """
 
     request_id: str
@@ -54,7 +63,7 @@ class Request:
     num_filled_blocks: int = 0
     origins: dict[str, int] = field(default_factory=dict)
     num_failed_load_blocks: int = 0
-    num_arriving_blocks: int = 0
+    num_loading_blocks: int = 0
     is_known: bool = False
     started_s: float = 0.0
     first_token_s: float = 0.0
@@ -82,7 +91,7 @@ class Request:
         self._extend_hashes()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold that many tokens."""
+        """Return how many blocks ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size_tokens)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
@@ -91,3 +100,35 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)
+
+
+def make_root_digest(salt: str) -> bytes:
+    """Return the parent digest of every first block; engines with different salts share no block. Pure."""
+    return hashlib.sha256(b"kvtier.block_hash.1\0" + salt.encode()).digest()
+
+
+def make_range_root(root: bytes, length_range: str) -> bytes:
+    """Return the parent digest of first blocks of sequences in one range of lengths. Pure.
+
+    Args:
+        root: the engine's root digest, which is returned for an empty ``length_range``.
+        length_range: name of the range; keys of different ranges differ, so they share no block.
+    """
+    if not length_range:
+        return root
+    return hashlib.sha256(b"kvtier.length_range.1\0" + root + length_range.encode()).digest()
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the digest of one full block after ``parent``, 32 bytes. Pure."""
+    return hashlib.sha256(parent + array(ID_TYPE_CODE, token_ids).tobytes()).digest()
+
+
+def extend_block_hashes(
+    digests: list[bytes], token_ids: Sequence[int], block_size_tokens: int, root: bytes
+) -> None:
+    """Append to ``digests`` one digest for each full block of ``token_ids`` that has none yet."""
+    for index in range(len(digests), len(token_ids) // block_size_tokens):
+        first = index * block_size_tokens
+        parent = digests[-1] if digests else root
+        digests.append(hash_block(parent, token_ids[first : first + block_size_tokens]))

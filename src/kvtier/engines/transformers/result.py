@@ -1,4 +1,4 @@
-"""What a finished request has to say: its tokens, its first token's delay, where its prompt came from."""
+"""The result of a request and the stream of its tokens: tokens, delays, and where the prompt came from."""
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ HOST = "host"
 """Origin of prompt tokens loaded from the primary tier, where they were ready."""
 
 COMPUTED = "computed"
-"""Origin of prompt tokens that no tier held, or whose load failed."""
+"""Origin of prompt tokens that no tier held or whose load failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A request, served.
+    """The result of one request.
 
     Attributes:
-        request_id: the engine's name of the request.
+        request_id: the request's id in the engine.
         num_prompt_tokens: length of the prompt.
-        tokens: the generated tokens, the end token included when it was generated.
+        tokens: the generated tokens, including the end token if it was generated.
         sources: prompt tokens by origin: ``device``, ``host``, the type of a secondary tier such as ``fs``,
             and ``computed``; they sum to ``num_prompt_tokens``; origins without a token are left out.
-        time_to_first_token_s: from the request's start to its first token, waits for tiers included.
-        total_time_s: from the request's start to its last token, the consumer's own time included.
+        time_to_first_token_s: from the request's start to its first token, including waits for tiers.
+        total_time_s: from the request's start to its last token, including the consumer's own time.
         num_failed_load_blocks: device blocks whose load failed and that were computed instead.
-        logits: float32 logits of each generated token, shape (num_tokens, vocabulary), on the CPU, when asked
-            for; otherwise None.
+        logits: float32 logits of each generated token, shape (num_tokens, vocabulary), on the CPU; None unless
+            ``return_logits`` was set.
     """
 
     request_id: str
@@ -53,7 +53,7 @@ class GenerationResult:
 
 
 def make_result(request: Request) -> GenerationResult:
-    """Return what a request that has ended has to say. Pure."""
+    """Return the result of a request that has ended. Pure."""
     tokens = request.output_ids
     origins = dict(request.origins)
     num_computed = request.num_prompt_tokens - sum(origins.values())
@@ -74,12 +74,12 @@ def make_result(request: Request) -> GenerationResult:
 class TokenStream:
     """An iterator over generated tokens. Used from the engine's thread.
 
-    The request starts at the first ``next`` and has ended when its last token is handed out; ending it earlier
-    is done by ``close``, by leaving its ``with`` block, or by dropping the stream.
+    The request starts at the first ``next`` and has ended when its last token is returned. ``close``, leaving the
+    ``with`` block, and dropping the stream end it earlier.
 
     Args:
-        request: filled by the engine.
-        tokens: what the engine generates.
+        request: the request, which the engine updates.
+        tokens: the generator of its tokens.
     """
 
     def __init__(self, request: Request, tokens: Generator[int, None, None]) -> None:
@@ -88,7 +88,7 @@ class TokenStream:
 
     @property
     def result(self) -> GenerationResult:
-        """What the request has to say; of a request that was closed early, about the tokens it had.
+        """The result; of a request that was closed early, with the tokens that it had.
 
         Raises:
             EngineStateError: the request has not ended.

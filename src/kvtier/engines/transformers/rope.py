@@ -1,12 +1,12 @@
-"""Up to which lengths of a sequence a model rotates its keys alike.
+"""The ranges of sequence lengths within which a model rotates its keys in the same way.
 
-Most kinds of rotary positions give a key that depends on its token and position alone. Two do not. LongRoPE (Phi-3
-with 128k) takes one set of factors for sequences up to the original length and another for longer ones; so keys of
-the two ranges are different things, and each range has block hashes of its own. Dynamic NTK takes another base for
-every length beyond the original one, and keeps the largest that it has met: there no two prompts share keys.
+With most kinds of rotary positions a key depends on its token and position only. Two kinds differ. LongRoPE (Phi-3 with
+128k) uses one set of factors up to the original length and another for longer sequences. Keys of the two ranges differ,
+so each range has block hashes of its own. Dynamic NTK uses another base for every length beyond the original one, and
+keeps the largest that it has met, so there no two prompts share keys.
 
-What a model uses is read from its rotary modules, which is what computes; a model with none of transformers' own
-(code that came with a checkpoint) is taken at the word of its configuration.
+The kind is read from the model's rotary modules, which do the computation. For a model without such modules of
+transformers (code that came with a checkpoint) it is read from the configuration.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,27 +21,27 @@ from kvtier.errors import ModelError, SequenceLengthError
 FIXED_TYPES = frozenset(
     {"default", "linear", "yarn", "llama3", "proportional", "axial", "mrope", "ntk_alpha"}
 )
-"""Types whose frequencies are those of the start. An allow list: a type that a later release brings is refused."""
+"""Types with constant frequencies. An allow list: a type of a later release is refused."""
 
 SWITCHING_TYPES = frozenset({"longrope", "su"})
-"""Types with one set of factors up to the original length and another beyond; the second is the first's old name."""
+"""Types with one set of factors up to the original length and another beyond; "su" is the old name of "longrope"."""
 
 GROWING_TYPE = "dynamic"
 """The type whose base grows with the sequence."""
 
 CONFIG_NAMES = ("rope_parameters", "rope_scaling")
-"""Where a configuration keeps its rope, in releases of today and in code written for older ones."""
+"""Names of a configuration's rope settings, in current releases and in code for older ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Lengths of a sequence, in tokens, over which a model rotates its keys alike.
+    """A range of sequence lengths, in tokens, within which a model rotates its keys in the same way.
 
     Attributes:
-        above: the lengths are greater.
-        last: the last of them; None where there is no end.
-        name: a part of the root of its block hashes; empty for a model whose keys never depend on the length.
-        rope_type: what the model does at the end of it.
+        above: the range begins after this length.
+        last: the last length of the range; None when it has no end.
+        name: part of the root of its block hashes; empty for a model whose keys never depend on the length.
+        rope_type: the rope type that ends the range.
     """
 
     above: int = 0
@@ -57,7 +57,7 @@ class LengthRange:
             num_new_tokens: output tokens whose keys will be computed.
 
         Raises:
-            SequenceLengthError: it would.
+            SequenceLengthError: the request is too long.
         """
         if self.last is not None and num_prompt_tokens + num_new_tokens > self.last:
             raise SequenceLengthError(num_prompt_tokens, num_new_tokens, self.last, self.rope_type)
@@ -72,8 +72,8 @@ class RopeRanges:
     """The ranges of one model.
 
     Attributes:
-        switches: last lengths of the ranges that another range follows.
-        limit: the last length that can be served; None where there is none.
+        switches: last lengths of ranges that are followed by another range.
+        limit: the last length that can be served; None for no limit.
     """
 
     switches: frozenset[int] = frozenset()
@@ -83,7 +83,7 @@ class RopeRanges:
         """Return the range in which a prompt is computed.
 
         Raises:
-            SequenceLengthError: no range with shared keys has it.
+            SequenceLengthError: no range with shared keys contains it.
         """
         if self.limit is not None and num_prompt_tokens > self.limit:
             raise SequenceLengthError(num_prompt_tokens, 0, self.limit, GROWING_TYPE)
@@ -100,7 +100,7 @@ def read_rope_ranges(model: PreTrainedModel) -> RopeRanges:
     """Return the ranges of a model. Pure.
 
     Raises:
-        ModelError: a rope of a type that kvtier does not know.
+        ModelError: the model has a rope of an unknown type.
     """
     switches: set[int] = set()
     limits: set[int] = set()
@@ -112,12 +112,13 @@ def read_rope_ranges(model: PreTrainedModel) -> RopeRanges:
                 )
             )
         elif GROWING_TYPE in rope_type:
-            # Not the original length itself: there transformers keeps the base of a longer sequence before it.
+            # One less than the original length: at that length transformers keeps the base of an earlier, longer
+            # sequence.
             limits.add(_require_length(model, rope_type, original) - 1)
         elif rope_type not in FIXED_TYPES:
             raise ModelError(
-                f"{type(model).__name__} has rope_type={rope_type!r}: kvtier does not know whether its keys depend on "
-                f"the length of the prompt; served are {', '.join(sorted(FIXED_TYPES | SWITCHING_TYPES))} and "
+                f"{type(model).__name__} has rope_type={rope_type!r}: it is not known whether its keys depend on the "
+                f"length of the prompt; supported are {', '.join(sorted(FIXED_TYPES | SWITCHING_TYPES))} and "
                 f"{GROWING_TYPE}"
             )
     return RopeRanges(frozenset(switches), min(limits, default=None))
@@ -126,7 +127,7 @@ def read_rope_ranges(model: PreTrainedModel) -> RopeRanges:
 def _ropes(
     model: PreTrainedModel,
 ) -> Iterator[tuple[str, Mapping[str, Any], object]]:  # Any: transformers' JSON
-    """Yield type, parameters and original length of every rope of the model."""
+    """Yield the type, parameters and original length of every rope of the model."""
     modules = [
         module for module in model.modules() if isinstance(getattr(module, "rope_type", None), str | dict)
     ]

@@ -1,7 +1,7 @@
 """Chooses the next token: the most likely one, or a draw from the distribution at a temperature.
 
-A draw depends on the logits and on the request's own generator, which only draws advance: where the keys and
-values came from cannot change it.
+A draw depends only on the logits and on the request's own generator, so it does not depend on where the keys and values
+came from.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from kvtier.engines.transformers.token_ids import is_whole
 from kvtier.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-4
-"""Below it logits divided by the temperature overflow; zero says plainly what such a value means."""
+"""Logits divided by a smaller temperature overflow; zero means the most likely token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: tokens to generate at most, at least one.
         temperature: zero takes the most likely token; larger values flatten the distribution.
-        seed: of the request's generator; None takes a new one from the operating system.
-        eos_token_ids: tokens that end the request, themselves included in the output.
+        seed: seed of the request's generator; None takes a new one from the operating system.
+        eos_token_ids: tokens that end the request and are part of the output.
     """
 
     max_new_tokens: int

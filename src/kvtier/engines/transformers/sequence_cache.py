@@ -1,9 +1,8 @@
 """The keys and values of one sequence, contiguous, in the form that transformers' models read.
 
-It knows neither blocks nor tiers. A layer is one buffer for the keys and one for the values, tokens first, so
-that a block of the pool is one run of bytes in them and taking it over is a plain copy; models see them
-transposed, heads first, without a copy. The buffers have room for tokens to come, because growing by
-concatenation would copy the prefix at every step.
+A layer has one buffer for keys and one for values, tokens first, so that a block of the pool is contiguous in them and
+gathering it is a plain copy. Models read them transposed, heads first, without a copy. The buffers have room for
+further tokens, because growing by concatenation would copy the prefix in every step.
 """
 
 from collections.abc import Callable
@@ -15,20 +14,20 @@ from kvtier.engines.transformers.model_adapter import KVShape, LayerShape
 from kvtier.errors import ModelError
 
 GROWTH_FACTOR = 1.5
-"""How much a full buffer grows. Larger wastes memory at the end of a sequence, smaller copies more often."""
+"""Growth of a full buffer. Larger wastes memory at the end of a sequence, smaller copies more often."""
 
 MIN_GROWTH_TOKENS = 64
-"""The least a full buffer grows by, so that short sequences do not copy at every other token."""
+"""Minimum growth of a full buffer, so that short sequences are not copied at every other token."""
 
 
 class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers is not annotated
     """One layer's keys and values of one sequence.
 
     Args:
-        shape: what a token leaves in the layer.
+        shape: the KV that a token adds to the layer.
         dtype: of keys and values.
-        device: where they are.
-        capacity_tokens: room at first; it grows when needed.
+        device: the device of the buffers.
+        capacity_tokens: initial capacity; the buffers grow when needed.
 
     Attributes:
         key_buffer: shape (capacity, key heads, key dim).
@@ -55,14 +54,14 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.set_num_tokens(0)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` tokens in all; keeps what is held."""
+        """Make room for ``num_tokens`` tokens in all; keeps the tokens held."""
         if num_tokens > len(self.key_buffer):
             self.key_buffer = _grown(self.key_buffer, self.num_tokens, num_tokens)
             self.value_buffer = _grown(self.value_buffer, self.num_tokens, num_tokens)
             self.set_num_tokens(self.num_tokens)
 
     def set_num_tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Say how many tokens of the buffers count; return those as models read them, heads first."""
+        """Set how many tokens the buffers hold; return them as models read them, heads first."""
         self.num_tokens = num_tokens
         keys = self.key_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
         values = self.value_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
@@ -70,7 +69,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         return keys, values
 
     def fill_later(self, fill: Callable[[], None] | None) -> None:
-        """Let ``fill`` write what the buffers are said to hold, when the model comes to this layer; None undoes it."""
+        """Call ``fill`` to write the held tokens when the model reaches this layer; None cancels it."""
         self._fill = fill
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -88,7 +87,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         Args:
             key_states: shape (1, key heads, new tokens, key dim).
             value_states: shape (1, value heads, new tokens, value dim).
-            _args: what other kinds of layers need.
+            _args: arguments for other kinds of layers; ignored.
             _kwargs: the same.
 
         Raises:
@@ -100,7 +99,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
             )
         if self._is_rolled_back:
             raise ModelError(
-                "a KVTierCache cannot go on after tokens were taken back: generate without assisted decoding, "
+                "a KVTierCache cannot be used after tokens were removed: generate without assisted decoding, "
                 "prompt lookup and the like"
             )
         if self._fill is not None:
@@ -115,7 +114,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         return self.set_num_tokens(last)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys a query of that length meets, and the position of the first."""
+        """Return how many keys a query of that length attends to, and the position of the first."""
         return self.num_tokens + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -123,17 +122,17 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         return self.num_tokens
 
     def get_max_length(self) -> int:
-        """Return -1, transformers' word for "no limit"."""
+        """Return -1, which means "no limit" to transformers."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, after which the layer takes no more: generate does so when it ends.
+        """Drop the last tokens, after which ``update`` raises; ``generate`` calls this when it ends.
 
         Args:
-            tokens_to_remove: zero, or how many as a negative number.
+            tokens_to_remove: zero, or the number of tokens as a negative number.
 
         Raises:
-            ModelError: a positive number, which transformers once took for a length.
+            ModelError: a positive number, which meant a length in earlier releases of transformers.
         """
         if tokens_to_remove > 0:
             raise ModelError(
@@ -152,11 +151,11 @@ class SequenceCache(Cache):
     """The keys and values of one sequence over all layers.
 
     Args:
-        shape: what a token leaves in the model's cache.
-        capacity_tokens: room at first; it grows when needed.
+        shape: the KV that a token adds to the model's cache.
+        capacity_tokens: initial capacity; the buffers grow when needed.
 
     Attributes:
-        sequence_layers: the layers, first to last; ``layers`` is what transformers calls the same.
+        sequence_layers: the layers, first to last; the same objects as transformers' ``layers``.
     """
 
     def __init__(self, shape: KVShape, capacity_tokens: int = 0) -> None:
@@ -171,12 +170,12 @@ class SequenceCache(Cache):
         return min(layer.num_tokens for layer in self.sequence_layers)
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` tokens in all; keeps what is held."""
+        """Make room for ``num_tokens`` tokens in all; keeps the tokens held."""
         for layer in self.sequence_layers:
             layer.reserve(num_tokens)
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """Say how many tokens of every layer's buffers count."""
+        """Set how many tokens every layer holds."""
         for layer in self.sequence_layers:
             layer.set_num_tokens(num_tokens)
 
@@ -189,6 +188,6 @@ def _grown(buffer: torch.Tensor, num_tokens: int, capacity_tokens: int) -> torch
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an ordinary tensor, even in inference mode: a later step outside that mode writes into it."""
+    """Return an ordinary tensor even in inference mode, because a later step outside that mode may write into it."""
     with torch.inference_mode(mode=False):
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Serves requests one after another on a device pool: admits, computes token after token, lets go.
+"""Serves requests one after another on a device pool: admits a request, generates its tokens, and ends it.
 
-It knows nothing of settings or threads. One request at a time holds the server; whatever happens to it, its
-blocks are free and its transfers in order afterwards. The keys and values of the request that is being served
-stand twice in device memory: in pages, and contiguous in the working sequence that the model reads.
+One request at a time holds the server. However it ends, its blocks are freed and its transfers are completed. The keys
+and values of the request that is being served are twice in device memory: in pages, and contiguous in the working
+sequence that the model reads.
 """
 
 import itertools
@@ -15,10 +15,9 @@ import torch
 
 from kvtier.connector.common import StopReason
 from kvtier.engines.common.block_pool import DeviceBlockPool
-from kvtier.engines.transformers.block_hash import make_range_root, make_root_digest
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
-from kvtier.engines.transformers.request import Request
+from kvtier.engines.transformers.request import Request, make_range_root, make_root_digest
 from kvtier.engines.transformers.rope import LengthRange
 from kvtier.engines.transformers.sampling import Sampler, SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
@@ -34,7 +33,7 @@ class RequestServer:
         adapter: the model.
         config: the engine's settings.
         pool: the device blocks.
-        scheduler: takes requests through their steps.
+        scheduler: runs the steps of requests.
         clock: seconds, monotonic.
     """
 
@@ -61,7 +60,7 @@ class RequestServer:
 
     @property
     def shape(self) -> KVShape:
-        """What one token leaves in the model's cache."""
+        """The KV that one token adds to the model's cache."""
         return self._adapter.shape
 
     @property
@@ -73,23 +72,23 @@ class RequestServer:
         """Return a prompt as a list.
 
         Raises:
-            ConfigError: it is not one sequence of the model's tokens, or has some that stand for images or sounds.
+            ConfigError: it is not one sequence of the model's tokens, or has placeholders of images or sounds.
         """
         prompt = read_token_ids(token_ids, self.vocabulary_size)
         media = next((token_id for token_id in prompt if token_id in self._adapter.media_token_ids), None)
         if media is not None:
             remedy = (
-                "stands for an image, a video or a sound, and ids do not say which one: give a prompt of text "
-                "alone, or call model.generate without kvtier"
+                "is a placeholder of an image, a video or a sound, whose content ids do not identify: give a prompt of "
+                "text only, or call model.generate without kvtier"
             )
             raise ConfigError("token_ids", media, remedy)
         return prompt
 
     def range_of(self, num_prompt_tokens: int) -> LengthRange:
-        """Return the lengths of sequence in which a prompt of that many tokens shares keys with others.
+        """Return the range of lengths in which a prompt of that many tokens shares keys with others.
 
         Raises:
-            SequenceLengthError: there it shares none.
+            SequenceLengthError: there is none.
         """
         return self._adapter.rope.range_of(num_prompt_tokens)
 
@@ -100,24 +99,24 @@ class RequestServer:
         kv_transfer_params: dict[str, Any] | None = None,  # Any: the connector's contract
         length_range: LengthRange | None = None,
     ) -> Request:
-        """Return a request that has not begun.
+        """Return a request that has not started.
 
         Args:
             token_ids: its prompt.
-            num_new_tokens: output tokens whose keys and values will be kept while it is served.
+            num_new_tokens: output tokens whose keys and values are kept while it is served.
             kv_transfer_params: hints for the connector.
-            length_range: that in which its keys were computed; None takes that of the prompt.
+            length_range: the range in which its keys were computed; None takes that of the prompt.
 
         Raises:
             ConfigError: the prompt is not one sequence of the model's tokens.
-            SequenceLengthError: prompt and output are of different ranges, or of none.
-            DevicePoolError: the pool is too small for it, even when it is empty.
+            SequenceLengthError: prompt and output are in different ranges, or in none.
+            DevicePoolError: the request needs more blocks than the pool has.
         """
         if length_range is None:
             prompt = self.read_prompt(token_ids)
             length_range = self.range_of(len(prompt))
         else:
-            # Media tokens that the model itself has put out are tokens like any other; no prompt can ask for them.
+            # Media tokens that the model itself has generated are ordinary tokens; only a prompt must not contain them.
             prompt = read_token_ids(token_ids, self.vocabulary_size)
         length_range.require(len(prompt), num_new_tokens)
         request = Request(
@@ -135,7 +134,7 @@ class RequestServer:
         return request
 
     def serve(self, request: Request, params: SamplingParams) -> Generator[int, None, None]:
-        """Yield the tokens that follow the request's prompt; it begins at the first ``next``."""
+        """Yield the tokens that follow the request's prompt; the first ``next`` starts it."""
         sampler = Sampler(params)
         with self._serving(request):
             self._scheduler.admit(request, can_wait_by_layer=True)
@@ -147,14 +146,14 @@ class RequestServer:
                 token_id = self._compute_next(request, sampler)
             if token_id in params.eos_token_ids:
                 request.stop = StopReason.END_TURN
-        # The request has ended before its last token is out: who stops reading there has left nothing open.
+        # The request has ended before its last token is returned, so a caller may stop reading there.
         yield token_id
 
     def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
-        """Fill ``sequence`` with what the device or a tier holds of ``token_ids``, all but the last token.
+        """Fill ``sequence`` with the cached prefix of ``token_ids``, at most all but the last token.
 
         Returns:
-            Tokens by where they were found.
+            Tokens by origin.
         """
         request = self.make_request(token_ids)
         with self._serving(request):
@@ -165,12 +164,12 @@ class RequestServer:
     def store_sequence(
         self, token_ids: Sequence[int], sequence: SequenceCache, length_range: LengthRange
     ) -> None:
-        """Keep the full blocks of ``sequence`` on the device and hand them to the tiers.
+        """Store the full blocks of ``sequence`` on the device and in the tiers.
 
         Args:
-            token_ids: what ``sequence`` holds, from the first token on; it may hold more.
+            token_ids: the first tokens of ``sequence``, which may hold more.
             sequence: keys and values that the engine's own model computed for them.
-            length_range: that of the prompt they were computed for.
+            length_range: the range of the prompt for which they were computed.
         """
         options = {"skip_load": True}
         request = self.make_request(token_ids, kv_transfer_params=options, length_range=length_range)
@@ -182,10 +181,10 @@ class RequestServer:
                 self._scheduler.advance(request, sequence, num_missing, lambda: None)
 
     def require_idle(self) -> None:
-        """Refuse to go on while a request is being served, or after the end.
+        """Raise unless the engine is open and serves no request.
 
         Raises:
-            EngineStateError: it is so.
+            EngineStateError: a request is being served, or the engine is shut down.
         """
         if self._is_closed:
             raise EngineStateError("the engine is shut down: make a new one")
@@ -195,7 +194,7 @@ class RequestServer:
             )
 
     def close(self) -> None:
-        """End the request that is being served, and serve no other; idempotent."""
+        """End the request that is being served, and refuse others; idempotent."""
         self._is_closed = True
         if self._active is not None:
             self._end(self._active)
@@ -205,18 +204,18 @@ class RequestServer:
         return f"RequestServer({self._adapter.name}, {state})"
 
     def _compute_next(self, request: Request, sampler: Sampler) -> int:
-        """Compute what the request lacks, choose its next token and append it."""
+        """Compute the request's missing tokens, choose its next token and append it."""
         if self._active is not request:
             raise EngineStateError(f"request {request.request_id!r} was ended by shutdown: make a new engine")
         num_missing_tokens = request.num_tokens - request.num_computed_tokens
-        is_load_awaited = request.num_arriving_blocks > 0
+        is_load_awaited = request.num_loading_blocks > 0
         begun_s = self._clock()
         while request.num_computed_tokens < request.num_tokens:
             first = request.num_computed_tokens
             last = max(first + self._config.prefill_chunk_tokens, request.min_step_end_tokens)
             chunk = request.token_ids[first:last]
             self._scheduler.advance(request, self._working, len(chunk), partial(self._compute, chunk))
-        # The device has computed when a token is chosen, and not before.
+        # The device works asynchronously; choosing a token waits for it, so the time is taken afterwards.
         token_id = sampler.choose(self._logits)
         if num_missing_tokens > 1 and not is_load_awaited:
             self._scheduler.report_prefill(num_missing_tokens, self._clock() - begun_s)
@@ -230,7 +229,7 @@ class RequestServer:
 
     @contextmanager
     def _serving(self, request: Request) -> Iterator[None]:
-        """Hold the engine for one request; its blocks are free and its transfers in order afterwards."""
+        """Serve one request exclusively; however it ends, its blocks are freed and its transfers completed."""
         self.require_idle()
         try:
             request.started_s = self._clock()
@@ -240,7 +239,7 @@ class RequestServer:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Let go of a request; one that shutdown has ended is ended already."""
+        """End a request, unless shutdown has ended it already."""
         if self._active is not request:
             return
         try:

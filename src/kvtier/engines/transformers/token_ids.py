@@ -1,6 +1,6 @@
-"""Reads one sequence of token ids from the forms in which tokenizers, models and people give it.
+"""Reads one sequence of token ids from the forms that tokenizers, models and callers use.
 
-A refusal shows the shape of several sequences, and the type of other things: a prompt has tens of thousands of ids.
+An error shows the shape of several sequences, and the type of other values: a prompt has tens of thousands of ids.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ import torch
 from kvtier.errors import ConfigError
 
 TokenIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | Mapping[str, Any]
-"""Any: what a tokenizer or a model returned has more than ids in it."""
+"""Any: the output of a tokenizer or a model has other entries besides ids."""
 
 SETTING = "token_ids"
-"""What messages call the argument."""
+"""Name of the argument in messages."""
 
 SEQUENCE_NAMES = ("sequences", "input_ids")
-"""Where the outputs of generate, and those of tokenizers, keep the ids."""
+"""Names of the ids in the outputs of ``generate`` and of tokenizers."""
 
 ACCEPTED = (
     "give ids as a list or a tensor of shape (n,) or (1, n), what a tokenizer or apply_chat_template returned for one "
@@ -34,23 +34,23 @@ HARMLESS_NAMES = frozenset(
         "overflowing_tokens",
     }
 )
-"""What tokenizers return beside ids that does not change what a model computes."""
+"""Outputs of tokenizers that do not change what a model computes."""
 
 
 def read_token_ids(token_ids: TokenIds, vocabulary_size: int) -> list[int]:
     """Return one sequence as a list. Pure.
 
     Args:
-        token_ids: numbers, a tensor or array of shape (num_tokens,) or (1, num_tokens), or what has such under
-            ``input_ids`` or ``sequences``.
+        token_ids: numbers, a tensor or array of shape (num_tokens,) or (1, num_tokens), or a mapping with one of these
+            under ``input_ids`` or ``sequences``.
         vocabulary_size: ids are below this.
 
     Raises:
-        ConfigError: there is no token, more than one sequence, padding, or something that is no id of the model.
+        ConfigError: there is no token, more than one sequence, padding, or a value that is not an id of the model.
     """
     given = _take_ids(token_ids) if isinstance(token_ids, Mapping) else token_ids
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise ConfigError(SETTING, type(given), f"is no sequence of ids: {ACCEPTED}")
+        raise ConfigError(SETTING, type(given), f"is not a sequence of ids: {ACCEPTED}")
     values = _flatten(given)
     if not values:
         raise ConfigError(SETTING, values, "give at least one token")
@@ -65,12 +65,12 @@ def read_token_ids(token_ids: TokenIds, vocabulary_size: int) -> list[int]:
 
 
 def is_whole(value: object) -> bool:
-    """Return whether ``value`` is a whole number, of Python or numpy; True and False are none. Pure."""
+    """Return whether ``value`` is a whole number of Python or numpy, and not a bool. Pure."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _take_ids(given: Mapping[str, Any]) -> object:
-    """Return the ids in what a tokenizer or a model returned."""
+    """Return the ids in the output of a tokenizer or a model."""
     name = next((name for name in SEQUENCE_NAMES if name in given), None)
     if name is None:
         kind = f"{type(given).__name__} with {', '.join(map(str, given)) or 'nothing'}"
@@ -81,14 +81,14 @@ def _take_ids(given: Mapping[str, Any]) -> object:
 
 
 def _refuse_other_inputs(given: Mapping[str, Any]) -> None:
-    """Refuse what changes keys and values and has no part in their names."""
+    """Refuse inputs that change keys and values but are not part of the block hash."""
     for name, value in given.items():
         if value is None or name == "input_ids" or name in HARMLESS_NAMES:
             continue
         is_types = name.endswith("token_type_ids")
         if not is_types and name != "attention_mask":
             remedy = (
-                f"is an input beside the ids, which alone name keys and values: leave it out, or {ACCEPTED}"
+                f"is an input besides the ids, and block hashes cover ids only: leave it out, or {ACCEPTED}"
             )
             raise ConfigError(name, type(value), remedy)
         if not _is_all(value, 0 if is_types else 1):
@@ -117,7 +117,7 @@ def _flatten(given: Iterable[object]) -> list[object]:
 
 
 def _shape_of(given: object) -> tuple[int, ...]:
-    """Return the shape of a tensor, an array or nested lists; of ragged ones that of their longest row."""
+    """Return the shape of a tensor, an array or nested lists; ragged lists count by their longest row."""
     shape = getattr(given, "shape", None)
     if shape is not None:
         return tuple(int(size) for size in shape)
@@ -127,5 +127,5 @@ def _shape_of(given: object) -> tuple[int, ...]:
 
 
 def _show(value: object) -> object:
-    """Return a number as it is, of other values the type."""
+    """Return a number as it is, and the type of any other value."""
     return value if isinstance(value, bool | int | float) or value is None else type(value)

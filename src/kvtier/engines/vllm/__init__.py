@@ -8,7 +8,7 @@ the rest.
 from kvtier.errors import MissingExtraError
 
 try:
-    import vllm  # noqa: F401 - whether it is there is the question
+    import vllm  # noqa: F401 - checks that it is installed
 except ImportError as error:
     raise MissingExtraError(error.name or "vllm", "vllm") from error
 

@@ -1,7 +1,7 @@
-"""Every difference between vLLM 0.28 and 0.32 that kvtier meets, each with its release and reason.
+"""Every difference between vLLM 0.28 and 0.32 that affects kvtier, each with its release and reason.
 
-It decides nothing about caching. What a release offers is found by looking for it, not by comparing numbers,
-so a development build or a patched release is taken for what it is.
+Features are detected by looking for them, not by comparing version numbers, so development builds and patched releases
+work too.
 """
 
 import os
@@ -21,22 +21,22 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheS
 from kvtier.namespace import RANDOM_SEED
 
 HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
-"""From 0.30 a worker can name requests whose load failed. Before, it can only name device blocks. With several KV
-groups the engine dies of those, and with a sliding window it goes on from blocks that were never filled."""
+"""From 0.30 a worker can report requests whose load failed. Before, it can only report device blocks. With several KV
+groups these crash the engine, and with a sliding window it goes on from blocks that were never filled."""
 
 
 HAS_BLOCK_POOL_HOOK = hasattr(connector_base.KVConnectorBase_V1, "bind_gpu_block_pool")
-"""Whether a connector is handed the pool of device blocks. Without it, blocks that a failed load has spoiled while
+"""Whether vLLM gives a connector the pool of device blocks. Without it, blocks that a failed load has corrupted while
 their request computed stay in vLLM's prefix cache."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
-"""Tokens by vLLM's name of the tier they came from."""
+"""Tokens by vLLM's name of the tier that they came from."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTransferResults:
-    """What ``KVConnectorTransferResults`` is from 0.30 on; before, only two of its fields are asked for."""
+    """Stands in for ``KVConnectorTransferResults`` before 0.30, where vLLM reads only the first two fields."""
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
@@ -44,11 +44,11 @@ class OwnTransferResults:
 
 
 TransferResults: Any = getattr(connector_base, "KVConnectorTransferResults", OwnTransferResults)
-"""The answer of ``get_transfer_results``, in vLLM's class where there is one."""
+"""Class of the result of ``get_transfer_results``: vLLM's where it exists."""
 
 
 def name_hit_sources(tokens_by_medium: Mapping[str, int]) -> HitSources:
-    """Return tokens by vLLM's own names of tiers: host memory, disk, or another; these names came with 0.32."""
+    """Return tokens by vLLM's own names of tiers, which exist from 0.32 on: host memory, disk, or another."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
@@ -62,15 +62,15 @@ def name_hit_sources(tokens_by_medium: Mapping[str, int]) -> HitSources:
 
 
 def release() -> str:
-    """Return vLLM's major and minor number, such as "0.32": the bytes of a page may change between these."""
+    """Return vLLM's major and minor number, such as "0.32"; the bytes of a page may differ between two of them."""
     return ".".join(vllm.__version__.split(".")[:2])
 
 
 def has_content_hashes(group: KVCacheGroupSpec) -> bool:
-    """Return whether the blocks of a KV group are named by hashes and live in device memory. Pure.
+    """Return whether the blocks of a KV group have content hashes and are in device memory. Pure.
 
-    From 0.29 a model can have groups that are rebuilt and never looked up, from 0.30 groups whose blocks are in
-    host memory of vLLM's own; before, neither exists.
+    From 0.29 on a model can have groups that are rebuilt and never looked up, from 0.30 on groups whose blocks are in
+    vLLM's own host memory.
     """
     return (
         getattr(group.kv_cache_spec, "prefix_cacheable", True)
@@ -82,7 +82,7 @@ def has_content_hashes(group: KVCacheGroupSpec) -> bool:
 def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return the tokens covered by one content hash.
 
-    From 0.32 the engine core writes it down; before, it is computed where it is needed.
+    From 0.32 on the configuration has it; before, it is computed where it is needed.
     """
     resolved = getattr(kv_cache_config, "hash_block_size", None)
     if resolved is None:
@@ -93,11 +93,11 @@ def hash_block_size(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 def hash_seed(vllm_config: VllmConfig) -> str:
     """Return the seed of the content hashes, or ``RANDOM_SEED`` when each process draws its own.
 
-    From 0.29 cryptographic hashes have a fixed seed; before, and for other hashes, only PYTHONHASHSEED fixes one.
+    From 0.29 on cryptographic hashes have a fixed seed; before, and for other hashes, only PYTHONHASHSEED fixes it.
     """
     from_environment = os.environ.get("PYTHONHASHSEED")
     if from_environment is not None:
-        # PYTHONHASHSEED=random is Python's own word, and for vLLM a seed like any other.
+        # PYTHONHASHSEED=random has a meaning to Python; vLLM takes it as a seed like any other.
         return f"PYTHONHASHSEED={from_environment}"
     resolve = getattr(kv_cache_utils, "resolve_none_hash_seed", None)
     if resolve is None:
@@ -110,18 +110,18 @@ def hash_seed(vllm_config: VllmConfig) -> str:
 def stored_page_bytes(
     kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, spec: KVCacheSpec
 ) -> dict[str, int] | None:
-    """Return the bytes that each layer of a group has in a device block, as the tensors are laid out. Pure.
+    """Return the bytes of each layer of a group in a device block, from the layout of the tensors. Pure.
 
-    The scheduler's process is told one layer's specification for a whole group, though others may have larger
-    or smaller pages; the layout of the tensors is told to all processes alike.
+    vLLM gives the scheduler's process one layer's specification for a whole group, although other layers may have
+    larger or smaller pages. It gives the layout of the tensors to all processes.
 
     Args:
         kv_cache_config: the layout.
-        group: whose layers.
+        group: the KV group.
         spec: the specification of its first layer.
 
     Returns:
-        Page sizes by layer, padding included; None when all layers are like the first.
+        Page sizes by layer, with padding; None when all layers equal the first.
     """
     names = set(group.layer_names)
     tensors = kv_cache_config.kv_cache_tensors
@@ -144,10 +144,10 @@ def stored_page_bytes(
 
 
 def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return everything but sizes that decides what the bytes of a page mean.
+    """Return everything except sizes that decides the meaning of a page's bytes.
 
-    Attention backends order a page as their kernels like it, and are chosen by release, device and settings. From
-    0.29 the resolved layout is part of the configuration; before, each worker resolves it from these same inputs.
+    The order of a page depends on the attention backend, which depends on release, device and settings. From 0.29 on
+    the resolved layout is part of the configuration; before, each worker resolves it from these same inputs.
     """
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get(
         "VLLM_KV_CACHE_LAYOUT", "default"
@@ -161,10 +161,10 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 
 
 def _device_kind() -> str:
-    """Return the instruction set: on a CPU, keys are packed for its matrix instructions."""
+    """Return device type and instruction set: on a CPU keys are packed for its matrix instructions."""
     if current_platform.is_cpu():
         extensions = {
-            "amx": torch.cpu._is_amx_tile_supported(),  # noqa: SLF001 - what vLLM's CPU backend asks too
+            "amx": torch.cpu._is_amx_tile_supported(),  # noqa: SLF001 - as in vLLM's CPU backend
             "avx512": torch.cpu._is_avx512_supported(),  # noqa: SLF001
         }
         names = [

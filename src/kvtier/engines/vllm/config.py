@@ -1,7 +1,7 @@
-"""Translates vLLM's configuration into kvtier's, and refuses at start what kvtier cannot do.
+"""Translates vLLM's configuration into kvtier's, and refuses unsupported ones at start.
 
-It builds no tier and maps no memory. What the scheduler's process and the workers' derive here must be equal but
-for the rank and the fingerprint of weights, so it depends on nothing but what vLLM tells both.
+The results in the scheduler's process and in the workers must be equal except for rank and weight fingerprint, so they
+depend only on what vLLM gives to both.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from kvtier.engines.vllm.identity import make_model_identity
 from kvtier.errors import ConfigError, ModelError
 
 ENGINE_KIND = "vllm"
-"""Names this engine in namespaces: another one lays out its bytes otherwise."""
+"""Name of this engine in namespaces; another engine has another layout of bytes."""
 
 
 def make_offloading_config(
@@ -28,12 +28,12 @@ def make_offloading_config(
     Args:
         vllm_config: the engine's configuration.
         kv_cache_config: its KV groups, and the number of device blocks.
-        role: which half will be built; a worker has a rank.
+        role: the half to build; a worker has a rank.
 
     Raises:
-        ConfigError: a setting cannot work, or vLLM is set up in a way that is not supported.
-        UnknownNameError: a setting that nobody reads.
-        ModelError: a kind of model that is not supported.
+        ConfigError: a setting cannot work, or a setting of vLLM is not supported.
+        UnknownNameError: an unknown setting.
+        ModelError: the model is not supported.
         FingerprintError: a file of the model cannot be read.
     """
     check_supported(vllm_config)
@@ -44,9 +44,11 @@ def make_offloading_config(
     events_config = vllm_config.kv_events_config
     return OffloadingConfig(
         engine_id=str(transfer_config.engine_id),
-        # A worker names no block: were it to read the weights too, each byte would be read once a worker.
+        # Workers make no keys, so they need no fingerprint; with it every worker would read all weights.
         model=make_model_identity(
-            vllm_config, must_last=outlives_engine(vllm_config), reads_files=role is KVConnectorRole.SCHEDULER
+            vllm_config,
+            outlives_engine=outlives_engine(vllm_config),
+            reads_files=role is KVConnectorRole.SCHEDULER,
         ),
         groups=groups,
         hash_block_size=compat.hash_block_size(vllm_config, kv_cache_config),
@@ -67,16 +69,16 @@ def make_offloading_config(
 
 
 def outlives_engine(vllm_config: VllmConfig) -> bool:
-    """Return whether blocks may be found by another engine: in tiers, or where a spec of the user's puts them. Pure."""
+    """Return whether another engine may find the blocks: in secondary tiers, or through a user's own spec. Pure."""
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config
     return any(settings.get(name) for name in ("secondary_tiers", "spec_name", "spec_module_path"))
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Refuse roles, kinds of parallelism and settings that kvtier has no rule for. Pure.
+    """Refuse roles, kinds of parallelism and settings that kvtier does not support. Pure.
 
     Raises:
-        ConfigError: names the flag, its value and what to do.
+        ConfigError: one is not supported; the message has the flag, its value and the remedy.
     """
     transfer_config = vllm_config.kv_transfer_config
     if transfer_config.kv_role != "kv_both":
@@ -91,8 +93,8 @@ def check_supported(vllm_config: VllmConfig) -> None:
         raise ConfigError("context_parallel_size", context_parallel_size(vllm_config), remedy)
     has_prefix_caching = vllm_config.cache_config.enable_prefix_caching
     if not has_prefix_caching:
-        # vLLM itself clears the flag for models whose prefixes cannot be used again, and still hashes their blocks.
-        remedy = "must be true: what cannot be found again on the device cannot be found in a tier either"
+        # vLLM clears the flag for models whose prefixes cannot be reused, and still hashes their blocks.
+        remedy = "must be true: a prefix that cannot be reused on the device cannot be reused from a tier"
         raise ConfigError("enable_prefix_caching", has_prefix_caching, remedy)
     check_rope(vllm_config.model_config)
 
@@ -100,11 +102,11 @@ def check_supported(vllm_config: VllmConfig) -> None:
 def check_rope(model_config: ModelConfig) -> None:
     """Refuse a model whose keys depend on the other requests of a step. Pure.
 
-    vLLM's own rotary layers fix their factors at start. Those of transformers choose them by the longest position
-    that they are given, and behind vLLM's transformers backend that is the longest of the batch.
+    vLLM's own rotary layers fix their factors at start. Those of transformers choose them by the longest position of
+    the call, which behind vLLM's transformers backend is the longest of the batch.
 
     Raises:
-        ConfigError: such a model may meet positions beyond its original length.
+        ConfigError: such a model may have positions beyond its original length.
     """
     if not model_config.using_transformers_backend():
         return
@@ -120,24 +122,24 @@ def check_rope(model_config: ModelConfig) -> None:
         if model_config.max_model_len > original:
             remedy = (
                 f"must be at most {original} with rope_type={rope_type!r} and model_impl='transformers': beyond, a key "
-                "depends on the other requests of its batch; take vLLM's own implementation of the model"
+                "depends on the other requests of its batch; use vLLM's own implementation of the model"
             )
             raise ConfigError("max_model_len", model_config.max_model_len, remedy)
 
 
 def check_zeroing(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole) -> None:
-    """Refuse an engine that zeroes new device blocks before kvtier has stored what was in them. Pure.
+    """Refuse an engine that zeroes new device blocks before kvtier has stored their old content. Pure.
 
-    The scheduler's process decides what is zeroed. The first model runner calls ``handle_preemptions`` before it
-    zeroes; the second one zeroes first, and a store that was deferred to this step would store zeros.
+    The scheduler's process decides which blocks are zeroed. The first model runner calls ``handle_preemptions`` before
+    it zeroes. The second one zeroes first, so a store that was deferred to this step would store zeros.
 
     Raises:
-        ModelError: names the variable that selects the first runner.
+        ModelError: it does; the message names the variable that selects the first runner.
     """
     is_scheduler = role is KVConnectorRole.SCHEDULER
     if is_scheduler and kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
         raise ModelError(
-            "the model keeps KV of several precisions, and vLLM's second model runner zeroes device blocks before "
+            "the model has KV of several precisions, and vLLM's second model runner zeroes device blocks before "
             "their stores have ended: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
         )
 
@@ -149,9 +151,9 @@ def context_parallel_size(vllm_config: VllmConfig) -> int:
 
 
 def describe_kv_dtype(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Return the data type of keys and values, as it was asked for and as each group has it. Pure.
+    """Return the data type of keys and values, as configured and as each group has it. Pure.
 
-    A checkpoint can ask for another type than the model's, and settings can leave layers out.
+    A checkpoint can have another type than the model's, and settings can exclude layers.
     """
     cache_config = vllm_config.cache_config
     specs = [first_spec(group) for group in kv_cache_config.kv_cache_groups]
@@ -161,7 +163,7 @@ def describe_kv_dtype(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:  # Any: kvtier.config gives the values types
-    """Return the user's settings; replicas of one deployment get a region each, as vLLM gives them an engine id."""
+    """Return the user's settings; each data-parallel replica gets an instance id, and so a region, of its own."""
     settings = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     replica = vllm_config.parallel_config.data_parallel_index
     instance_id = settings.get("instance_id")

@@ -1,13 +1,13 @@
-"""What kvtier must know of vLLM's KV cache groups, or why a model cannot be offloaded.
+"""Translates vLLM's KV cache groups into kvtier's, or refuses a model that cannot be offloaded.
 
-It sees specifications only, no tensor. Kinds are an allow list of exact classes: a new kind inherits from an old one
-and keeps other blocks, so what is not known is refused. Better no start than wrong bytes.
+Kinds are an allow list of exact classes. A new kind inherits from an old one and keeps other blocks, so an unknown kind
+is refused: no start is better than wrong bytes.
 
-vLLM replaces blocks that have left a window by the null block, number 0, which belongs to nobody. Three rules keep it
-out of every transfer, and each rests on how vLLM's manager of that kind frees blocks. Full attention frees none
-while a request lives. A window of ``w`` tokens frees the blocks that lie whole before the last ``w - 1`` computed
-tokens, and of a load it allocates the others only: kvtier's tail of a window group is those ``w - 1`` tokens.
-Whatever leaves other holes (recurrent states, chunked local and reference windows) is refused.
+vLLM replaces blocks that have left a window by the null block, number 0, which no request owns. It must not be in any
+transfer. How vLLM frees blocks ensures this. Full attention frees none while a request runs. A window of ``w`` tokens
+frees the blocks that lie entirely before the last ``w - 1`` computed tokens, and of a load it allocates only the
+others: kvtier's tail of a window group is these ``w - 1`` tokens. Kinds that leave other holes (recurrent states,
+chunked local and reference windows) are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ KINDS: Mapping[type[KVCacheSpec], GroupKind] = {
     SlidingWindowSpec: GroupKind.WINDOW,
     SlidingWindowMLASpec: GroupKind.WINDOW,
 }
-"""The specifications that kvtier has a rule for."""
+"""The supported specifications."""
 
 MERGE_REMEDY = (
     "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the whole prefix of such layers"
@@ -43,16 +43,14 @@ MERGE_REMEDY = (
 NO_REMEDY = "run this model without kvtier"
 
 REMEDIES = {"ChunkedLocalAttentionSpec": MERGE_REMEDY}
-"""What helps with a kind that is refused; with others nothing does."""
+"""The remedy for a kind that is refused; NO_REMEDY for all others."""
 
 
 def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
-    """Return kvtier's view of each KV group, in vLLM's order. Pure.
-
-    The scheduler's process and the workers' get equal ones.
+    """Return kvtier's description of each KV group, in vLLM's order; equal in all processes of an engine. Pure.
 
     Raises:
-        ModelError: a group cannot be offloaded; the message says which and what helps.
+        ModelError: a group cannot be offloaded; the message has the group and the remedy.
     """
     if not kv_cache_config.kv_cache_groups:
         raise ModelError("vLLM reports no KV cache group: a model without attention has nothing to offload")
@@ -61,18 +59,18 @@ def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
         # vLLM merges windows into full attention only where the model has some of that.
         is_mixed = any(group.kind is GroupKind.FULL for group in groups)
         raise ModelError(
-            f"the model has KV groups {names_of_groups(groups)}, and vLLM {compat.release()} cannot be told that a "
-            "load of anything but one full-attention group failed: use vLLM 0.30 or later"
+            f"the model has KV groups {describe_groups(groups)}, and in vLLM {compat.release()} a connector cannot "
+            "report a failed load except with one full-attention group: use vLLM 0.30 or later"
             + (f", or {MERGE_REMEDY}" if is_mixed else "")
         )
     return groups
 
 
 def can_recompute_from_block(groups: Sequence[KVGroup]) -> bool:
-    """Return whether a request can go on from any block of its prefix. Pure.
+    """Return whether a request can be recomputed from any block of its prefix. Pure.
 
-    A window group lacks the blocks before a load's tail, and block numbers are unique within a group only, so with
-    anything but one full-attention group a request whose load failed is computed from its first token.
+    A window group lacks the blocks before a load's tail, and block numbers are unique within a group only. So except
+    with one full-attention group, a request whose load failed is computed from its first token.
     """
     return len(groups) == 1 and groups[0].kind is GroupKind.FULL
 
@@ -81,7 +79,7 @@ def page_bytes_of_layers(kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec
     """Return the bytes of one device block for each layer of a group, in the order of ``layer_names``. Pure.
 
     Raises:
-        ModelError: a worker's specification of a layer contradicts what the scheduler's process will take it for.
+        ModelError: a worker's specification of a layer contradicts the one that the scheduler's process has.
     """
     first = first_spec(group)
     stored = compat.stored_page_bytes(kv_cache_config, group, first)
@@ -90,22 +88,22 @@ def page_bytes_of_layers(kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec
         own_bytes = spec.unpadded_page_size_bytes
         if own_bytes > pages[name] or (stored is None and own_bytes != pages[name]):
             raise ModelError(
-                f"layer {name!r} has pages of {own_bytes} bytes, but vLLM {compat.release()} tells its scheduler of "
+                f"layer {name!r} has pages of {own_bytes} bytes, but in vLLM {compat.release()} its scheduler has "
                 f"{pages[name]}: {NO_REMEDY}, or use a later vLLM"
             )
     return {name: int(pages[name]) for name in group.layer_names}
 
 
 def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
-    """Return what the scheduler's process is told of the whole group: the specification of its first layer. Pure."""
+    """Return the specification of the group's first layer, which the scheduler's process has for all. Pure."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return next(iter(spec.kv_cache_specs.values()))
     return spec
 
 
-def names_of_groups(groups: Sequence[KVGroup]) -> str:
-    """Return one line that says what each group is. Pure."""
+def describe_groups(groups: Sequence[KVGroup]) -> str:
+    """Return one line with the kind and number of layers of each group. Pure."""
     return ", ".join(f"{group.kind.value} x{len(group.layer_names)}" for group in groups)
 
 
@@ -127,25 +125,25 @@ def _make_group(kv_cache_config: KVCacheConfig, idx: int) -> KVGroup:
 
 
 def _kind_of(idx: int, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
-    """Return what of a prefix a layer needs, or refuse a kind that kvtier has no rule for."""
+    """Return which part of a prefix a layer needs, or refuse an unsupported kind."""
     kind = KINDS.get(type(spec))
     name = type(spec).__name__
     if kind is None:
         raise ModelError(
-            f"KV group {idx} is of kind {name}, whose block table does not say which bytes a content hash names: "
+            f"KV group {idx} is of kind {name}, whose blocks cannot be identified by content hashes: "
             f"{REMEDIES.get(name, NO_REMEDY)}"
         )
     if getattr(spec, "non_causal", False):
         raise ModelError(
-            f"KV group {idx} attends to later tokens, so the hash of a prefix does not name its bytes: {NO_REMEDY}"
+            f"KV group {idx} attends to later tokens, so the hash of a prefix does not identify its bytes: {NO_REMEDY}"
         )
     if kind is GroupKind.FULL:
         return kind, None
-    # Retained tokens are not attended to at first, but drafting several tokens may go back to them.
+    # Retained tokens are outside the window at first, but drafting several tokens may attend to them again.
     return kind, int(spec.sliding_window + spec.extra_retained_tokens)
 
 
 def _own_specs(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:
-    """Return the specification of each layer, as far as this process is told one; workers are."""
+    """Return the specification of each layer; only workers have them, in other processes it is empty."""
     spec = group.kv_cache_spec
     return spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}

@@ -1,8 +1,8 @@
-"""Which weights an engine runs, for the namespace of its blocks.
+"""The identity of an engine's weights, for the namespace of its blocks.
 
-It loads no weights. A checkpoint that lies on a disk, in a folder or in the hub's cache, is named by every byte of its
-files (``kvtier.engines.checkpoint``), random weights by their seed. What cannot be read (a bucket, another server's
-memory) is named by its commit or by what the user says with --revision, and otherwise belongs to its engine alone.
+A checkpoint on a local disk, in a folder or in the hub's cache, is identified by every byte of its files
+(``kvtier.engines.checkpoint``), random weights by their seed. Weights that cannot be read (in a bucket, in another
+server's memory) are identified by their commit or by --revision. Without either, the blocks belong to this engine only.
 """
 
 import hashlib
@@ -33,52 +33,54 @@ FORMATS_IN_FILES = frozenset(
         "sharded_state", "runai_streamer", "runai_streamer_sharded",
     }
 )  # fmt: skip
-"""Values of --load-format that load the files of the model's folder and nothing else. Not among them: "npcache", which
-prefers a copy of its own, "tensorizer", "ipc_cache", "modelexpress", and what plug-ins add."""
+"""Values of --load-format that load the files of the model's folder only. Not among them: "npcache", which prefers its
+own copy, "tensorizer", "ipc_cache", "modelexpress", and the formats of plug-ins."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""A revision that names one state of a repository for ever, as branches and tags do not."""
+"""A commit, which names one state of a repository; branches and tags can move."""
 
 UNRELATED_SETTINGS = frozenset({"transformers_version", "_name_or_path", "name_or_path", "_commit_hash"})
 """Settings of a model's configuration that do not change what it computes."""
 
 NOT_READ = "not read here"
-"""Stands for the fingerprint of files where none is needed."""
+"""Replaces the fingerprint of files where none is needed."""
 
 ENGINE_PROCESS = "EngineCore"
-"""How vLLM begins the name of the process that it starts for one engine; it loads after that."""
+"""Prefix of the name of the process that vLLM starts for one engine, before it loads the weights."""
 
 START_SLACK_NS = 50_000_000
-"""Ticks of the kernel's clocks: a file that was written just before the engine's process began is not younger."""
+"""Tolerance for the ticks of the kernel's clocks: a file written just before the process began is not younger."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsName:
-    """What names a model's weights.
+    """The name of a model's weights.
 
     Attributes:
         text: the name.
-        doubt: why other weights could have it one day; empty when none can.
-        files: what was read for it.
+        ambiguity: why other weights could get the same name; empty when none can.
+        fingerprint: of the files that were read; None when none were.
     """
 
     text: str
-    doubt: str = ""
+    ambiguity: str = ""
     fingerprint: Fingerprint | None = None
 
 
 class RunningFingerprints:
-    """The fingerprints that this process has begun and not yet used, by engine and folder; a lock guards them."""
+    """Fingerprint jobs of this process that are not used yet, by engine and folder.
+
+    Mutable is the dictionary of jobs; a lock guards it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, str, Path], FingerprintJob] = {}
 
     def start(self, vllm_config: VllmConfig, place: Path, label: str) -> FingerprintJob:
-        """Return the job that reads a checkpoint for an engine, and begin it if there is none.
-
-        Threads do not survive a fork, and what was read for an engine that never started may have changed.
-        """
+        """Return the job that reads a checkpoint for an engine; start it if there is none."""
+        # Per process, because threads do not survive a fork; per engine, because files may have changed since another
+        # start.
         key = os.getpid(), str(getattr(vllm_config, "instance_id", "")), place
         with self._lock:
             if key not in self._jobs:
@@ -86,7 +88,7 @@ class RunningFingerprints:
             return self._jobs[key]
 
     def forget(self) -> None:
-        """Forget all jobs: the next engine of this process reads anew."""
+        """Forget all jobs, so that the next engine of this process reads the files again."""
         with self._lock:
             self._jobs.clear()
 
@@ -95,26 +97,26 @@ _running = RunningFingerprints()
 
 
 def start_fingerprints(vllm_config: VllmConfig) -> None:
-    """Begin to read the weights in the background; ``make_model_identity`` waits for the end."""
+    """Start to read the weights in the background; ``make_model_identity`` waits for the result."""
     for _, model_config, load_config in _models_of(vllm_config):
-        place = find_place(model_config, load_config)
+        place = find_checkpoint(model_config, load_config)
         if place is not None:
             _running.start(vllm_config, place, str(model_config.model))
 
 
 def make_model_identity(
-    vllm_config: VllmConfig, *, must_last: bool = False, reads_files: bool = True
+    vllm_config: VllmConfig, *, outlives_engine: bool = False, reads_files: bool = True
 ) -> ModelIdentity:
     """Return name, revision, data type and configuration of the model. Waits until all weights are read.
 
     Args:
         vllm_config: the engine's configuration.
-        must_last: whether blocks outlive the engine, so that no other weights may ever have this identity.
+        outlives_engine: whether blocks outlive the engine; then no other weights may ever have this identity.
         reads_files: whether the fingerprint of files is part of it.
 
     Raises:
         FingerprintError: a file cannot be read, or changed while the engine started.
-        ConfigError: the identity must last, and nothing says for sure which weights these are.
+        ConfigError: blocks outlive the engine, and the identity of the weights is ambiguous.
     """
     model_config = vllm_config.model_config
     parts: list[str] = []
@@ -122,9 +124,9 @@ def make_model_identity(
     try:
         for role, model, load_config in _models_of(vllm_config):
             name = describe_weights(vllm_config, model, load_config, reads_files=reads_files)
-            if must_last:
-                require_lasting(role, model, name)
-            # The layers of a drafting model have KV of their own, in the same blocks.
+            if outlives_engine:
+                require_unambiguous(role, model, name)
+            # The layers of a draft model have KV too, in the same blocks.
             parts.append(name.text if role == "model" else f"{role} {model.model} {name.text}")
             settings[role] = describe_settings(model)
     finally:
@@ -142,12 +144,12 @@ def make_model_identity(
 
 
 def describe_settings(model_config: ModelConfig) -> dict[str, object]:
-    """Return the effective configuration of a model, without what does not change its results. Pure."""
+    """Return the effective configuration of a model, without settings that do not change its results. Pure."""
     settings = _without_unrelated(model_config.hf_config.to_dict())
     settings["vllm_quantization"] = str(model_config.quantization)
     settings["vllm_dtype"] = str(model_config.dtype)
     if "longrope" in json.dumps(settings, default=str):
-        # These rotate keys with one of two sets of factors, and the engine's longest request decides which.
+        # longrope rotates keys with one of two sets of factors, and the engine's longest request decides which.
         settings["vllm_max_model_len"] = model_config.max_model_len
     return settings
 
@@ -155,16 +157,16 @@ def describe_settings(model_config: ModelConfig) -> dict[str, object]:
 def describe_weights(
     vllm_config: VllmConfig, model_config: ModelConfig, load_config: LoadConfig, *, reads_files: bool
 ) -> WeightsName:
-    """Return a name of a model's weights, and of the code that comes with them.
+    """Return the name of a model's weights and of the code that comes with them.
 
     Raises:
         FingerprintError: a file cannot be read.
     """
     foreign_code = find_foreign_code(model_config)
     if format_of(load_config) == "dummy":
-        doubt = "the code that comes with the model is not read" if _runs_own_code(model_config) else ""
-        return WeightsName(f"random-weights-of-seed:{model_config.seed}", doubt)
-    place = find_place(model_config, load_config)
+        ambiguity = "the code that comes with the model is not read" if _runs_own_code(model_config) else ""
+        return WeightsName(f"random-weights-of-seed:{model_config.seed}", ambiguity)
+    place = find_checkpoint(model_config, load_config)
     if place is not None and not reads_files:
         return WeightsName(NOT_READ, foreign_code)
     if place is not None:
@@ -178,7 +180,7 @@ def describe_weights(
 def name_unread_weights(
     vllm_config: VllmConfig, model_config: ModelConfig, load_config: LoadConfig, foreign_code: str
 ) -> WeightsName:
-    """Return the commit, or what the user says, or else a name of this engine's own."""
+    """Return the commit, else the user's --revision, else a name that only this engine has."""
     is_from_hub = is_hub_name(model_config) and format_of(load_config) in FORMATS_IN_FILES
     commit = getattr(model_config.hf_config, "_commit_hash", None) if is_from_hub else None
     if commit:
@@ -186,33 +188,33 @@ def name_unread_weights(
     revision = model_config.revision
     if revision:
         is_movable = is_from_hub and not COMMIT.fullmatch(str(revision))
-        doubt = (
-            f"--revision {revision} is no commit, so other weights may have it one day" if is_movable else ""
+        ambiguity = (
+            f"--revision {revision} is not a commit and may move to other weights" if is_movable else ""
         )
-        return WeightsName(str(revision), doubt or foreign_code)
+        return WeightsName(str(revision), ambiguity or foreign_code)
     engine_id = vllm_config.kv_transfer_config.engine_id
     logger.warning(
-        "nothing identifies the weights of %s: its blocks are for engine_id %s alone; give --revision to share them",
+        "the weights of %s have no identity: only engine_id %s uses its blocks; give --revision to share them",
         model_config.model,
         engine_id,
     )
-    doubt = (
-        f"its weights cannot be read (load format {format_of(load_config)!r}), and nothing else names them"
+    ambiguity = (
+        f"its weights cannot be read (load format {format_of(load_config)!r}), and have no other identity"
     )
-    return WeightsName(f"unidentified-weights-of-engine:{engine_id}", doubt)
+    return WeightsName(f"unidentified-weights-of-engine:{engine_id}", ambiguity)
 
 
-def require_lasting(role: str, model_config: ModelConfig, name: WeightsName) -> None:
-    """Refuse weights that tiers which outlive the engine could take for others.
+def require_unambiguous(role: str, model_config: ModelConfig, name: WeightsName) -> None:
+    """Refuse weights whose name other weights could get, for tiers that outlive the engine.
 
     Raises:
-        ConfigError: the name is in doubt.
-        FingerprintError: a file changed after the engine's process had started, and may not be what was loaded.
+        ConfigError: the name is ambiguous.
+        FingerprintError: a file changed after the engine's process had started, so it may differ from the loaded one.
     """
-    if name.doubt:
+    if name.ambiguity:
         flag = "--revision (and --code-revision)" if role == "model" else '"revision" in --speculative-config'
         remedy = (
-            f"{name.doubt}: give {flag} the commit, or where there is none a name that no other weights will ever "
+            f"{name.ambiguity}: give {flag} the commit, or where there is none a name that no other weights will ever "
             "have; or download the model into a folder; or leave secondary_tiers out"
         )
         raise ConfigError("model", str(model_config.model), remedy)
@@ -222,12 +224,12 @@ def require_lasting(role: str, model_config: ModelConfig, name: WeightsName) -> 
     began_ns = process_start_ns() + START_SLACK_NS
     for file in name.fingerprint.files:
         if file.stamp.ctime_ns > began_ns:
-            reason = "it changed after the engine had started, and may not be what was loaded"
+            reason = "it changed after the engine had started, so it may differ from what was loaded"
             raise FingerprintError(file.path, reason, "start the engine again")
 
 
-def find_place(model_config: ModelConfig, load_config: LoadConfig) -> Path | None:
-    """Return where all bytes of a model lie that are loaded; None when that is on no disk of ours."""
+def find_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> Path | None:
+    """Return the local folder or file of all loaded bytes of a model; None when they are not on a local disk."""
     if format_of(load_config) not in FORMATS_IN_FILES or _is_in_bucket(model_config):
         return None
     place = Path(str(model_config.model))
@@ -235,8 +237,8 @@ def find_place(model_config: ModelConfig, load_config: LoadConfig) -> Path | Non
 
 
 def find_snapshot(model_config: ModelConfig, load_config: LoadConfig) -> Path | None:
-    """Return the folder of the hub's cache that vLLM loads a model from; None when it is not there. No network."""
-    if envs.VLLM_USE_MODELSCOPE:  # a cache of its own, where another state may have the same name
+    """Return the folder of the hub's cache that vLLM loads a model from, or None; uses no network."""
+    if envs.VLLM_USE_MODELSCOPE:  # ModelScope has another cache, where another state may have the same name
         return None
     try:
         folder = huggingface_hub.snapshot_download(
@@ -245,15 +247,15 @@ def find_snapshot(model_config: ModelConfig, load_config: LoadConfig) -> Path | 
             cache_dir=load_config.download_dir,
             local_files_only=True,
         )
-    except (OSError, ValueError):  # not there, or no name that a hub could have
+    except (OSError, ValueError):  # not in the cache, or not a valid name of a repository
         return None
     commit = getattr(model_config.hf_config, "_commit_hash", None)
-    # Configuration and weights are fetched one after the other, and a branch may have moved between.
+    # Configuration and weights are fetched one after the other; a branch may have moved in between.
     return Path(folder) if commit in (None, Path(folder).name) else None
 
 
 def find_foreign_code(model_config: ModelConfig) -> str:
-    """Return a doubt when code of another repository than the model's runs in the engine, in no fixed state. Pure."""
+    """Return the ambiguity when code of another repository runs in the engine without a fixed commit. Pure."""
     if not getattr(model_config, "trust_remote_code", False):
         return ""
     classes = getattr(model_config.hf_config, "auto_map", None) or {}
@@ -261,11 +263,11 @@ def find_foreign_code(model_config: ModelConfig) -> str:
     foreign = repositories - {str(model_config.model)}
     if not foreign or COMMIT.fullmatch(str(getattr(model_config, "code_revision", None))):
         return ""
-    return f"it runs code of {', '.join(sorted(foreign))} in no fixed state"
+    return f"it runs code of {', '.join(sorted(foreign))} without a fixed commit"
 
 
 def format_of(load_config: LoadConfig) -> str:
-    """Return the load format in small letters; releases differ in whether it is text. Pure."""
+    """Return the load format in lower case; in some releases it is an enum. Pure."""
     return str(load_config.load_format).rpartition(".")[2].lower()
 
 
@@ -276,7 +278,7 @@ def is_hub_name(model_config: ModelConfig) -> bool:
 
 
 def process_start_ns() -> int:
-    """Return when this process began, as files are dated."""
+    """Return the start of this process on the clock of file times."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
@@ -295,7 +297,7 @@ def _models_of(vllm_config: VllmConfig) -> Iterator[tuple[str, ModelConfig, Load
 
 
 def _is_in_bucket(model_config: ModelConfig) -> bool:
-    """Return whether vLLM has fetched the configuration alone into the folder that the model seems to be in."""
+    """Return whether the weights are in a bucket; vLLM then has only the configuration in the model's folder."""
     return bool(getattr(model_config, "model_weights", None))
 
 
@@ -305,7 +307,7 @@ def _runs_own_code(model_config: ModelConfig) -> bool:
 
 
 def _without_unrelated(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return a model's JSON without unrelated settings; models of several parts nest theirs."""
+    """Return a model's JSON without unrelated settings, nested ones included."""
     related = {name: value for name, value in settings.items() if name not in UNRELATED_SETTINGS}
     return {
         name: _without_unrelated(value) if isinstance(value, dict) else value

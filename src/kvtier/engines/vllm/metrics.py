@@ -1,7 +1,7 @@
-"""What kvtier measures, on vLLM's own ``/metrics`` page and in its log.
+"""kvtier's numbers on vLLM's ``/metrics`` page and in its log.
 
-It measures nothing itself. Workers report transfers, the scheduler's process reports the counters and gauges of the
-connector and of every tier; both travel through vLLM as plain data and are summed by direction, or replaced by name.
+Workers report transfers. The scheduler's process reports the counters and gauges of the connector and of every tier.
+Both pass through vLLM as plain data: transfers are summed by direction, counters and gauges replaced by name.
 """
 
 import time
@@ -17,17 +17,17 @@ from kvtier.connector.metrics import OffloadingConnectorStats
 TRANSFERS = "transfers"
 """Key of the transfers in the payload: for each "SRC_to_DST" the operations."""
 
-LEVELS = "levels"
-"""Key of counters and gauges in the payload: their value since the start, by dotted name."""
+COUNTERS = "counters"
+"""Key of counters (since the start) and gauges in the payload, by dotted name."""
 
-LEVELS_INTERVAL_S = 1.0
+COUNTERS_INTERVAL_S = 1.0
 """Seconds between two reports of counters and gauges. Longer makes a metrics page lag, shorter costs steps."""
 
 
 class KVTierStats(KVConnectorStats):
-    """Transfers of an interval and the latest counters; vLLM moves it between processes as its ``data``."""
+    """Transfers of an interval and the latest counters; vLLM passes its ``data`` between processes."""
 
-    data: dict[str, Any]  # Any: two kinds of payload, told apart by key
+    data: dict[str, Any]  # Any: two kinds of payload, distinguished by key
 
     @classmethod
     def of_transfers(cls, stats: OffloadingConnectorStats) -> "KVTierStats":
@@ -35,30 +35,30 @@ class KVTierStats(KVConnectorStats):
         return cls({TRANSFERS: stats.data})
 
     @classmethod
-    def of_levels(cls, levels: Mapping[str, float]) -> "KVTierStats":
+    def of_counters(cls, counters: Mapping[str, float]) -> "KVTierStats":
         """Return a payload of the scheduler's counters and gauges."""
-        return cls({LEVELS: dict(levels)})
+        return cls({COUNTERS: dict(counters)})
 
     @property
     def transfers(self) -> OffloadingConnectorStats:
-        """The transfers, as kvtier counts them."""
+        """The transfers."""
         return OffloadingConnectorStats(self.data.setdefault(TRANSFERS, {}))
 
     @property
-    def levels(self) -> dict[str, float]:
+    def counters(self) -> dict[str, float]:
         """Counters and gauges since the start, by dotted name."""
-        levels: dict[str, float] = self.data.setdefault(LEVELS, {})
-        return levels
+        counters: dict[str, float] = self.data.setdefault(COUNTERS, {})
+        return counters
 
     def reset(self) -> None:
         """Forget everything."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
-        """Add the transfers of ``other``, take its levels, and return self."""
+        """Add the transfers of ``other``, take its counters, and return self."""
         if isinstance(other, KVTierStats):
             self.transfers.aggregate(other.transfers)
-            self.levels.update(other.levels)
+            self.counters.update(other.counters)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -66,12 +66,12 @@ class KVTierStats(KVConnectorStats):
         return self.transfers.reduce()
 
     def is_empty(self) -> bool:
-        """Return True when nothing was measured."""
-        return self.transfers.is_empty() and not self.levels
+        """Return whether there is neither a transfer nor a counter."""
+        return self.transfers.is_empty() and not self.counters
 
 
 class StatsClock:
-    """Lets the scheduler's counters through once in a while: gathering them costs some 50 us, a step is shorter.
+    """Limits how often counters are gathered, which costs some 50 us, more than a step.
 
     Args:
         clock: seconds, monotonic.
@@ -82,15 +82,15 @@ class StatsClock:
         self._next_s = clock()
 
     def is_due(self) -> bool:
-        """Return True when an interval has passed since it last did."""
+        """Return whether an interval has passed since the last True."""
         if self._clock() < self._next_s:
             return False
-        self._next_s = self._clock() + LEVELS_INTERVAL_S
+        self._next_s = self._clock() + COUNTERS_INTERVAL_S
         return True
 
 
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """kvtier's families on vLLM's page: bytes and seconds copied by direction, and every level by name."""
+    """kvtier's metric families in vLLM: transfers by direction, and every counter and gauge by name."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             documentation="Copies between device and host memory.",
             labelnames=by_direction,
         )
-        self._level = metric_types[Gauge](
+        self._counter = metric_types[Gauge](
             name="vllm:kvtier_stat",
             documentation="Counters (since the start) and gauges of connector and tiers, by name.",
             multiprocess_mode="mostrecent",
@@ -133,5 +133,5 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
             self._seconds.labels(*labels, direction).inc(
                 sum(operation["op_time"] for operation in operations)
             )
-        for name, value in stats.levels.items():
-            self._level.labels(*labels, name).set(value)
+        for name, value in stats.counters.items():
+            self._counter.labels(*labels, name).set(value)

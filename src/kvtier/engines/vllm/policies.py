@@ -1,9 +1,9 @@
-"""kvtier's eviction policies for vLLM's own CPU manager, found by ``cache_policy_module_path``.
+"""kvtier's eviction policies for vLLM's own CPU manager, selected with ``cache_policy_module_path``.
 
-It orders nothing itself: the algorithms are those of ``kvtier.cpu.policies``, on the manager's own block objects, whose
-``ref_cnt`` means the same. What differs is when a policy hears of a use. From 0.31 on vLLM tells it once per request,
-at its end, and says which blocks the request has only stored: those are put in order, so that the tail of a prefix is
-evicted before its head, and count as used once. Before 0.31 it touches blocks while a request is scheduled.
+The algorithms are those of ``kvtier.cpu.policies``, applied to vLLM's block objects, whose ``ref_cnt`` means the same.
+What differs is when vLLM reports a use. From 0.31 on it does so once per request, at its end, and names the blocks that
+the request has only stored. These are reordered, so that the tail of a prefix is evicted before its head, and count as
+used once. Before 0.31 vLLM touches blocks while a request is scheduled.
 
 Source: the contract is that of ``vllm/v1/kv_offload/cpu/policies/base.py``, vLLM 0.28 to 0.32.
 """
@@ -29,21 +29,21 @@ StockBlock = Any
 
 
 class KVTierPolicy(StockPolicy):
-    """One of kvtier's policies as vLLM's manager drives it. Used from the scheduler's thread.
+    """Adapts one of kvtier's policies to vLLM's contract. Used from the scheduler's thread.
 
     Args:
         cache_capacity: blocks that the primary tier can hold.
-        unknown: what a release to come may pass; ignored.
+        unknown: arguments of later releases; ignored.
 
     Raises:
-        ConfigError: the policy cannot renew.
+        ConfigError: the policy does not implement ``MoveToFront``.
 
     Attributes:
-        policy: kvtier's.
+        policy: kvtier's policy.
     """
 
     policy_class: ClassVar[type[CachePolicy]]
-    """kvtier's policy, or one of your own; one that can renew."""
+    """A policy that implements ``MoveToFront``: kvtier's or your own."""
 
     def __init__(self, cache_capacity: int, **unknown: object) -> None:
         del unknown
@@ -51,7 +51,7 @@ class KVTierPolicy(StockPolicy):
         self.policy = self.policy_class(cache_capacity)
         if not isinstance(self.policy, MoveToFront):
             base = f"{MoveToFront.__module__}.{MoveToFront.__name__}"
-            remedy = f"must inherit {base} too: vLLM says only at the end of a request what it has stored"
+            remedy = f"must inherit {base} too: vLLM reports only at the end of a request what it has stored"
             raise ConfigError("policy_class", self.policy_class.__qualname__, remedy)
         self._mover: MoveToFront = self.policy
 
@@ -60,7 +60,7 @@ class KVTierPolicy(StockPolicy):
         return self.policy.get(key)
 
     def insert(self, key: OffloadKey, chunk: StockBlock) -> None:
-        """Hold a block whose write begins."""
+        """Hold a block whose write starts."""
         self.policy.insert(key, chunk)
 
     def remove(self, key: OffloadKey) -> None:
@@ -73,7 +73,7 @@ class KVTierPolicy(StockPolicy):
         self.policy.touch(tuple(keys))
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: StockReqContext) -> None:
-        """Learn that ``keys`` were wanted and are not held."""
+        """Record a use of ``keys`` that are not held."""
         self.touch(keys, req_context)
 
     def on_request_finished(
@@ -83,8 +83,8 @@ class KVTierPolicy(StockPolicy):
         reused_keys: Collection[OffloadKey],
         req_context: StockReqContext,
     ) -> None:
-        """Record what one request has used; what it has only stored is put in order and counts no further use."""
-        # Last to first, one at a time: the two kinds share one order, in which the head of the prefix comes last.
+        """Record the blocks that a request has used; blocks that it has only stored are reordered without a use."""
+        # One at a time, tail first: used and stored blocks share one order, in which the head ends up most recent.
         for key in reversed(in_prefix_order(key_groups, req_context)):
             if key in insertion_only_keys:
                 self._mover.move_to_front(key)
@@ -101,26 +101,26 @@ class KVTierPolicy(StockPolicy):
 
 
 class KVTierLRU(KVTierPolicy):
-    """kvtier's LRU; a use has no weight there, so that putting blocks in order is the same as using them."""
+    """kvtier's LRU; it counts no uses, so reordering a block is the same as using it."""
 
     policy_class = LRUCachePolicy
 
 
 class KVTierARC(KVTierPolicy):
-    """kvtier's ARC, in which a second use counts more than a first."""
+    """kvtier's ARC, in which a second use promotes a block."""
 
     policy_class = ARCCachePolicy
     policy: ARCCachePolicy
 
 
 class KVTierMQ(KVTierPolicy):
-    """kvtier's MQ, which counts uses and forgets them slowly."""
+    """kvtier's MQ, which counts uses."""
 
     policy_class = MQCachePolicy
 
 
 class KVTierS3FIFO(KVTierPolicy):
-    """kvtier's S3-FIFO; what a request stores is put in order once, at its end, and then keeps its place."""
+    """kvtier's S3-FIFO; a request's stored blocks are reordered once, at its end, and then keep their place."""
 
     policy_class = S3FIFOCachePolicy
 
@@ -132,7 +132,7 @@ class KVTierSieve(KVTierPolicy):
 
 
 class KVTierFIFO(KVTierPolicy):
-    """kvtier's FIFO, the floor to measure others against."""
+    """kvtier's FIFO, a floor to compare other policies with."""
 
     policy_class = FIFOCachePolicy
 
@@ -140,7 +140,7 @@ class KVTierFIFO(KVTierPolicy):
 def in_prefix_order(
     key_groups: Sequence[Sequence[OffloadKey]], req_context: StockReqContext
 ) -> list[OffloadKey]:
-    """Return the keys of all KV groups, head of the prefix first, as far as the request knows positions. Pure."""
+    """Return the keys of all KV groups, head of the prefix first if vLLM gives their positions. Pure."""
     keys = [key for group in key_groups for key in group]
     positions = [req_context.get_offload_key_position(key) for key in keys]
     if None in positions:

@@ -1,10 +1,10 @@
-"""Translates what vLLM's stock offloading connector tells a tier into kvtier's configuration.
+"""Translates the configuration that vLLM's stock offloading connector gives to a tier into kvtier's.
 
-It sees no VllmConfig: the stock connector hands a tier a digest of it, and that leaves out which weights are loaded and
-every flag that changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such
-engines could not be told apart, so the user names what is left out, and a start without that name is refused. What
-can be seen is part of the namespace besides: every byte of a checkpoint on the local disk, so that other weights under
-the same path are other blocks.
+A tier does not get a VllmConfig but a digest of it, which leaves out the identity of the weights and every flag that
+changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such engines could not be
+distinguished, so the user must name them, and a start without ``model_identity`` is refused. The rest is part of the
+namespace too: every byte of a checkpoint on the local disk, so that other weights under the same path have other
+blocks.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from kvtier.errors import ConfigError
 from kvtier.namespace import RANDOM_SEED
 
 ENGINE_KIND = "vllm-stock-offloading"
-"""Names this layout of rows in namespaces: kvtier's own connector packs them otherwise."""
+"""Name of this layout of rows in namespaces; kvtier's own connector has another."""
 
 MIN_CRYPTOGRAPHIC_HASH_BYTES = 32
 """Length of SHA-256. vLLM's shorter hashes are not cryptographic, and it draws their seed anew in each process."""
@@ -33,22 +33,22 @@ def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: s
     """Describe the engine to kvtier. Reads every file of a local checkpoint.
 
     Args:
-        stock: what vLLM's connector says of the engine.
-        model_identity: names the weights and the flags that change what they compute, in the user's words.
+        stock: the engine's configuration as vLLM's connector gives it.
+        model_identity: the user's name of the weights and of the flags that change what they compute.
         tenant_salt: separates tenants that must not share blocks.
 
     Raises:
-        ConfigError: something that decides the bytes is not known.
+        ConfigError: a value on which the bytes depend is unknown.
         FingerprintError: a file of the checkpoint cannot be read.
     """
     if not model_identity:
         remedy = (
-            "vLLM's stock connector does not tell a tier which weights it runs: name their revision and every flag "
-            'that changes what they compute, such as "main@8cde5ca8, fp8" (KVTierConnector finds this out itself)'
+            "vLLM's stock connector does not give a tier the identity of its weights: name their revision and every "
+            'flag that changes what they compute, such as "main@8cde5ca8, fp8" (KVTierConnector finds both itself)'
         )
         raise ConfigError("model_identity", model_identity, remedy)
     if stock.worker_kv_bytes_per_block < 1:
-        remedy = "vLLM has no KV cache yet, so a block has no size: give the engine device memory"
+        remedy = "vLLM has no KV cache, so a block has no size: give the engine device memory"
         raise ConfigError("worker_kv_bytes_per_block", stock.worker_kv_bytes_per_block, remedy)
     parallel = stock.parallel
     return OffloadingConfig(
@@ -56,7 +56,7 @@ def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: s
         model=_identify(str(stock.model.name), str(stock.model.dtype), model_identity),
         groups=_make_groups(stock),
         hash_block_size=stock.cache.tokens_per_hash,
-        hash_algorithm="",  # not told; blocks that are hashed in another way have other keys
+        hash_algorithm="",  # unknown; blocks with another hash have other keys
         hash_seed=_hash_seed(),
         kv_layout=_describe_layout(stock),
         kv_dtype=str(stock.model.dtype),
@@ -71,20 +71,20 @@ def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: s
 
 
 def require_same_keys() -> None:
-    """Refuse a release whose keys are not hash and group index as kvtier has them.
+    """Refuse a release whose keys are not made of hash and group index like kvtier's.
 
     Raises:
-        ConfigError: they are made otherwise, so a key could stand for a block of another group.
+        ConfigError: they are not, so a key could stand for a block of another group.
     """
     block_hash, group_idx = bytes(range(32)), 258
     key = stock_base.make_offload_key(block_hash, group_idx)
     if key != make_offload_key(block_hash, group_idx):
-        remedy = f"vLLM {release()} makes keys in a way that kvtier does not know: use KVTierConnector"
+        remedy = f"vLLM {release()} makes keys in an unknown way: use KVTierConnector"
         raise ConfigError("OffloadKey", key.hex(), remedy)
 
 
 def is_reproducible(key: bytes) -> bool:
-    """Return whether a later process would give the same block the same key."""
+    """Return whether the same block has the same key in a later process."""
     hash_bytes = len(stock_base.get_offload_block_hash(key))
     return hash_bytes >= MIN_CRYPTOGRAPHIC_HASH_BYTES or "PYTHONHASHSEED" in os.environ
 
@@ -98,7 +98,7 @@ def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
 
 
 def _make_groups(stock: StockConfig) -> tuple[KVGroup, ...]:
-    """Return the groups; which of a block's bytes belong to which is not told, so each is given the whole."""
+    """Return the groups; vLLM does not report the bytes of each, so each has the size of the whole block."""
     return tuple(
         KVGroup(group.tokens_per_block, tuple(group.layer_names), stock.worker_kv_bytes_per_block)
         for group in stock.groups
@@ -106,14 +106,14 @@ def _make_groups(stock: StockConfig) -> tuple[KVGroup, ...]:
 
 
 def _describe_layout(stock: StockConfig) -> str:
-    """Return in words how the bytes of a row are ordered.
+    """Return a description of the order of bytes in a row.
 
     Raises:
-        ConfigError: vLLM does not say; up to 0.28 it never does.
+        ConfigError: vLLM does not report it; up to 0.28 it never does.
     """
     page_layout = getattr(stock, "kv_cache_layout", None)
     if not page_layout:
-        remedy = f"vLLM {release()} does not tell a tier how its pages are laid out: use KVTierConnector"
+        remedy = f"vLLM {release()} does not give a tier the layout of its pages: use KVTierConnector"
         raise ConfigError("kv_cache_layout", page_layout, remedy)
     group_ids = [getattr(group, "group_id", None) for group in stock.groups]  # from 0.30; before, all of them
     parts = {
@@ -128,9 +128,9 @@ def _describe_layout(stock: StockConfig) -> str:
 
 
 def _hash_seed() -> str:
-    """Return the seed of the content hashes; before 0.29 each process draws its own unless it is given one.
+    """Return the seed of the content hashes; before 0.29 each process draws one unless PYTHONHASHSEED is set.
 
-    A hash that is not cryptographic still draws its own; which one vLLM uses is first seen in a key.
+    For hashes that are not cryptographic later releases draw one too; a key shows whether vLLM uses such a hash.
     """
     default = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", RANDOM_SEED)
     return os.environ.get("PYTHONHASHSEED", str(default))

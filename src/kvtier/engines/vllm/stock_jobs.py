@@ -1,8 +1,8 @@
-"""The jobs that vLLM's stock manager has given to one tier, each reported to it exactly once.
+"""The jobs that vLLM's stock manager has submitted to one tier, each reported exactly once.
 
-It decides nothing about blocks. vLLM's manager ends the engine over a report it does not expect, and keeps the blocks
-of a job in place until its report, all of them. So every job is remembered here from its submit on, and is closed by
-the tier's first report, by a submit that fails, or by the end of a tier that is out of service.
+vLLM's manager raises on an unexpected report, and keeps all blocks of a job pinned until its report. So every job is
+recorded here at its submission. It is closed by the tier's first report, by a failed submission, or when a tier that is
+out of service has ended.
 """
 
 import logging
@@ -22,7 +22,7 @@ from kvtier.tiering.guard import GuardedTier, Submission
 logger = logging.getLogger(__name__)
 
 DRAIN_PAUSE_S = 30.0
-"""Seconds between two lines in the log while a reset waits for a tier. It never gives up: the rows are given to others
+"""Seconds between two log lines while a reset waits for a tier. The wait has no timeout: the rows are reused
 afterwards, and a transfer that is still running would write into them."""
 
 
@@ -31,18 +31,18 @@ class StockJob:
     """A job that has not been reported to vLLM.
 
     Attributes:
-        metadata: what the tier was given; of a store that did not fit, only the leading blocks.
-        num_pinned_blocks: how many blocks vLLM keeps in place until the report.
-        began_s: when it was submitted.
+        metadata: the job as submitted to the tier; of a store that did not fit, only the leading blocks.
+        num_pinned_blocks: how many blocks vLLM keeps pinned until the report.
+        start_s: when it was submitted.
     """
 
     metadata: JobMetadata
     num_pinned_blocks: int
-    began_s: float
+    start_s: float
 
 
 class StockJobs:
-    """The open jobs of one tier, and the reports that vLLM has not taken yet.
+    """The open jobs of one tier, and the reports that vLLM has not read yet.
 
     Args:
         guard: the tier.
@@ -56,11 +56,11 @@ class StockJobs:
         self._reports: list[StockJobResult] = []
 
     def submit_store(self, job: TransferJob, *, is_wanted: bool) -> None:
-        """Hand the leading blocks that the tier's budget has room for to the tier; the others are declined.
+        """Submit as many leading blocks as the tier's budget has room for; decline the others.
 
         Args:
-            job: vLLM's.
-            is_wanted: False declines all of it.
+            job: vLLM's job.
+            is_wanted: False declines all blocks.
         """
         guard = self._guard
         context = kvtier_context(job.req_context)
@@ -71,17 +71,17 @@ class StockJobs:
         if num_fitting == 0:
             self._reports.append(StockJobResult(job.job_id, success=not keys))
             return
-        # vLLM keeps all blocks of a job in place until its end, so all of them count against the budget.
+        # vLLM keeps all blocks of a job pinned until its end, so all of them count against the budget.
         guard.budget.used_bytes += len(keys) * guard.row_bytes
         self._submit(job, keys[:num_fitting], len(keys))
 
     def submit_load(self, job: TransferJob) -> None:
-        """Hand the job to the tier; one that is left out by now has failed."""
+        """Submit the job to the tier; the job fails if the tier is out of service by now."""
         keys = tuple(job.keys)
         self._submit(job, keys, len(keys))
 
     def drain_reports(self) -> list[StockJobResult]:
-        """Return the jobs that have ended since the last call, each once, whatever the tier reports."""
+        """Return the jobs that have ended since the last call, each once, even if the tier reports a job twice."""
         self._collect()
         reports, self._reports = self._reports, []
         return reports
@@ -90,7 +90,7 @@ class StockJobs:
         """Block until every job has ended.
 
         Raises:
-            TierError: the tier says that it is done and has not reported every job.
+            TierError: the tier has no work left and has not reported every job.
         """
         tier = self._guard.tier
         self._collect()
@@ -114,58 +114,58 @@ class StockJobs:
             self._end(opened, frozenset(), is_tried=submission is Submission.FAILED)
 
     def _collect(self) -> None:
-        """Take the tier's reports; jobs of one that is out of service have failed once its threads are gone."""
+        """Process the tier's reports; the jobs of a tier that is out of service fail once its threads have ended."""
         for result in self._guard.get_finished():
             job = self._open.get(result.job_id)
             if job is not None:
                 self._finish(job, result)
         if self._open:
-            self._guard.check_age(next(iter(self._open.values())).began_s)
+            self._guard.check_age(next(iter(self._open.values())).start_s)
         if self._guard.is_out_of_service and self._open and self._guard.shutdown(0.0):
             for job in list(self._open.values()):
                 self._end(job, frozenset())
 
     def _finish(self, job: StockJob, result: JobResult) -> None:
         keys = frozenset(job.metadata.keys)
-        arrived = keys if result.success else (result.successful_keys or frozenset()) & keys
-        if result.success or arrived or not result.is_fault:
+        succeeded = keys if result.success else (result.successful_keys or frozenset()) & keys
+        if result.success or succeeded or not result.is_fault:
             self._guard.breaker.record_success(job.metadata.req_context)
         else:
             self._guard.breaker.record_failure(job.metadata.req_context)
-        self._end(job, arrived)
+        self._end(job, succeeded)
 
-    def _end(self, job: StockJob, arrived: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
-        """Close a job and have it reported.
+    def _end(self, job: StockJob, succeeded: frozenset[OffloadKey], *, is_tried: bool = True) -> None:
+        """Close a job and queue its report.
 
         Args:
-            job: the job, open.
-            arrived: which of its keys arrived.
-            is_tried: whether the tier had a chance; keys that it was never asked for are not left alone.
+            job: an open job.
+            succeeded: which of its keys succeeded.
+            is_tried: whether the tier tried the job; otherwise its keys get no backoff.
         """
         metadata = job.metadata
         del self._open[metadata.job_id]
         if metadata.is_promotion:
-            self._note_loads(metadata.keys, arrived, is_tried=is_tried)
+            self._record_loads(metadata.keys, succeeded, is_tried=is_tried)
         else:
             self._guard.budget.used_bytes -= job.num_pinned_blocks * self._guard.row_bytes
-        is_whole = len(metadata.keys) == job.num_pinned_blocks and arrived.issuperset(metadata.keys)
-        came = tuple(arrived) if metadata.is_promotion and arrived and not is_whole else None
-        self._reports.append(StockJobResult(metadata.job_id, is_whole, came, self._clock() - job.began_s))
+        is_whole = len(metadata.keys) == job.num_pinned_blocks and succeeded.issuperset(metadata.keys)
+        partial = tuple(succeeded) if metadata.is_promotion and succeeded and not is_whole else None
+        self._reports.append(StockJobResult(metadata.job_id, is_whole, partial, self._clock() - job.start_s))
 
-    def _note_loads(
-        self, keys: Iterable[OffloadKey], arrived: frozenset[OffloadKey], *, is_tried: bool
+    def _record_loads(
+        self, keys: Iterable[OffloadKey], succeeded: frozenset[OffloadKey], *, is_tried: bool
     ) -> None:
-        """Leave blocks that failed alone for a while: vLLM would ask for them again in the next step."""
+        """Start a backoff for blocks that failed, because vLLM would load them again in the next step."""
         backoff = self._guard.backoff
-        self._guard.num_promoted_blocks += len(arrived)
-        backoff.record_successes(arrived)
+        self._guard.num_promoted_blocks += len(succeeded)
+        backoff.record_successes(succeeded)
         for key in keys if is_tried else ():
-            if key not in arrived:
+            if key not in succeeded:
                 backoff.record_failure(key)
 
 
 def kvtier_context(req_context: StockReqContext) -> ReqContext:
-    """Return kvtier's object for a request of vLLM's: the same one in every call and to every tier."""
+    """Return kvtier's context of a vLLM request, the same object in every call and for every tier."""
     context: ReqContext | None = req_context.get_state(ReqContext)
     if context is None:
         context = ReqContext(req_context.req_id, req_context.kv_transfer_params)
@@ -174,6 +174,6 @@ def kvtier_context(req_context: StockReqContext) -> ReqContext:
 
 
 def slots_of(job: TransferJob) -> BlockIds:
-    """Return a job's slots; they are called chunks from 0.30 on, and were called blocks before. Pure."""
+    """Return a job's slots; vLLM calls them chunks from 0.30 on, and blocks before. Pure."""
     slots = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return np.asarray(slots, dtype=np.int64)

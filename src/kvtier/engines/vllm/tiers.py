@@ -1,10 +1,10 @@
 """kvtier's secondary tiers for vLLM's stock ``TieringOffloadingSpec``: one class per tier, found by ``module_path``.
 
-It keeps no block and moves no byte: it translates vLLM's words into those of ``kvtier.tiering.base`` and back. Between
-the two stands kvtier's guard, because vLLM's manager trusts its tiers: a raise or a job that is reported twice ends
-the engine there, a block that fails to load is asked for again in every step, and whatever a slow tier has not
-written stays pinned. The guard bounds all of it and is always on. vLLM's own backpressure, which drops stores by their
-latency, is passed on to vLLM and works beside it where a configuration asks for it.
+The classes translate between vLLM's contract and ``kvtier.tiering.base``. A ``GuardedTier`` is always between the two,
+because vLLM's manager trusts its tiers: an exception or a job that is reported twice ends the engine, a block that
+fails to load is requested again in every step, and blocks that a slow tier has not written stay pinned. The guard
+bounds all of these. vLLM's own backpressure, which drops stores by their latency, is passed on to vLLM and works beside
+the guard.
 
 Source: the contract is that of ``vllm/v1/kv_offload/tiering/base.py``, vLLM 0.29 to 0.32.
 """
@@ -49,35 +49,35 @@ from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S, EPOCH_BYTES
 logger = logging.getLogger(__name__)
 
 STAT_NAME = "vllm:kvtier_tier_stat"
-"""Family of kvtier's own numbers on vLLM's metrics page; those that vLLM counts itself are not repeated."""
+"""Family of kvtier's own numbers on vLLM's metrics page, without those that vLLM counts itself."""
 
 MANAGER_SETTINGS = frozenset({"admission", "cascade", "store_threshold", "fill"})
-"""Settings that only kvtier's own manager can carry out."""
+"""Settings that only kvtier's own manager supports."""
 
 ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
 class KVTierSecondaryTier(StockTier):
-    """One of kvtier's tiers as vLLM's manager drives it. Used from the scheduler's thread.
+    """Adapts one of kvtier's tiers to vLLM's contract. Used from the scheduler's thread.
 
     Args:
         offloading_spec: vLLM's description of the engine.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
-        tier_type: the class name, as the configuration wrote it.
-        model_identity: names the weights and the flags that change what they compute; vLLM tells a tier neither.
+        tier_type: the class name in the configuration.
+        model_identity: name of the weights and of the flags that change what they compute; vLLM gives a tier neither.
         tenant_salt: separates tenants that must not share blocks.
-        lookup_deadline_s: seconds for which a request is led to wait for an answer about blocks.
-        locality: "LOCAL" or "REMOTE"; vLLM lets requests choose by it.
+        lookup_deadline_s: seconds for which a request may wait for its lookups.
+        locality: "LOCAL" or "REMOTE"; requests can choose by it in vLLM.
         clock: seconds, monotonic.
-        settings: those of kvtier's tier, and whatever else a release of vLLM passes. What nobody knows is ignored,
-            with a warning that names the nearest setting.
+        settings: the settings of kvtier's tier, and other arguments of vLLM. Unknown ones are ignored with a warning
+            that names the nearest setting.
 
     Raises:
         KVTierError: a setting cannot work, or the tier cannot start.
     """
 
     kvtier_type: ClassVar[str]
-    """Name under which kvtier has the tier, or a tier of your own as ``"package.module:Class"``."""
+    """Registered name of a tier of kvtier, or a tier of your own as ``"package.module:Class"``."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class KVTierSecondaryTier(StockTier):
         clock: Callable[[], float] = time.monotonic,
         **settings: object,
     ) -> None:
-        # From 0.31 vLLM passes its backpressure detector, which the base class keeps; before there was none.
+        # From 0.31 on vLLM passes its backpressure detector, which the base class keeps.
         for_base = {name: settings.pop(name) for name in base_arguments() & set(settings)}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **for_base)
         read = SettingsReader({"lookup_deadline_s": lookup_deadline_s, "locality": locality})
@@ -116,7 +116,7 @@ class KVTierSecondaryTier(StockTier):
     def build_tier(
         cls, settings: Mapping[str, object], primary_kv_view: memoryview, config: OffloadingConfig
     ) -> SecondaryTierManager:
-        """Build kvtier's tier from those of ``settings`` that it knows; the others are named in the log.
+        """Build kvtier's tier from its own ``settings``; the others are logged as ignored.
 
         Raises:
             KVTierError: a setting cannot work, or the tier cannot start.
@@ -127,16 +127,16 @@ class KVTierSecondaryTier(StockTier):
             hint = f": did you mean {nearest[0]!r}?" if nearest else ""
             logger.warning("%s ignores %s=%r%s", cls.__name__, name, settings[name], hint)
         for name in sorted(MANAGER_SETTINGS & set(settings)):
-            raise ConfigError(name, settings[name], "vLLM's own manager decides what it writes: leave it out")
+            raise ConfigError(name, settings[name], "vLLM's own manager decides what to write: leave it out")
         understood = {name: value for name, value in settings.items() if name in known}
         return create_secondary_tier({"type": cls.kvtier_type, **understood}, primary_kv_view, config)
 
     def on_new_request(self, req_context: StockReqContext) -> RequestOffloadingContext:
-        """Ask for nothing special: blocks come as they are computed."""
+        """Return vLLM's defaults: blocks are stored as they are computed."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: StockReqContext) -> LookupResult:
-        """Say whether the block is held, or RETRY while that is being asked, up to the request's deadline."""
+        """Return whether the block is held, or RETRY while its lookup is pending, up to the request's deadline."""
         if not self._accepts(key):
             return LookupResult.MISS
         context = kvtier_context(req_context)
@@ -148,21 +148,21 @@ class KVTierSecondaryTier(StockTier):
         return ANSWERS[answer]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Start writing as many leading blocks as the tier's budget has room for; the others are declined."""
+        """Start to write as many leading blocks as the tier's budget has room for; decline the others."""
         is_wanted = all(self._accepts(key) for key in job_metadata.keys)
         self._jobs.submit_store(job_metadata, is_wanted=is_wanted)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """Start reading into the job's slots."""
+        """Start to read into the job's slots."""
         self._deadlines.end(kvtier_context(job_metadata.req_context))
         self._jobs.submit_load(job_metadata)
 
     def get_finished_jobs(self) -> Iterable[StockJobResult]:
-        """Return the jobs that have ended since the last call, each once, whatever the tier reports."""
+        """Return the jobs that have ended since the last call, each once."""
         return self._jobs.drain_reports()
 
     def touch(self, keys: Collection[OffloadKey], req_context: StockReqContext) -> None:
-        """Pass on what is in use."""
+        """Record a use of ``keys`` in the tier."""
         self._guard.touch(keys, kvtier_context(req_context))
 
     def on_request_finished(self, req_context: StockReqContext) -> None:
@@ -172,29 +172,29 @@ class KVTierSecondaryTier(StockTier):
         self._guard.request_finished(context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Start what this step's lookups asked for, as one batch."""
+        """Start this step's lookups as one batch."""
         self._guard.end_step()
-        # vLLM asks again by itself in each step, so nobody has to be told that an answer has come.
+        # vLLM repeats a lookup in each step, so answers need no notification.
         self._guard.drain_answered(lambda _: False)
 
     def drain_jobs(self) -> None:
-        """Wait for every job, then open an epoch: what was stored before is not found by this engine any more.
+        """Wait for every job, then open an epoch, so that this engine does not find earlier blocks any more.
 
-        vLLM tells a tier of a reset in no other way. It resets when weights change, and the names of the blocks do
-        not change with them, so the old ones must not be found again. They stay for other engines, and for this
-        one after a restart.
+        This is vLLM's only notification of a reset. It resets when weights change, and the keys of blocks do not change
+        with them, so the old blocks must not be found again. They stay for other engines, and for this one after a
+        restart.
 
         Raises:
-            TierError: the tier says that it is done and has not reported every job.
+            TierError: the tier has no work left and has not reported every job.
         """
         self._jobs.drain()
         self._guard.reset(os.urandom(EPOCH_BYTES))
 
     def shutdown(self) -> None:
-        """Finish what can be finished in time and end the tier's threads; idempotent.
+        """Drain the tier within DEFAULT_SHUTDOWN_S and end its threads; idempotent.
 
         Raises:
-            TierError: a thread may still touch the rows; vLLM leaves them mapped then.
+            TierError: a thread may still access the rows; vLLM then leaves them mapped.
         """
         if self._is_shut_down:
             return
@@ -205,8 +205,8 @@ class KVTierSecondaryTier(StockTier):
         self._is_shut_down = True
         tier = weakref.ref(self._guard.tier)
         del self._guard, self._jobs
-        # A tier that refers to itself lives until the next collection, and vLLM cannot unmap the rows meanwhile. Its
-        # engine has frozen what it started with, so that this is short.
+        # A tier in a reference cycle lives until the next collection, and vLLM cannot unmap the rows before. The
+        # collection is short, because vLLM has frozen the objects of its start.
         if tier() is not None:
             gc.collect()
 
@@ -220,7 +220,7 @@ class KVTierSecondaryTier(StockTier):
         return {STAT_NAME: OffloadingGaugeMetadata(documentation, labelnames=("tier", "name"))}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return kvtier's numbers of the tier and its guard, at most once a second."""
+        """Return the counters and gauges of the tier and its guard, at most once a second."""
         if not self._stats_clock.is_due():
             return None
         stats = OffloadingConnectorStats()
@@ -229,12 +229,12 @@ class KVTierSecondaryTier(StockTier):
         return stats
 
     def _accepts(self, key: OffloadKey) -> bool:
-        """Return whether blocks of this engine can be found by a later one; the same for all of its keys."""
+        """Return whether a later engine can find this engine's blocks; the same for all of its keys."""
         if self._has_stable_keys is None:
             self._has_stable_keys = is_reproducible(key)
             if not self._has_stable_keys:
                 logger.error(
-                    "%s keeps nothing: vLLM hashes blocks with a random seed, so no later process would find them. "
+                    "%s stores nothing: vLLM hashes blocks with a random seed, so no later process would find them. "
                     "Set PYTHONHASHSEED=0, or start vLLM with --prefix-caching-hash-algo sha256",
                     self.tier_type,
                 )
@@ -249,7 +249,7 @@ class KVTierFS(KVTierSecondaryTier):
 
 
 class Deadlines:
-    """How long each request has waited for answers about blocks: until a load of it begins, or it ends.
+    """How long each request has waited for its lookups, until its load starts or it ends.
 
     Args:
         limit_s: seconds that a request may wait.
@@ -263,23 +263,23 @@ class Deadlines:
         self._overdue: set[str] = set()
 
     def is_overdue(self, context: ReqContext) -> bool:
-        """Return whether the request, which has no answer now, has waited for its whole time."""
+        """Return whether the request, whose lookup is pending now, has reached its limit."""
         now_s = self._clock()
         return now_s - self._since_s.setdefault(context.req_id, now_s) >= self._limit_s
 
     def is_first_time(self, context: ReqContext) -> bool:
-        """Return True once for each request that is overdue."""
+        """Return whether this is the first call for the overdue request."""
         is_first = context.req_id not in self._overdue
         self._overdue.add(context.req_id)
         return is_first
 
     def end(self, context: ReqContext) -> None:
-        """Forget the request's wait."""
+        """Forget the request."""
         self._since_s.pop(context.req_id, None)
         self._overdue.discard(context.req_id)
 
 
 def base_arguments() -> set[str]:
-    """Return what the base class of this release takes beyond what every release passes."""
+    """Return the arguments of this release's base class beyond those of every release."""
     common = {"self", "offloading_spec", "primary_kv_view", "tier_type"}
     return set(inspect.signature(StockTier.__init__).parameters) - common

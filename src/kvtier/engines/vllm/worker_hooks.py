@@ -1,16 +1,22 @@
-"""Turns the KV cache tensors that vLLM registers into the only form that kvtier's handlers know.
+"""The hooks that vLLM calls in a worker's process, and views of its KV cache in the form of kvtier's handlers.
 
-It moves no byte and allocates none: everything here is a view. vLLM hands over one tensor a layer, in whatever
-shape its attention backend wants; all that matters is where the page of a layer for a device block starts, how
-long it is without padding, and how far the next block's is. Three shapes come out of that:
+Each hook calls the worker half of ``kvtier.connector``. How a failed load is reported depends on the model. With one
+full-attention group vLLM gets the device blocks whose load failed, together with the report that ends the load, and
+computes from the first of them on. Otherwise it gets the request and computes from the first token: block numbers are
+not unique among several groups, and with a window it would go on from a block whose predecessors were never allocated.
+
+vLLM registers one tensor a layer, in the shape of its attention backend. kvtier needs where the page of a layer for a
+device block starts, its length without padding, and the distance to the next block's. There are three layouts:
 
 - separate: each layer has a region of its own, pages one after another;
 - overlaid: layers of different groups share a region, because a device block belongs to one group at a time;
-- packed: the pages of several layers for one device block lie next to each other. What is adjacent in a group
-  becomes one page, so a block of it is one copy.
+- packed: the pages of several layers for one device block are adjacent. Adjacent pages of a group become one page, so a
+  block is one copy.
 
-Rows outlive the process, so the order of a group's pages depends on the configuration alone: by position within
-an allocation, and allocations by the first layer in them, never by address.
+Rows outlive the process, so the order of a group's pages depends on the configuration only: by position within an
+allocation, and allocations by their first layer, never by address.
+
+Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +40,93 @@ LAYOUT_REMEDY = (
 )
 
 
+class WorkerHooks:
+    """The hooks of KVTierConnector in a worker's process. Used from the thread that runs the model."""
+
+    _connector: OffloadingConnector
+    _connector_metadata: KVConnectorMetadata | None
+    _kv_cache_config: KVCacheConfig
+
+    def __init__(self) -> None:
+        self._invalid_block_ids: set[int] = set()
+
+    @property
+    def _worker(self) -> OffloadingConnectorWorker:
+        worker = self._connector.connector_worker
+        assert worker is not None, "a hook of a worker was called on the scheduler"
+        return worker
+
+    @property
+    def _step(self) -> OffloadingConnectorMetadata:
+        metadata = self._connector_metadata
+        assert isinstance(metadata, OffloadingConnectorMetadata), "vLLM binds the metadata before each step"
+        return metadata
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register the KV cache of every layer, before the first step."""
+        self._worker.register_kv_caches(make_canonical_kv_caches(self._kv_cache_config, kv_caches))
+
+    def unregister_kv_caches(self) -> None:
+        """Drop all references to the KV caches; from 0.33 on vLLM frees their memory while it sleeps."""
+        self._worker.unregister_kv_caches()
+
+    def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Register the KV caches that replace the dropped ones."""
+        self.register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Start the stores of the last step and finish those whose device blocks will be overwritten."""
+        self._worker.handle_preemptions(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
+        """Start the loads of this step."""
+        self._worker.start_kv_transfers(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait until the layer is loaded, in a step that computes with a load by layer; else return at once."""
+        self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
+    ) -> None:
+        """Do nothing: blocks are stored whole, after the step that computed them."""
+
+    def wait_for_save(self) -> None:
+        """Prepare the stores of this step, which start in the next one."""
+        self._worker.prepare_store_kv(self._step)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Return no stores, and the requests whose load has ended, successfully or not; each once."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
+        """Return the requests whose load has ended, and those of them to compute from the first token."""
+        finished_sending, finished_recving = self._worker.get_finished(finished_req_ids)
+        failed = self._worker.take_failed_loads()
+        if not can_recompute_from_block(self._connector.spec.config.groups):
+            return TransferResults(finished_sending, finished_recving, set(failed))
+        self._invalid_block_ids.update(*failed.values())
+        return TransferResults(finished_sending, finished_recving)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the device blocks of the last report's failed loads; empty except with one full-attention group."""
+        invalid_block_ids, self._invalid_block_ids = self._invalid_block_ids, set()
+        return invalid_block_ids
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        """Return this worker's reports since the last call."""
+        return self._worker.build_connector_worker_meta()
+
+
 @dataclass(frozen=True, slots=True)
 class PageRun:
     """Pages of one layer, or of adjacent ones: block ``b`` starts at ``start_byte + b * stride_bytes``.
 
     Attributes:
         storage: the memory, as bytes.
-        start_byte: where block 0 starts in it.
-        stride_bytes: from one block to the next.
+        start_byte: start of block 0 in it.
+        stride_bytes: distance from one block to the next.
         page_bytes: bytes of a block, unpadded.
     """
 
@@ -52,11 +137,11 @@ class PageRun:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Memory address of block 0, and the stride: equal for layers that overlay each other."""
+        """Memory address of block 0, and the stride; equal for layers that overlay each other."""
         return self.storage.data_ptr() + self.start_byte, self.stride_bytes
 
     def contains(self, other: "PageRun") -> bool:
-        """Return whether each page of ``other`` is part of this one's of the same block."""
+        """Return whether each page of ``other`` is within this run's page of the same block."""
         return (
             self.storage.data_ptr() == other.storage.data_ptr()
             and self.stride_bytes == other.stride_bytes
@@ -65,7 +150,7 @@ class PageRun:
         )
 
     def is_followed_by(self, other: "PageRun") -> bool:
-        """Return whether each page of ``other`` begins where this one's of the same block ends."""
+        """Return whether each page of ``other`` begins where this run's page of the same block ends."""
         return (
             self.storage.data_ptr() == other.storage.data_ptr()
             and self.stride_bytes == other.stride_bytes
@@ -81,10 +166,10 @@ def make_canonical_kv_caches(
 
     Args:
         kv_cache_config: the groups and the number of device blocks.
-        kv_caches: for each layer its KV cache, first dimension device blocks or equal parts of them.
+        kv_caches: the KV cache of each layer, first dimension device blocks or equal parts of them.
 
     Raises:
-        KVCacheLayoutError: a layer is missing, or its pages do not lie at one stride; the message names it.
+        KVCacheLayoutError: a layer is missing, or its pages have no constant stride; the message names it.
     """
     runs_of_groups = [
         find_runs(kv_cache_config, group, kv_caches) for group in kv_cache_config.kv_cache_groups
@@ -109,7 +194,7 @@ def make_canonical_kv_caches(
 def find_refs(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], runs: Sequence[PageRun]
 ) -> dict[str, int]:
-    """Return for each layer of the only group which of its runs holds the layer's page. Pure."""
+    """Return for each layer of the only group the index of the run with the layer's page. Pure."""
     (group,) = kv_cache_config.kv_cache_groups
     pages = page_bytes_of_layers(kv_cache_config, group)
     refs: dict[str, int] = {}
@@ -125,7 +210,7 @@ def find_runs(
     """Return the pages of one group, adjacent ones joined, in the order of their bytes in a row. Pure.
 
     Raises:
-        KVCacheLayoutError: as make_canonical_kv_caches.
+        KVCacheLayoutError: as in ``make_canonical_kv_caches``.
     """
     pages = page_bytes_of_layers(kv_cache_config, group)
     num_blocks = kv_cache_config.num_blocks
@@ -139,12 +224,12 @@ def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> P
 
     Args:
         layer: its name, for messages.
-        cache: what vLLM registered for it.
-        page_bytes: bytes of a device block of it, unpadded.
+        cache: its KV cache as vLLM registered it.
+        page_bytes: its bytes in a device block, unpadded.
         num_blocks: device blocks.
 
     Raises:
-        KVCacheLayoutError: nothing was registered for it, or its blocks are not at one stride.
+        KVCacheLayoutError: no tensor was registered for it, or its blocks have no constant stride.
     """
     if not isinstance(cache, torch.Tensor):
         raise KVCacheLayoutError(
@@ -152,8 +237,8 @@ def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> P
         )
     if cache.dim() == 0 or not cache.shape[0] or cache.shape[0] % num_blocks:
         raise KVCacheLayoutError(
-            f"layer {layer!r}: its KV cache has shape {tuple(cache.shape)}, whose first dimension is no multiple of "
-            f"the {num_blocks} device blocks: {LAYOUT_REMEDY}"
+            f"layer {layer!r}: its KV cache has shape {tuple(cache.shape)}, whose first dimension is not a multiple "
+            f"of the {num_blocks} device blocks: {LAYOUT_REMEDY}"
         )
     parts_per_block = cache.shape[0] // num_blocks
     item_bytes = cache.element_size()
@@ -165,8 +250,8 @@ def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> P
     if max(page_bytes, reach_bytes) > stride_bytes or reach_bytes > page_bytes:
         raise KVCacheLayoutError(
             f"layer {layer!r}: a device block has {page_bytes} bytes, but its KV cache of shape {tuple(cache.shape)} "
-            f"spreads it over {reach_bytes} and has the next one {stride_bytes} bytes on, so blocks do not lie "
-            f"together: {LAYOUT_REMEDY}"
+            f"spreads it over {reach_bytes} bytes with a stride of {stride_bytes}, so blocks are not contiguous: "
+            f"{LAYOUT_REMEDY}"
         )
     run = PageRun(cache.untyped_storage(), int(cache.storage_offset()) * item_bytes, stride_bytes, page_bytes)
     end_byte = run.start_byte + stride_bytes * (num_blocks - 1) + page_bytes
@@ -179,13 +264,13 @@ def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> P
 
 
 def merge_adjacent(runs: Sequence[PageRun]) -> list[PageRun]:
-    """Join pages of one group that follow each other in memory, so that they are copied at once. Pure.
+    """Join pages of one group that are adjacent in memory, so that they are copied at once. Pure.
 
     Args:
         runs: one for each layer, in the order of the layers.
 
     Returns:
-        The same bytes by position within an allocation, allocations in the order in which layers name them.
+        The same bytes by position within an allocation, allocations in the order of their first layers.
     """
     storages = list(dict.fromkeys(run.storage.data_ptr() for run in runs))
     in_order = sorted(runs, key=lambda run: (storages.index(run.storage.data_ptr()), run.start_byte))
@@ -204,82 +289,3 @@ def view_pages(run: PageRun, num_blocks: int) -> torch.Tensor:
     """Return the pages as bytes, shape (num_blocks, page_bytes), int8, on the device; a view. Pure."""
     raw = torch.empty(0, dtype=torch.int8, device=run.storage.device)
     return raw.set_(run.storage, run.start_byte, (num_blocks, run.page_bytes), (run.stride_bytes, 1))
-
-
-class WorkerHooks:
-    """Half of KVTierConnector. Used from the thread that runs the model."""
-
-    _connector: OffloadingConnector
-    _connector_metadata: KVConnectorMetadata | None
-    _kv_cache_config: KVCacheConfig
-
-    def __init__(self) -> None:
-        self._invalid_block_ids: set[int] = set()
-
-    @property
-    def _worker(self) -> OffloadingConnectorWorker:
-        worker = self._connector.connector_worker
-        assert worker is not None, "a hook of a worker was called on the scheduler"
-        return worker
-
-    @property
-    def _step(self) -> OffloadingConnectorMetadata:
-        metadata = self._connector_metadata
-        assert isinstance(metadata, OffloadingConnectorMetadata), "vLLM binds the metadata before each step"
-        return metadata
-
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the KV cache of every layer, before the first step."""
-        self._worker.register_kv_caches(make_canonical_kv_caches(self._kv_cache_config, kv_caches))
-
-    def unregister_kv_caches(self) -> None:
-        """Let go of the KV caches: vLLM, from 0.33 on, gives their memory back while it sleeps."""
-        self._worker.unregister_kv_caches()
-
-    def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take the KV caches that replace those let go."""
-        self.register_kv_caches(kv_caches)
-
-    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Begin the stores of the step before and finish those whose device blocks will be written."""
-        self._worker.handle_preemptions(kv_connector_metadata)
-
-    def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
-        """Begin the loads of this step."""
-        self._worker.start_kv_transfers(self._step)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Hold the layer back until it has its bytes, in a step that computes with a load; else nothing is awaited."""
-        self._worker.wait_for_layer(layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
-    ) -> None:
-        """Do nothing: blocks are stored whole, after the step that computed them."""
-
-    def wait_for_save(self) -> None:
-        """Take the stores of this step, to be begun in the next one."""
-        self._worker.prepare_store_kv(self._step)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Return no stores, and the requests whose load ended, well or badly; each once."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
-        """Return the requests whose load ended, and which of these vLLM has to compute from the first token."""
-        finished_sending, finished_recving = self._worker.get_finished(finished_req_ids)
-        failed = self._worker.take_failed_loads()
-        if not can_recompute_from_block(self._connector.spec.config.groups):
-            return TransferResults(finished_sending, finished_recving, set(failed))
-        self._invalid_block_ids.update(*failed.values())
-        return TransferResults(finished_sending, finished_recving)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return, with one full-attention group, the device blocks of the failed loads in the last answer."""
-        invalid_block_ids, self._invalid_block_ids = self._invalid_block_ids, set()
-        return invalid_block_ids
-
-    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Return what this worker has to report since the last call."""
-        return self._worker.build_connector_worker_meta()

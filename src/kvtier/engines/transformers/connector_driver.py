@@ -1,8 +1,8 @@
 """Drives both halves of kvtier's connector, step by step, in one process.
 
-The order within a step is the contract of ``kvtier.connector.protocols``. This file adds what an engine without a
-scheduling loop needs around it: waiting for answers and loads in steps without tokens, and a step whose computation
-fails, whose stores must not happen because the bytes they would store do not exist.
+The order within a step is the contract of ``kvtier.connector.protocols``. An engine without a scheduling loop also
+needs steps without tokens, in which it waits for lookups and loads, and a rule for a step whose computation fails: its
+stores are not done, because their bytes do not exist.
 """
 
 import time
@@ -20,24 +20,24 @@ from kvtier.errors import LayerLoadError
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
-"""Pause between two steps that wait for a tier. Longer delays the first token by as much; shorter
-takes the interpreter from the threads that are waited for."""
+"""Pause between two steps that wait for a tier. A longer one delays the first token by as much; a shorter one takes the
+interpreter from the threads that do the work."""
 
 
 @runtime_checkable
 class DrainingManager(Protocol):
-    """A manager with tiers behind it, which may have work when every store has ended."""
+    """A manager with secondary tiers, which may have work after every store has ended."""
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the tiers are done; False when ``timeout_s`` passed first."""
+        """Wait until the tiers have no work; False when ``timeout_s`` passed first."""
 
 
-class ConnectorLink:
+class ConnectorDriver:
     """Both halves of the connector and the steps between them. Used from one thread.
 
     Args:
         scheduler_spec: builds the manager.
-        worker_spec: builds the handlers; an object of its own, because each half maps the region itself.
+        worker_spec: builds the handlers; a separate object, because each half maps the region itself.
         kv_caches: the device pool.
         clock: seconds, monotonic.
         pause: waits for that many seconds.
@@ -53,43 +53,43 @@ class ConnectorLink:
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
         self._scheduler = _make_scheduler(scheduler_spec, clock)
-        # This engine pauses between two steps where it waits; pausing in each step would delay the first token.
+        # This engine pauses between the steps in which it waits; a pause in each step would delay the first token.
         self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
             self._worker.register_kv_caches(kv_caches)
         except BaseException:
-            self._end_halves()
+            self._shut_down_halves()
             raise
         self._clock = clock
         self._pause = pause
         self._open_jobs: set[TransferJobId] = set()
         self._loading: set[str] = set()
         self._failed_block_ids: dict[str, set[int]] = {}
-        # Both halves must have compared their regions before the first load can start.
+        # A first step in which both halves compare their regions; no load can start before it.
         self.step(StepOutput())
 
     @property
     def manager(self) -> OffloadingManager:
-        """Which blocks the tiers hold."""
+        """The manager of the tiers."""
         return self._scheduler.manager
 
     def match(self, request: Request, *, can_wait_by_layer: bool) -> tuple[int, bool]:
-        """Return how many tokens after the computed ones the tiers hold; waits until each tier has answered.
+        """Return how many tokens after the computed ones the tiers hold; blocks until every tier has answered.
 
         Args:
             request: not computed yet.
-            can_wait_by_layer: whether its next step would compute while they are loaded, layer by layer.
+            can_wait_by_layer: whether its next step can compute while they are loaded layer by layer.
 
         Returns:
-            The tokens, and whether that step must do so; otherwise they are waited for.
+            The number of tokens, and whether they are loaded layer by layer in that step; if not, before it.
         """
         while True:
             with DeferredInterrupt():
-                answer, is_beside = self._scheduler.get_num_new_matched_tokens(
+                answer, is_async = self._scheduler.get_num_new_matched_tokens(
                     request, request.num_computed_tokens, can_wait_by_layer=can_wait_by_layer
                 )
             if answer is not None:
-                return answer, answer > 0 and not is_beside
+                return answer, answer > 0 and not is_async
             self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
 
@@ -99,7 +99,7 @@ class ConnectorLink:
         """Pass the request's device blocks to the connector, which loads that many tokens into them.
 
         Returns:
-            Those tokens by the medium or the type of the tier that they come from.
+            These tokens by the medium or type of their tier.
         """
         with DeferredInterrupt():
             self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
@@ -108,35 +108,37 @@ class ConnectorLink:
             return self._scheduler.get_tokens_by_tier(request.request_id, num_external_tokens)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Wait, within a step's computation, until the blocks have the bytes of a layer.
+        """Wait, within a step's computation, until a layer's bytes are loaded.
 
         Raises:
             LayerLoadError: the load has failed.
         """
         if not self._worker.wait_for_layer(layer_name):
-            raise LayerLoadError(f"layer {layer_name!r} did not get its bytes")
+            raise LayerLoadError(f"layer {layer_name!r} was not loaded")
 
     def end_layer_loads(self) -> None:
         """Wait, at the end of a step's computation, until its load has ended.
 
         Raises:
-            LayerLoadError: it has failed, so that what was computed is worthless.
+            LayerLoadError: the load has failed, so the step's results are invalid.
         """
-        with DeferredInterrupt():  # a report that was taken and not written down would be lost
+        with DeferredInterrupt():  # an interrupt between reading a result and recording it would lose it
             is_good = self._worker.end_layer_loads()
         if not is_good:
-            raise LayerLoadError("a load failed that the step has computed with")
+            raise LayerLoadError("a load failed while the step computed with its blocks")
 
     def drain_failed_blocks(self, request: Request) -> set[int]:
-        """Return, once, the device blocks that did not get their bytes."""
+        """Return the device blocks whose load failed, each once."""
         return self._failed_block_ids.pop(request.request_id, set())
 
     def wait_for_load(self, request: Request) -> set[int]:
-        """Step until the request's load has ended; return the device blocks that did not get their bytes."""
+        """Step until the request's load has ended; return the device blocks whose load failed."""
         while request.request_id in self._loading:
             self.step(StepOutput())
             if request.request_id in self._loading:
-                with DeferredInterrupt():  # what the copying threads have reported must not be left half read
+                with (
+                    DeferredInterrupt()
+                ):  # an interrupt must not leave the reports of the copy threads half read
                     self._worker.wait_for_loads()
         return self.drain_failed_blocks(request)
 
@@ -144,8 +146,8 @@ class ConnectorLink:
         """Do one step.
 
         Args:
-            plan: what is computed.
-            compute: computes it and puts it into the device blocks; what it raises ends the step in order.
+            plan: the tokens to compute.
+            compute: computes them and writes the device blocks; when it raises, the step still ends in order.
         """
         is_computed = compute is None
         with DeferredInterrupt() as deferred:
@@ -154,7 +156,7 @@ class ConnectorLink:
             self._worker.start_kv_transfers(metadata)
             try:
                 if compute is None:
-                    # A request that ended before its first step: its load must end, and its bytes are not read.
+                    # A request may end before its first step. Its load must end; its bytes are not used.
                     self._worker.end_layer_loads(is_computed=False)
                 else:
                     with deferred.lifted():
@@ -164,19 +166,19 @@ class ConnectorLink:
                 self._end_step(plan, metadata, is_computed=is_computed)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
-        """Report how long computing so many tokens of a prompt has taken."""
+        """Report how long the computation of ``num_tokens`` prompt tokens took."""
         if self._scheduler.load_or_compute is not None:
             self._scheduler.load_or_compute.report_prefill(num_tokens, time_s)
 
     def finish(self, request: Request) -> None:
-        """End the request; its last stores are started, in a step without tokens, and not waited for."""
+        """End the request; a step without tokens starts its last stores, and does not wait for them."""
         with DeferredInterrupt():
             self.wait_for_load(request)
             self._scheduler.request_finished(request, request.stop, is_traffic=request.is_traffic)
             self.step(StepOutput(finished_req_ids=frozenset({request.request_id})))
 
     def drain(self, timeout_s: float) -> bool:
-        """Step until every store has ended and every tier is done; False when ``timeout_s`` passed first."""
+        """Step until every store has ended and no tier has work; False when ``timeout_s`` passed first."""
         end_s = self._clock() + timeout_s
         while self._open_jobs and self._clock() < end_s:
             self.step(StepOutput())
@@ -187,7 +189,7 @@ class ConnectorLink:
         return not isinstance(self.manager, DrainingManager) or self.manager.drain(left_s)
 
     def reset(self) -> None:
-        """Forget every block in every tier; the device pool is the caller's."""
+        """Forget every block in every tier; the caller resets the device pool."""
         with DeferredInterrupt():
             self._scheduler.reset()
             self.step(StepOutput())
@@ -197,13 +199,13 @@ class ConnectorLink:
         return self._scheduler.stats()
 
     def shutdown(self, timeout_s: float) -> None:
-        """Drain for at most ``timeout_s``, then end the copies and the tiers; idempotent."""
+        """Drain for at most ``timeout_s``, then shut down worker, manager and tiers; idempotent."""
         try:
             self.drain(timeout_s)
         finally:
-            self._end_halves()
+            self._shut_down_halves()
 
-    def _end_halves(self) -> None:
+    def _shut_down_halves(self) -> None:
         self._worker.shutdown()
         self._scheduler.shutdown()
         for spec in self._specs:

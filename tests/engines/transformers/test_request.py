@@ -2,7 +2,7 @@
 
 import hashlib
 
-from kvtier.engines.transformers.block_hash import extend_block_hashes, hash_block, make_root_digest
+from kvtier.engines.transformers.request import extend_block_hashes, hash_block, make_root_digest
 
 ROOT = make_root_digest("")
 
