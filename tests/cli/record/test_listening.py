@@ -127,11 +127,11 @@ class FullDisk(TraceFile):
         super().__init__(path, 10**6)
         self._num_left = num_lines
 
-    def _hand_over(self, content: memoryview) -> int:
+    def _write_some(self, content: memoryview) -> int:
         self._num_left -= 1
         if self._num_left < 0:
             raise OSError(28, "No space left on device")
-        return super()._hand_over(content)
+        return super()._write_some(content)
 
 
 @pytest.mark.parametrize("num_lines", [0, 2, 3])

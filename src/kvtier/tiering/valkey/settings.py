@@ -21,7 +21,7 @@ MAX_TTL_S = 10 * 365 * 86_400.0
 
 DEFAULT_TIMEOUT_S = 2.0
 """Seconds without a single byte after which a server counts as hung. A local one answers in milliseconds; much
-less would give up one that writes a snapshot, more keeps slots reserved behind one that is gone."""
+less would time out on one that writes a snapshot, more keeps slots reserved behind one that is gone."""
 
 MAX_TIMEOUT_S = 60.0
 
