@@ -1,8 +1,11 @@
 """Files that another program removes under a living engine cost their blocks, and nothing else."""
 
+import errno
 import os
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -285,6 +288,32 @@ def test_a_removal_under_jobs_costs_no_report_and_leaves_no_room_taken(
     driver.load(BLOCKS)
     require_true_count(driver, root)
     require_works(driver, root, BLOCKS)
+
+
+def test_a_folder_that_another_thread_makes_first_was_not_removed(
+    start_tier: StartTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_armed, is_late = threading.Event(), threading.Event()
+
+    def open_late(path: str, flags: int, mode: int) -> int:
+        if is_armed.is_set() and not is_late.is_set() and flags & os.O_TMPFILE == os.O_TMPFILE:
+            is_late.set()
+            given_up_s = time.monotonic() + HANG_GUARD_S
+            while not driver.tier.stats()["stored_blocks"]:
+                assert time.monotonic() < given_up_s, "the other block is not stored"
+            raise FileNotFoundError(errno.ENOENT, "")  # as it was before the other thread made the folder
+        return os.open(path, flags, mode)
+
+    driver = start_tier(calls=SystemCalls(open=open_late), num_threads=2)
+    is_armed.set()
+    driver.place([1, 2], [0, 1])
+    jobs = [driver.submit([number], [number - 1], is_promotion=False) for number in (1, 2)]
+    driver.poll_until(lambda: all(job in driver.results for job in jobs))
+
+    assert is_late.is_set()
+    assert driver.tier.stats()["evicted_blocks"] == 0
+    assert driver.load_right([1, 2]) == {1, 2}
+    assert lines_about_removal(caplog) == []
 
 
 def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_removed(root: Path) -> None:

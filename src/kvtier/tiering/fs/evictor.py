@@ -247,6 +247,7 @@ class Evictor:
         directory = self._directory
         namespace = self._current_namespace()
         try:
+            self.removals.begin()
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
             with eviction_lock(directory.root, directory.file_mode) as has_lock:
                 record = self._walk(namespace, is_recount=has_lock)

@@ -70,8 +70,8 @@ class FSNamespace:
         name: of its folder.
         path: its folder.
         index: which blocks of it are on the disk.
-        known_folders: by key prefix, the folders that this process has made or written to; one of them that is missing
-            was removed. Adding and discarding are atomic.
+        known_folders: by key prefix, the folders that this process has made, or has written a block to or read one
+            from; one of them that is missing was removed. Adding and discarding are atomic.
     """
 
     identity: Namespace
@@ -103,8 +103,8 @@ class BlockFile:
     key: OffloadKey
 
 
-def make_folder(path: Path, file_mode: int) -> None:
-    """Make a folder with the permissions that go with ``file_mode``, unless it exists.
+def make_folder(path: Path, file_mode: int) -> bool:
+    """Make a folder with the permissions that go with ``file_mode``; False when it exists.
 
     Parents that are missing are made too, with the permissions that the umask gives.
 
@@ -116,9 +116,10 @@ def make_folder(path: Path, file_mode: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode)
     except FileExistsError:
-        return
+        return False
     if stat.S_IMODE(path.stat().st_mode) != mode:
         path.chmod(mode)
+    return True
 
 
 def make_root(root: Path, file_mode: int) -> None:
@@ -133,8 +134,10 @@ def make_root(root: Path, file_mode: int) -> None:
 
 def make_block_folder(
     root: Path, namespace: FSNamespace, block_path: str, file_mode: int, owner_name: str
-) -> None:
+) -> bool:
     """Make the folders above a block, the tier's directory included, and the readable description of its namespace.
+
+    Return whether the folder that the block is in was missing.
 
     Args:
         root: the tier's directory.
@@ -155,7 +158,7 @@ def make_block_folder(
         _write_document(document, temporary, namespace.identity.document, file_mode)
     leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
-    make_folder(leaf, file_mode)
+    return make_folder(leaf, file_mode)
 
 
 def walk_blocks(root: Path) -> Iterator[BlockFile]:

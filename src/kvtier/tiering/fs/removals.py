@@ -93,6 +93,10 @@ class Removals:
             is_due, self._is_recount_due = self._is_recount_due, False
         return is_due
 
+    def begin(self) -> None:
+        """Note which folders are there, for ``check`` to miss. Thread: the evictor's; blocks."""
+        self._watch.find_removed(self._current_namespace().path, has_blocks=False)
+
     def check(self) -> bool:
         """Find what has been removed since the last check, and forget it; return whether there was anything.
 

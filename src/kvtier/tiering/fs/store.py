@@ -143,6 +143,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> TransferOutcome:
         failures = self._reader.read(namespace, keys, slots)
         succeeded = [key for key in keys if key not in failures]
+        namespace.known_folders.update(map(folder_prefix, succeeded))
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
@@ -154,8 +155,12 @@ class FSBlockStore(BlockStore[FSNamespace]):
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
         folders = {block_path(namespace.path, key).rpartition("/")[0]: key for key in absent}
         for folder, key in folders.items():
-            if not os.access(folder, os.F_OK) and namespace.index.evict_prefix(folder_prefix(key)):
-                self._evictor.removals.on_removed(folder)
+            if os.access(folder, os.F_OK):
+                continue
+            prefix = folder_prefix(key)
+            namespace.known_folders.discard(prefix)
+            is_any_left = namespace.index.evict_prefix(prefix) > 0
+            self._evictor.removals.on_removed(folder if is_any_left else None)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -294,31 +299,33 @@ class BlockWriter:
     ) -> bool | OSError:
         path, _, recycled_path = file
         directory = self._directory
-        self._check_known_folder(namespace, key, path)
         answer: bool | OSError = FileNotFoundError()
         for _ in range(FOLDER_ATTEMPTS):
             try:
-                make_block_folder(directory.root, namespace, path, directory.file_mode, self._owner_name)
+                is_made = make_block_folder(
+                    directory.root, namespace, path, directory.file_mode, self._owner_name
+                )
             except FileNotFoundError as error:
                 answer = error
                 continue
             except OSError as error:
                 return error
-            namespace.known_folders.add(folder_prefix(key))
+            if is_made:
+                self._on_folder_made(namespace, key, path)
             (answer,) = self._files.publish([file])
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
                 break
         return answer
 
-    def _check_known_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
-        """Forget the blocks of a folder that is missing; it was removed, unless it never was there."""
+    def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
+        """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
         prefix = folder_prefix(key)
-        was_there = prefix in namespace.known_folders
-        namespace.known_folders.discard(prefix)
+        was_known = prefix in namespace.known_folders
+        namespace.known_folders.add(prefix)
         if namespace.index.evict_prefix(prefix):
             self._evictor.removals.on_removed(path.rpartition("/")[0])
-        elif was_there:
+        elif was_known:
             self._evictor.removals.on_removed(None)  # perhaps only as an empty folder, which evictors remove
 
 
