@@ -7,12 +7,15 @@ computed, for exactly one cause. For each request these counts sum to the length
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 
 Detail = Mapping[str, str | float]
 """What stands beside a cause: which tier's namespace differs, how many seconds ago a block left."""
+
+NO_DETAIL: Detail = MappingProxyType({})
 
 
 class MissCause(Enum):
@@ -61,7 +64,7 @@ class Miss(NamedTuple):
 
     cause: MissCause
     tier: str = ""
-    detail: Detail = {}
+    detail: Detail = NO_DETAIL
 
 
 class MissedRun(NamedTuple):
