@@ -23,6 +23,9 @@ MAX_HOURS = 24.0
 
 CHATS_PER_H = 700
 
+CHAT_BLOCKS = 35.0
+"""Blocks that all turns of a chat name, on average, repeats included."""
+
 AGENTS_PER_H = 60
 
 MAX_AGENT_TOKENS = 120_000
@@ -105,16 +108,19 @@ def make_chats_beside_jobs(seed: int, duration_s: float = 3 * HOUR_S) -> Trace:
 
 
 def draw_jobs(rng: random.Random) -> JobMix:
-    """Draw how many chats there are, and the jobs beside them."""
+    """Draw how many chats there are, and the jobs beside them, which name a tenth to nine tenths of the blocks."""
     num_jobs = 1 + int(4 * rng.random())
-    chats_per_h = round(100 * 8 ** rng.random())
+    chats_per_h = round(150 * 4 ** rng.random())
+    share = 0.1 + 0.8 * rng.random()
+    blocks_per_h = chats_per_h * CHAT_BLOCKS * share / (1 - share) / num_jobs
     shortest_s, longest_s = JOB_PERIODS_S
-    return JobMix(
-        chats_per_h,
-        tuple(shortest_s * (longest_s / shortest_s) ** rng.random() for _ in range(num_jobs)),
-        tuple(round(10 * 10 ** rng.random()) for _ in range(num_jobs)),
-        tuple(round(2_000 * 16 ** rng.random()) for _ in range(num_jobs)),
+    periods_s = tuple(shortest_s * (longest_s / shortest_s) ** rng.random() for _ in range(num_jobs))
+    tokens = tuple(round(2_000 * 16 ** rng.random()) for _ in range(num_jobs))
+    num_documents = tuple(
+        max(1, round(blocks_per_h * period_s / HOUR_S / (num_tokens / BLOCK_TOKENS + 1)))
+        for period_s, num_tokens in zip(periods_s, tokens, strict=True)
     )
+    return JobMix(chats_per_h, periods_s, num_documents, tokens)
 
 
 @dataclass(slots=True)
@@ -198,7 +204,7 @@ class _Traffic:
             max(1, round(self.draw_around(document_tokens, 0.4) / BLOCK_TOKENS)) for _ in range(num_documents)
         ]
         documents = [self.new_blocks(length) for length in lengths]
-        begin_s, step_s = period_s * self.chance(), 0.5 + 2 * self.chance()
+        begin_s, step_s = period_s * self.chance(), 0.5 * period_s * self.chance() / num_documents
         while begin_s < self.duration_s:
             for number, document in enumerate(documents):
                 blocks = [*document, *self.new_blocks(1)]
