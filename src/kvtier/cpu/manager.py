@@ -10,6 +10,7 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -22,6 +23,7 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
+from kvtier.cpu.leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
@@ -45,7 +47,8 @@ class CPUOffloadingManager(OffloadingManager):
         table: the blocks, their slots and pins.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        is_learning: whether note_request has an effect.
+        leases: what clients have pinned.
+        is_learning: whether note_request has an effect; any request may pin its blocks.
         follows_requests: whether request_finished has an effect.
 
     Raises:
@@ -74,8 +77,9 @@ class CPUOffloadingManager(OffloadingManager):
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
-        self.is_learning = self._learner is not None
-        self.follows_requests = self.is_learning or is_filtering
+        self.leases = PinLeases(self.table)
+        self.is_learning = True
+        self.follows_requests = self._learner is not None or is_filtering
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -100,8 +104,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._learner is not None:
-            request = make_arrived(chains, req_context, self._clock())
-            self._learner.note_request(request)
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+            self.leases.lease(chain.from_iterable(chains), self._clock(), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
@@ -130,7 +135,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
         if admission is not None:
-            admitted = admission.admit(admitted, req_context.req_id)
+            wanted = admitted
+            admitted = admission.admit(wanted, req_context.req_id)
+            if self.leases and len(admitted) < len(wanted):
+                admitted = self.leases.add_leased(admitted, wanted)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -167,6 +175,8 @@ class CPUOffloadingManager(OffloadingManager):
             keys = table.orphans.settle_keys(keys, is_write=True)
         finished = table.finish_writes(keys, success=success)
         if success:
+            if self.leases:
+                self.leases.on_ready(finished)
             self._num_stored += len(finished)
             if self._events is not None:
                 self._events.record(finished, removed=False)
@@ -208,6 +218,8 @@ class CPUOffloadingManager(OffloadingManager):
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
         """
+        if self.leases:
+            self.leases.expire(self._clock())
         evicted = self.table.evict(num, named, protected)
         if evicted is None:
             self._num_refused += 1
@@ -227,6 +239,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._filter.request_finished(req_context)
 
     def reset(self) -> None:
+        self.leases.clear()
         forgotten = self.table.forget_blocks()
         if self._events is not None:
             self._events.record(forgotten, removed=True)
@@ -254,6 +267,8 @@ class CPUOffloadingManager(OffloadingManager):
             "evictable_blocks": table.num_evictable,
             "in_flight_blocks": table.num_in_flight,
             "orphaned_blocks": num_orphaned,
+            "pinned_blocks": self.leases.num_pinned,
+            "refused_pins": self.leases.num_refused,
             "tracked_keys": len(self.counts or ()),
             "loaded": self._num_loaded,
             "stored": self._num_stored,
@@ -275,3 +290,4 @@ class CPUOffloadingManager(OffloadingManager):
             InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
         """
         self.table.check()
+        self.leases.check()
