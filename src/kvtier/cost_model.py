@@ -180,7 +180,7 @@ class PrefillEstimator:
         self._begun_s: dict[int, tuple[float, int]] = {}
         self._num_steps = 0
         self._reported_s = float("-inf")
-        self._is_told = False
+        self._is_engine_timed = False
         self._rate: PrefillRate | None = None
 
     def begin_step(self, num_prompt_tokens: int, now_s: float) -> int | None:
@@ -190,7 +190,7 @@ class PrefillEstimator:
             num_prompt_tokens: prompt tokens that it computes.
             now_s: the clock's reading.
         """
-        if self._is_told or num_prompt_tokens < MIN_STEP_TOKENS:
+        if self._is_engine_timed or num_prompt_tokens < MIN_STEP_TOKENS:
             return None
         self._num_steps += 1
         self._begun_s[self._num_steps] = (now_s, num_prompt_tokens)
@@ -211,15 +211,15 @@ class PrefillEstimator:
             self._add(num_tokens, now_s - max(begun_s, self._reported_s))
         self._reported_s = now_s
 
-    def tell(self, num_tokens: int, time_s: float) -> None:
-        """Learn from an engine that measures its computing time itself.
+    def observe(self, num_tokens: int, time_s: float) -> None:
+        """Learn from a prefill time that the engine has measured; steps are not timed from then on.
 
         Args:
             num_tokens: prompt tokens.
             time_s: seconds for them alone.
         """
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_engine_timed:
+            self._is_engine_timed = True
             self._begun_s.clear()
             self._samples.clear()
             self._rate = None
@@ -275,7 +275,7 @@ class BandwidthEstimator:
         self._was_slow = False
         self._rate: LinkRate | None = None
 
-    def add(self, num_bytes: float, time_s: float) -> None:
+    def observe(self, num_bytes: float, time_s: float) -> None:
         """Learn from one load; loads without bytes or without time are ignored.
 
         Args:
