@@ -351,7 +351,7 @@ class ConnectorDriver:
                 self._check_found(request)
 
     def check(self) -> None:
-        """Look at the books, and at what the handlers have noticed."""
+        """Check the invariants, and look at what the handlers have noticed."""
         self.manager.check()
         for worker in self.engine.workers:
             assert not worker.broken_laws
