@@ -55,7 +55,7 @@ def test_what_was_not_written_and_what_was_removed_is_room_again(path: Path) -> 
     assert read(path).in_flight_bytes == 0
 
 
-def test_the_count_is_exact_when_the_last_of_several_writers_has_settled(path: Path) -> None:
+def test_the_count_is_exact_when_the_last_of_several_writers_has_ended(path: Path) -> None:
     usage = open_usage(path)
     usage.reserve(2, 100)
     usage.reserve(1, 100)
@@ -191,6 +191,21 @@ def test_what_was_in_flight_when_the_record_was_lost_is_not_given_back_twice(pat
     other.end_recount(200, begun)
     usage.end_reservation(200, 100)
     assert read(path).used_bytes >= 200
+
+
+def test_a_walk_that_saw_the_record_lost_counts_nothing_and_the_next_counts_all(path: Path) -> None:
+    usage, other = open_usage(path), open_usage(path, found_bytes=None)
+    begun = other.begin_recount()
+    assert begun is not None
+    assert usage.reserve(2, 100).num_blocks == 2
+    usage.end_reservation(200, 200)  # behind the walk, which finds nothing
+    path.unlink()
+    assert other.end_recount(0, begun) is None
+    assert other.reserve(1, 100).num_blocks == 0
+    begun = other.begin_recount()
+    assert begun is not None
+    other.end_recount(200, begun)
+    assert read(path).used_bytes == 200
 
 
 def test_surplus_room_needs_no_record_and_the_last_gives_it_back(path: Path) -> None:
