@@ -92,7 +92,7 @@ def may_search(waiting: WaitingRequests, waiter: Waiter, step: int) -> bool:
 def test_a_request_searches_again_only_after_news_and_then_for_one_step(waiting: WaitingRequests) -> None:
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
     assert may_search(waiting, waiter, 0)
     assert not may_search(waiting, waiter, 1)
@@ -112,9 +112,9 @@ def test_news_in_the_midst_of_a_search_are_not_forgotten_for_what_it_finds_next(
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.notify([key_of(1)])
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
-    assert not waiting.idle
+    assert not waiting.unchanged
     assert may_search(waiting, waiter, 1)
 
 
@@ -122,12 +122,12 @@ def test_a_search_that_found_nothing_to_wait_for_leaves_the_request_free(waiting
     request = ReqContext("a")
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(2), request, now_s=0.0, step=0, is_held=True)
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
-    assert waiting.idle == {request}
+    assert waiting.unchanged == {request}
     waiting.notify([key_of(1)])
     assert may_search(waiting, waiter, 1)
-    assert not waiting.idle
+    assert not waiting.unchanged
     assert may_search(waiting, waiter, 2)
     waiting.notify([key_of(2)])
     assert not waiter.has_changed
@@ -138,11 +138,11 @@ def test_the_deadline_counts_from_the_first_wait(waiting: WaitingRequests, holde
     waiting.wait_for(key_of(1), request, now_s=10.0, step=0, is_held=True)
     waiting.wait_for(key_of(2), request, now_s=14.0, step=1, is_held=True)
     waiting.expire(14.9)
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
     assert not waiter.is_expired
     waiting.expire(15.0)
-    assert waiting.waiters.get(request) is waiter
+    assert waiting.by_request.get(request) is waiter
     assert waiter.is_expired
     assert not holder.counts
     assert len(waiting) == 0
@@ -156,7 +156,7 @@ def test_what_a_tier_has_brought_up_is_noted_for_each_request_that_holds_it_and_
         waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(1), asking, now_s=0.0, step=0, is_held=False)
     waiting.notify([key_of(1), key_of(2)], promoted_from="fs")
-    waiters = [waiting.waiters.get(request) for request in (first, second, asking)]
+    waiters = [waiting.by_request.get(request) for request in (first, second, asking)]
     assert [waiter.promoted for waiter in waiters if waiter] == [{key_of(1): "fs"}, {key_of(1): "fs"}, {}]
 
 
@@ -167,7 +167,7 @@ def test_what_came_up_stays_noted_after_the_deadline(waiting: WaitingRequests) -
     waiting.notify([key_of(1)], promoted_from="fs")
     waiting.expire(DEADLINE_S)
     waiting.notify([key_of(2)], promoted_from="fs")
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
     assert waiter.promoted == {key_of(1): "fs"}
 
@@ -177,7 +177,7 @@ def test_an_expired_request_is_forgotten_when_it_ends(waiting: WaitingRequests) 
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.expire(DEADLINE_S)
     waiting.end_wait(request)
-    assert waiting.waiters.get(request) is None
+    assert waiting.by_request.get(request) is None
 
 
 def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) -> None:
@@ -185,7 +185,7 @@ def test_the_end_of_a_wait_leaves_nothing_to_notify(waiting: WaitingRequests) ->
     waiting.wait_for(key_of(1), request, now_s=0.0, step=0, is_held=True)
     waiting.wait_for(key_of(1), other, now_s=0.0, step=0, is_held=True)
     waiting.end_wait(request)
-    waiter = waiting.waiters.get(other)
+    waiter = waiting.by_request.get(other)
     assert waiter is not None
     waiting.notify([key_of(1)])
     assert waiter.has_changed
@@ -210,7 +210,7 @@ def test_an_interruption_does_not_move_the_deadline(waiting: WaitingRequests) ->
     waiting.wait_for(key_of(2), later, now_s=4.0, step=1, is_held=True)
     waiting.wait_for(key_of(1), request, now_s=4.0, step=1, is_held=True)
     assert waiting.expire(DEADLINE_S) == [frozenset({key_of(1)})]
-    waiter = waiting.waiters.get(later)
+    waiter = waiting.by_request.get(later)
     assert waiter is not None
     assert not waiter.is_expired
 
@@ -228,7 +228,7 @@ def test_a_request_that_its_engine_kept_has_not_expired(
     request = ReqContext("a")
     begin_queueing(waiting, request)
     assert not holder.counts
-    assert waiting.waiters.get(request) is None
+    assert waiting.by_request.get(request) is None
     assert waiting.num_expired == 0
 
 
@@ -239,7 +239,7 @@ def test_a_request_that_its_engine_kept_waits_once_more_and_not_longer(waiting: 
     assert waiting.expire(60.0 + DEADLINE_S - 0.1) == []
     waiting.notify([key_of(1)])
     assert waiting.expire(60.0 + DEADLINE_S) == []
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
     assert waiter.is_expired
     assert waiting.num_expired == 1
@@ -260,7 +260,7 @@ def test_interruptions_do_not_make_a_second_wait_a_third(waiting: WaitingRequest
     waiting.interrupt()
     waiting.wait_for(key_of(1), request, now_s=60.0 + again_s, step=2, is_held=True)
     waiting.expire(max(60.0 + again_s, 60.0 + DEADLINE_S))
-    waiter = waiting.waiters.get(request)
+    waiter = waiting.by_request.get(request)
     assert waiter is not None
     assert waiter.is_expired
 
@@ -280,7 +280,7 @@ def test_a_request_that_ends_in_its_engines_queue_is_forgotten(waiting: WaitingR
     waiting.wait_for(key_of(1), request, now_s=60.0, step=1, is_held=True)
     waiting.notify([key_of(1)])
     waiting.expire(60.0 + DEADLINE_S)
-    assert waiting.waiters.get(request) is None
+    assert waiting.by_request.get(request) is None
 
 
 def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> None:
@@ -289,7 +289,7 @@ def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> No
     for number, request in enumerate([first, *(ReqContext("") for _ in range(MAX_REMEMBERED))]):
         waiting.wait_for(key_of(number % 7), request, now_s=0.0, step=0, is_held=False)
     waiting.expire(DEADLINE_S)
-    assert waiting.waiters.get(first) is None
+    assert waiting.by_request.get(first) is None
 
 
 class ExpectedWaits:
@@ -332,20 +332,20 @@ class ExpectedWaits:
         """Return whose deadline has passed."""
         return [request for request in self.awaited if self.deadline_s[request] <= now_s]
 
-    def idle(self) -> set[ReqContext]:
+    def unchanged(self) -> set[ReqContext]:
         """Return who waits for something and has no news."""
         return {request for request, keys in self.awaited.items() if keys and request not in self._with_news}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_is_idle_and_whose_deadline_has_passed_is_told_to_the_moment(
+def test_for_whom_nothing_has_changed_and_whose_deadline_has_passed_is_told_to_the_moment(
     waiting: WaitingRequests, holder: CountingHolder, seed: int
 ) -> None:
     rng, expected, now_s = random.Random(seed), ExpectedWaits(), 0.0
     requests = [ReqContext(str(number)) for number in range(6)]
     for step in range(400):
         request, key = rng.choice(requests), key_of(rng.randrange(5))
-        waiter = waiting.waiters.get(request)
+        waiter = waiting.by_request.get(request)
         match rng.choices(["wait", "news", "end", "reset", "time"], [10, 4, 2, 1, 6])[0]:
             case "wait":
                 if waiter is None or (not waiter.is_expired and may_search(waiting, waiter, step)):
@@ -368,6 +368,6 @@ def test_who_is_idle_and_whose_deadline_has_passed_is_told_to_the_moment(
                 for ended in due:
                     waiting.end_wait(ended)
                     expected.end_wait(ended)
-        assert waiting.idle == expected.idle()
+        assert waiting.unchanged == expected.unchanged()
         assert len(waiting) == len(expected.awaited)
         assert holder.counts == waiting.holds()
