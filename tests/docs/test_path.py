@@ -26,7 +26,7 @@ def summary_of(output: str) -> list[str]:
 @pytest.fixture
 def traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines that the script prints now."""
-    if system._whole_files is None:
+    if system.REAL_CALLS.whole_files is None:
         pytest.skip("the fs tier's compiled module is missing: install a C compiler and run `make venv`")
     if not probe(tmp_path, tmp_path / "scratch", 0o600, system.REAL_CALLS).has_unnamed_files:
         pytest.skip(

@@ -178,9 +178,9 @@ class OrphanedSlots:
         found = [orphan.slot for waiting in self._by_key.values() for orphan in waiting]
         if sorted(expected) != sorted(found) or not all(self._by_key.values()):
             raise InvariantError(f"orphans expect reports by key for slots {expected}, indexed are {found}")
-        idle = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
-        if idle:
-            raise InvariantError(f"orphans wait for no report: {idle}")
+        done = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
+        if done:
+            raise InvariantError(f"orphans wait for no report: {done}")
 
     def _find(self, slot: int, *, is_write: bool) -> Orphan | None:
         orphan = self.by_slot.get(slot)

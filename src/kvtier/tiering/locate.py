@@ -72,7 +72,7 @@ class TierBlockLocator(BlockLocator):
         ):
             return None
         places: list[BlockPlace] = []
-        is_pending = False
+        is_unanswered = False
         for key in keys:
             is_ready = self._primary.manager.lookup(key, req_context)
             if is_ready:
@@ -87,11 +87,11 @@ class TierBlockLocator(BlockLocator):
                 if position is not None:
                     places.append(BlockPlace(position))
                 elif answer is None:
-                    waiting.wait_for(key, req_context, now_s, step, is_held=False)
-                    is_pending = True
+                    waiting.wait_for(key, req_context, now_s, step, has_slot=False)
+                    is_unanswered = True
                 else:
                     break
-        return None if is_pending else LocatedRun(places, self._describe(places), self._deadline_s)
+        return None if is_unanswered else LocatedRun(places, self._describe(places), self._deadline_s)
 
     def probe(self, tier: int, keys: Iterable[OffloadKey]) -> None:
         self._open_step()

@@ -136,8 +136,8 @@ class TieringOffloadingManager(OffloadingManager):
         if answer is False:
             return self._lookup_in_tiers(key, req_context)
         if answer is None:
-            waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
-        elif waiter is None or key not in waiter.held:
+            waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
+        elif waiter is None or key not in waiter.holds:
             waiting.on_found(key, req_context)
         return answer
 
@@ -314,26 +314,26 @@ class TieringOffloadingManager(OffloadingManager):
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.table.check_holds(self._waiting.holds())
+        self.primary.table.check_holds(self._waiting.count_holds())
         self._transfers.check()
         self._cascades.check()
 
     def _lookup_in_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look up a key that the primary does not hold; the first tier that has it promotes it."""
         waiting = self._waiting
-        is_pending = False
+        is_unanswered = False
         for tier in self._tiers:
             answer = tier.lookup(key, req_context)
             if answer:
                 protected = waiting.found_this_step.get(req_context, NOTHING_FOUND)
                 if not self._transfers.prepare_promotion(tier, key, req_context, protected):
                     return False
-                waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+                waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
                 return None
-            is_pending |= answer is None
-        if not is_pending:
+            is_unanswered |= answer is None
+        if not is_unanswered:
             return False
-        waiting.wait_for(key, req_context, self._now_s, self._step, is_held=False)
+        waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=False)
         return None
 
     def _poll(self) -> None:

@@ -43,7 +43,7 @@ class Waiter:
         has_changed: True when searching again may give another answer.
         is_expired: True once it may wait no longer: what is not ready is then absent for it.
         is_second_wait: True when its first deadline passed while it waited for nothing.
-        held: keys it holds.
+        holds: keys it has a hold of.
         awaited: keys that it waits for.
         promoted: keys that a tier has promoted while it waited for them, each with the tier's type.
     """
@@ -54,7 +54,7 @@ class Waiter:
     has_changed: bool = False
     is_expired: bool = False
     is_second_wait: bool = False
-    held: set[OffloadKey] = field(default_factory=set)
+    holds: set[OffloadKey] = field(default_factory=set)
     awaited: set[OffloadKey] = field(default_factory=set)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
 
@@ -108,12 +108,12 @@ class WaitingRequests:
         waiter = self.by_request.get(req_context)
         if waiter is None or waiter.is_expired:
             self.found_this_step.setdefault(req_context, {})[key] = None
-        elif key not in waiter.held:
-            waiter.held.add(key)
+        elif key not in waiter.holds:
+            waiter.holds.add(key)
             self._holder.hold(key)
 
     def wait_for(
-        self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, is_held: bool
+        self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, has_slot: bool
     ) -> None:
         """Make a request that has not expired wait for ``key``; its first wait holds what it has found so far.
 
@@ -122,16 +122,16 @@ class WaitingRequests:
             req_context: the request.
             now_s: the clock's reading.
             step: the manager's present step.
-            is_held: whether the primary has a slot for the key, so that it can be held there.
+            has_slot: whether the primary has a slot for the key, so that a hold of it can be counted there.
         """
         waiter = self.by_request.get(req_context)
         if waiter is None:
             waiter = self.by_request[req_context] = self._begin_wait(req_context, now_s, step)
             for found in self.found_this_step.pop(req_context, ()):
-                waiter.held.add(found)
+                waiter.holds.add(found)
                 self._holder.hold(found)
-        if is_held and key not in waiter.held:
-            waiter.held.add(key)
+        if has_slot and key not in waiter.holds:
+            waiter.holds.add(key)
             self._holder.hold(key)
         waiter.awaited.add(key)
         waiters = self.by_key.get(key)
@@ -158,7 +158,7 @@ class WaitingRequests:
                 waiter.awaited.discard(key)
                 self.unchanged.discard(waiter.req_context)
                 # A key that is not held may leave again, and come back from elsewhere.
-                if promoted_from is not None and key in waiter.held:
+                if promoted_from is not None and key in waiter.holds:
                     waiter.promoted[key] = promoted_from
 
     def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
@@ -202,11 +202,11 @@ class WaitingRequests:
         self.by_deadline.clear()
         self.found_this_step.clear()
 
-    def holds(self) -> dict[OffloadKey, int]:
+    def count_holds(self) -> dict[OffloadKey, int]:
         """Return how many waiting requests hold each key."""
         counts: dict[OffloadKey, int] = {}
         for waiter in self.by_request.values():
-            for key in waiter.held:
+            for key in waiter.holds:
                 counts[key] = counts.get(key, 0) + 1
         return counts
 
@@ -240,9 +240,9 @@ class WaitingRequests:
 
     def _stop(self, waiter: Waiter) -> None:
         del self.by_request[waiter.req_context]
-        if waiter.held:
-            self._holder.release_each(waiter.held)
-            waiter.held.clear()
+        if waiter.holds:
+            self._holder.release_each(waiter.holds)
+            waiter.holds.clear()
         self.unchanged.discard(waiter.req_context)
         if waiter.awaited:
             self._forget_awaited(waiter)
