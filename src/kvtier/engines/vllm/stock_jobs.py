@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
+from kvtier.hints.envelope import add_envelope
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.guard import GuardedTier, Submission
 
@@ -65,14 +66,14 @@ class StockJobs:
         guard = self._guard
         context = kvtier_context(job.req_context)
         keys = tuple(job.keys)
-        is_usable = is_wanted and not guard.is_out_of_service and guard.breaker.allows(context)
-        num_fitting = min(len(keys), guard.budget.room_for(guard.row_bytes)) if is_usable else 0
+        is_usable = is_wanted and guard.breaker.allows(context)
+        num_fitting = min(len(keys), guard.num_storable_rows()) if is_usable else 0
         guard.num_declined_cascades += len(keys) - num_fitting
         if num_fitting == 0:
             self._reports.append(StockJobResult(job.job_id, success=not keys))
             return
         # vLLM keeps all blocks of a job pinned until its end, so all of them count against the budget.
-        guard.budget.used_bytes += len(keys) * guard.row_bytes
+        guard.in_flight_store_bytes += len(keys) * guard.row_bytes
         self._submit(job, keys[:num_fitting], len(keys))
 
     def submit_load(self, job: TransferJob) -> None:
@@ -147,7 +148,7 @@ class StockJobs:
         if metadata.is_promotion:
             self._record_loads(metadata.keys, succeeded, is_tried=is_tried)
         else:
-            self._guard.budget.used_bytes -= job.num_pinned_blocks * self._guard.row_bytes
+            self._guard.in_flight_store_bytes -= job.num_pinned_blocks * self._guard.row_bytes
         is_whole = len(metadata.keys) == job.num_pinned_blocks and succeeded.issuperset(metadata.keys)
         partial = tuple(succeeded) if metadata.is_promotion and succeeded and not is_whole else None
         self._reports.append(StockJobResult(metadata.job_id, is_whole, partial, self._clock() - job.start_s))
@@ -168,7 +169,8 @@ def kvtier_context(req_context: StockReqContext) -> ReqContext:
     """Return kvtier's context of a vLLM request, the same object in every call and for every tier."""
     context: ReqContext | None = req_context.get_state(ReqContext)
     if context is None:
-        context = ReqContext(req_context.req_id, req_context.kv_transfer_params)
+        params = add_envelope(req_context.kv_transfer_params, getattr(req_context, "kv_hints", None))
+        context = ReqContext(req_context.req_id, params)
         req_context.set_state(context)
     return context
 
