@@ -48,7 +48,7 @@ def test_hints_of_an_envelope_reach_the_managers() -> None:
 
 
 def test_an_engine_without_envelopes_gives_what_the_client_says() -> None:
-    params = {"session": "a"}
+    params: dict[str, object] = {"session": "a"}
     assert add_envelope(params, None) is params
     assert make_request_state(Request(None, params), num_groups=1).context.hints == RequestHints("a")
 

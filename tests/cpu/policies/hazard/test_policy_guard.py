@@ -22,9 +22,7 @@ def hits_by_ten_minutes(trace: Trace, policy: str, share: float) -> list[tuple[i
     counts = [(0, 0)] * (1 + int(trace.requests[-1].arrival_s // TEN_MINUTES_S))
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
-        num_hits = serve(
-            manager, keys.of(request.hash_ids), ReqContext(str(number)), TouchOrder.TAIL_FIRST
-        )
+        num_hits = serve(manager, keys.of(request.hash_ids), ReqContext(str(number)), TouchOrder.TAIL_FIRST)
         old = counts[int(now_s // TEN_MINUTES_S)]
         counts[int(now_s // TEN_MINUTES_S)] = (old[0] + num_hits, old[1] + len(request.hash_ids))
     return counts
