@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled",
             "limits",
             "settings",
+            "hints",
         }
     ),
     frozenset({"worker", "factory"}),

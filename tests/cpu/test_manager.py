@@ -323,7 +323,7 @@ def test_a_policy_that_learns_is_told_of_each_request_with_time_and_hints() -> N
 
     (told,) = learner.requests
     assert (told.req_id, told.chains) == ("r", (keys_of(1, 2), keys_of(3)))
-    assert (told.arrival_s, told.hints) == (7.0, {"max_load_tokens": 9})
+    assert (told.arrival_s, told.params) == (7.0, {"max_load_tokens": 9})
     assert learner.finished == ["r"]
 
 

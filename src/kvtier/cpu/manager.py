@@ -22,7 +22,7 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
 
@@ -100,8 +100,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._learner is not None:
-            hints = req_context.kv_transfer_params or {}
-            request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+            request = make_arrived(chains, req_context, self._clock())
             self._learner.note_request(request)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:

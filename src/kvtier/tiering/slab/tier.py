@@ -16,7 +16,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.cpu.policies.learning import make_arrived
 from kvtier.namespace import Namespace
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, TierSettings
@@ -115,8 +115,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
         self._slots.touch(self._namespace, keys)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         self._slots.report_to_learner(self._namespace, lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:

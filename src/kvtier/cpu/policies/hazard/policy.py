@@ -15,10 +15,11 @@ from itertools import chain, islice
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
-from kvtier.cpu.policies.hazard.features import HintReader
+from kvtier.cpu.policies.hazard.features import hint_code
 from kvtier.cpu.policies.hazard.forecaster import RunningRequests
 from kvtier.cpu.policies.hazard.prefix_tree import PrefixNode
 from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK, HazardShadow
+from kvtier.cpu.policies.hint_trust import HintTrust
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
@@ -41,7 +42,6 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._recent = LRUCachePolicy(cache_capacity)
         # Held blocks that the shadow knows and does not hold, in the order in which it evicted them.
         self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._hints = HintReader()
         self._begin()
 
     @property
@@ -104,7 +104,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._begin()
 
     def note_request(self, request: ArrivedRequest) -> None:
-        hint = self._hints.read(request.hints)
+        hint = hint_code(self._trust.hear(request.hints, request.arrival_s))
         num_lru_hits = num_hazard_hits = 0
         tails: dict[int, PrefixNode] = {}
         for chain_keys in request.chains:
@@ -154,6 +154,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._lru = LRUShadow(self.cache_capacity)
         self._selector = PolicySelector()
         self._running = RunningRequests(self._shadow)
+        self._trust = HintTrust()
 
     def _surplus_victims(self, n: int, protected: Collection[OffloadKey]) -> Victims:
         """Return the first of ``_idle`` as far as they are surplus; a plain loop, since nearly all victims are."""
