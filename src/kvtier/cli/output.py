@@ -24,6 +24,11 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
 
 
+def print_line(console: Console, text: str) -> None:
+    """Print a sentence: on a terminal broken between words, elsewhere as one line, for programs that search it."""
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+
+
 def make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
     """Return a table without rows. Pure."""
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1))
