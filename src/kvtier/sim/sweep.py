@@ -18,11 +18,10 @@ from multiprocessing.process import BaseProcess
 
 from kvtier.errors import ConfigError, SimulationDiedError, UnknownNameError
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.simulate import simulate
 from kvtier.sim.trace import Trace
 
-HOST = "host"
 WITHOUT = "without"
 """In place of a policy's name: the same engine without offloading."""
 

@@ -123,7 +123,7 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert status == 0
     assert list(written) == ["without", "lru"]
-    assert written["lru"]["total"]["hit_tokens"] == {"device": 0, "CPU": 1536}
+    assert written["lru"]["total"]["hit_tokens"] == {"device": 0, "host": 1536}
     assert written["without"]["num_saved_tokens"] == 0
 
 

@@ -13,7 +13,7 @@ def test_without_a_sweep_json_has_the_results_by_policy() -> None:
     assert list(written) == comparison.policies == ["without", "lru", "arc"]
     assert written["lru"]["num_bound_tokens"] == comparison.found[1].num_bound_tokens
     assert len(written["lru"]["first_token_quantiles_s"]) == 30
-    assert set(written["lru"]["history"]["held_blocks"]) == {"device", "CPU", "disk"}
+    assert set(written["lru"]["history"]["held_blocks"]) == {"device", "host", "disk"}
 
 
 def test_with_a_sweep_json_has_a_list_of_runs() -> None:

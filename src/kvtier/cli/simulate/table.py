@@ -49,7 +49,8 @@ def make_sweep_table(comparison: Comparison) -> Table:
     sources = (DEVICE, *_tier_names(comparison.by_label))
     place = comparison.sweep.place if comparison.sweep else ""
     headings = ("found", "at most", *sources, "p50", "p90", "served")
-    table = make_table("Prompt tokens not computed, and seconds to first token", (place, "policy"), headings)
+    names = (f"{place} size", "policy")
+    table = make_table("Prompt tokens not computed, and seconds to first token", names, headings)
     for case, one in zip(comparison.cases, comparison.found, strict=True):
         ratios = [one.saved_ratio, one.bound_ratio or 0.0, *(one.hit_ratio(source) for source in sources)]
         numbers = [f"{ratio:.1%}" for ratio in ratios]

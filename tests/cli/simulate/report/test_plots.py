@@ -54,7 +54,7 @@ def test_the_segments_of_each_bar_make_up_all_tokens() -> None:
     chart = plot_origins(compare(), None, "0")
 
     assert chart.bars == ("without", "lru", "arc")
-    assert [segment.name for segment in chart.segments] == ["device", "CPU", "disk", "computed"]
+    assert [segment.name for segment in chart.segments] == ["device", "host", "disk", "computed"]
     for number in range(3):
         assert sum(segment.widths[number] for segment in chart.segments) == pytest.approx(100)
         mark = chart.marks[number]
@@ -79,7 +79,7 @@ def test_the_share_of_first_tokens_rises_from_none_to_all_at_the_times_of_the_re
 def test_occupancy_is_a_panel_for_each_place_in_percent_of_its_capacity() -> None:
     chart = plot_occupancy(compare_host_sizes(), SIZES[0], "0")
 
-    assert [panel.title for panel in chart.panels] == ["device", "CPU", "disk"]
+    assert [panel.title for panel in chart.panels] == ["device", "host", "disk"]
     assert [len(panel.lines) for panel in chart.panels] == [3, 2, 2]
     for panel in chart.panels:
         assert all(0 <= value <= 100 for line in panel.lines for value in line.y)
@@ -100,7 +100,7 @@ def test_writes_grow_to_what_the_traffic_counts() -> None:
 
     chart = plot_writes(comparison, None, "0")
 
-    assert [panel.title for panel in chart.panels] == ["CPU", "disk"]
+    assert [panel.title for panel in chart.panels] == ["host", "disk"]
     assert chart.y_label == "MB"
     for panel, tier in zip(chart.panels, comparison.found[1].tiers, strict=True):
         (lru, _) = panel.lines

@@ -20,7 +20,7 @@ def test_each_simulation_is_a_row_with_exact_values_behind_its_text() -> None:
 
     table = tabulate_results(comparison)
 
-    assert table.headings[:5] == ("host", "policy", "device", "CPU", "disk")
+    assert table.headings[:5] == ("host size", "policy", "device", "host", "disk")
     assert [(row[0].text, row[1].text) for row in table.rows] == [
         ("-", "without"),
         ("4MiB", "lru"),
@@ -51,9 +51,9 @@ def test_traffic_is_a_row_for_each_policy_and_place() -> None:
     table = tabulate_traffic(comparison, None, "0")
 
     assert [(row[0].text, row[1].text) for row in table.rows] == [
-        ("lru", "CPU"),
+        ("lru", "host"),
         ("lru", "disk"),
-        ("arc", "CPU"),
+        ("arc", "host"),
         ("arc", "disk"),
     ]
     disk = comparison.found[1].tiers[1]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size
 
 COMPUTED = "computed"
@@ -273,4 +273,4 @@ def _capacity_of(case: Case, place: str) -> int:
 
 
 def _tier_names(comparison: Comparison) -> list[str]:
-    return ["CPU", *(tier.name for tier in comparison.host.tiers)]
+    return [HOST, *(tier.name for tier in comparison.host.tiers)]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size
 
 WATCHED = {
@@ -61,8 +61,8 @@ class Table:
 
 def tabulate_results(comparison: Comparison) -> Table:
     """Return hits, the bound and times, one row per simulation. Pure."""
-    sources = (DEVICE, "CPU", *(tier.name for tier in comparison.host.tiers))
-    place = (comparison.sweep.place,) if comparison.sweep else ()
+    sources = (DEVICE, HOST, *(tier.name for tier in comparison.host.tiers))
+    place = (f"{comparison.sweep.place} size",) if comparison.sweep else ()
     headings = (
         *place, "policy", *sources, "not computed", "at most", "p50 s", "p90 s", "p99 s", "queue p90 s", "served",
         "rejected",
@@ -101,7 +101,7 @@ def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Ta
         for case, one in comparison.pairs(size)
         for tier in one.tiers
     ]
-    return Table(f"traffic-{name}", "Traffic of host memory (CPU) and each tier", headings, tuple(rows))
+    return Table(f"traffic-{name}", "Traffic of host memory and each tier", headings, tuple(rows))
 
 
 def tabulate_watched(comparison: Comparison) -> Table | None:
