@@ -31,6 +31,7 @@ EXTRA_OF_MODULE = {
     "torch": "transformers",
     "transformers": "transformers",
     "matplotlib": "plot",
+    "plotly": "plot",
     "msgspec": "record",
     "zmq": "record",
 }

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +38,20 @@ def make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Tabl
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def command_line(context: typer.Context, command: str) -> tuple[str, ...]:
+    """Return the given words as a user would type them again."""
+    words = ["kvtier", command]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        source = context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE" or value is None:
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            is_option = parameter.opts[0].startswith("-")
+            words += [parameter.opts[0], str(one)] if is_option else [str(one)]
+    return tuple(words)
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -18,14 +18,14 @@ RESERVED_NAMES = ("CPU", "device", "computed", "host")
 
 
 DEFAULT_PREFILL_TOKENS_PER_S = 20_000.0
-"""Prompt tokens per second of an engine that is not described: about one large GPU with a model of 8 billion weights."""
+"""Prompt tokens per second where nothing is known: about one large GPU with a model of 8 billion weights."""
 
 BUSY_SHARE = 0.7
-"""Share of the busiest stretch in which an engine of the derived rate computes. Above, requests queue for each other and
-times describe the queue; below, the hardware is larger than anyone would rent for this traffic."""
+"""Share of the busiest stretch in which an engine of the derived rate computes. With more, requests queue for each
+other and times describe the queue; with less, the hardware is larger than the traffic needs."""
 
 BUSY_STRETCH_S = 300.0
-"""Seconds over which a stretch is averaged: shorter ones are bursts that a queue absorbs, longer ones hide rush hours."""
+"""Seconds over which a stretch is averaged. Shorter ones are bursts that a queue absorbs; longer ones hide rushes."""
 
 
 @dataclass(frozen=True, slots=True)

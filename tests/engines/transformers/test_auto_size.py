@@ -1,4 +1,4 @@
-""" "auto" counts what the embedded engine itself has in host memory, and both of its halves agree on the rest."""
+"""An "auto" size counts what the embedded engine itself has in host memory, and both halves agree on the rest."""
 
 from pathlib import Path
 

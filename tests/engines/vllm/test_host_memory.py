@@ -1,4 +1,4 @@
-""" "auto" counts what vLLM itself has in host memory, equally in the scheduler's process and in a worker's."""
+"""An "auto" size counts what vLLM itself has in host memory, equally in the scheduler's process and in a worker's."""
 
 from pathlib import Path
 
