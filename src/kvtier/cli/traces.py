@@ -4,7 +4,7 @@ import importlib.metadata
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,8 +18,30 @@ from kvtier.sim.trace import Trace, make_trace
 TRACE_OPTIONS = {"trace format": "--format"}
 """Kinds of unknown names when reading a trace -> the options that set them."""
 
-EXAMPLES: Mapping[str, Callable[[int], Trace]] = {"chat": make_chat, "agents": make_agents}
-"""Names of made-up traffic -> what makes it from a seed."""
+DEFAULT_DEVICE, DEFAULT_HOST = "64GiB", "512GiB"
+"""Memory of the device cache and of the host when nothing is given: a large GPU's, and half of a server's."""
+
+
+class ExampleTraffic(NamedTuple):
+    """Made-up traffic and the memory that its scale asks for.
+
+    Attributes:
+        make: makes it from a seed.
+        device: memory of the device cache in place of the default.
+        host: host memory in place of the default.
+    """
+
+    make: Callable[[int], Trace]
+    device: str
+    host: str
+
+
+EXAMPLES: Mapping[str, ExampleTraffic] = {
+    "chat": ExampleTraffic(make_chat, device="16GiB", host="64GiB"),
+    "agents": ExampleTraffic(make_agents, device="48GiB", host="256GiB"),
+}
+"""By name. An hour of it is less than a busy server has, so its engine has less memory than the default: with that the
+device cache alone would find nearly everything."""
 
 TraceFile = Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Requests, plain or gzip.")]
 TraceFormat = Annotated[
@@ -55,10 +77,20 @@ def open_trace(
             raise UnknownNameError("traffic for --example", example, EXAMPLES)
         if seed < 0:
             raise ConfigError("--seed", seed, "must be an integer from 0")
-        return f"made-up traffic {example!r}, seed {seed}", take_first(EXAMPLES[example](seed), num_requests)
+        return f"made-up traffic {example!r}, seed {seed}", take_first(
+            EXAMPLES[example].make(seed), num_requests
+        )
     assert trace_file is not None, "one of the two is given"
     with naming_options(TRACE_OPTIONS):
         return str(trace_file), take_first(read_trace(trace_file, trace_format), num_requests)
+
+
+def choose_memory(example: str | None, device: str | None, host: str | None) -> tuple[str, str]:
+    """Return the sizes of device cache and host memory: as given, else of the example, else the defaults. Pure."""
+    found = None if example is None else EXAMPLES[example]
+    return device or (found.device if found else DEFAULT_DEVICE), host or (
+        found.host if found else DEFAULT_HOST
+    )
 
 
 def inputs_to_json(

@@ -57,7 +57,7 @@ def test_the_verdict_is_the_first_line(trace: Path, capsys: pytest.CaptureFixtur
     )
     assert run(trace, "--host", "1GiB") == 0
     assert capsys.readouterr().out.startswith(
-        "would compute 25% fewer prompt tokens; median first token 0.10 -> 0.10 s\n"
+        "would compute 25% fewer prompt tokens; median first token 102 -> 102 ms\n"
     )
 
 

@@ -1,9 +1,9 @@
 """Draws charts with plotly: values under the pointer, lines that can be hidden, one library in the page's own file.
 
 A figure has no ground of its own, and its text and grid take their colours from the page's style sheet, so that it is
-legible on a light and on a dark one; the colours of lines have a contrast of at least 3 with both.
+legible on a light and on a dark one; lines have a contrast of at least 3 with both.
 
-Lines that coincide are told apart: a line that lies on a later one is drawn wider, and each has its own stroke, so that
+Lines that coincide stay distinct: a line that lies on a later one is drawn wider, and each has its own stroke, so that
 the wider one shows beneath the other.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from math import log10
 from typing import Any
 
-from kvtier.cli.page.charts import BarChart, LineChart, Panel, PlotLine
+from kvtier.cli.page.charts import BarChart, LineChart, Mark, Panel, PlotLine
 from kvtier.errors import MissingExtraError
 
 MODULE = "plotly"
@@ -111,12 +111,7 @@ def _draw_panel(chart: LineChart, panel: Panel) -> Figure:
                 mode="lines+markers" if has_markers else "lines",
                 customdata=[labels.get(x, f"{x:.4g}") for x in line.x],
                 hovertemplate="%{y:.4~g} at %{customdata}",
-                line={
-                    "color": COLOURS[0] if line.is_bound else _colour(line.series),
-                    "dash": "dot" if line.is_bound else STROKES[max(0, line.series - 1) % len(STROKES)],
-                    "shape": "hv" if line.is_step else "linear",
-                    "width": LINE_WIDTH + WIDER * (number in hidden),
-                },
+                line=_stroke(line, LINE_WIDTH + WIDER * (number in hidden)),
             )
         )
     figure.update_yaxes(rangemode="tozero", type="log" if chart.is_log_y else "linear")
@@ -128,21 +123,31 @@ def _draw_panel(chart: LineChart, panel: Panel) -> Figure:
         positions, texts = zip(*chart.x_ticks, strict=True)
         figure.update_xaxes(tickvals=positions, ticktext=texts)
     if chart.mark is not None:
-        figure.add_vline(
-            x=chart.mark.x,
-            line={"color": COLOURS[0], "width": 1, "dash": "dash"},
-        )
-        # On a logarithmic axis plotly places a line by its value, and a text by the value's logarithm.
-        figure.add_annotation(
-            x=log10(chart.mark.x) if chart.is_log_x else chart.mark.x,
-            y=0.02,
-            yref="paper",
-            text=chart.mark.text,
-            xanchor="left",
-            yanchor="bottom",
-            showarrow=False,
-        )
+        _mark(figure, chart.mark, is_log_x=chart.is_log_x)
     return figure
+
+
+def _stroke(line: PlotLine, width: int) -> dict[str, object]:
+    return {
+        "color": COLOURS[0] if line.is_bound else _colour(line.series),
+        "dash": "dot" if line.is_bound else STROKES[max(0, line.series - 1) % len(STROKES)],
+        "shape": "hv" if line.is_step else "linear",
+        "width": width,
+    }
+
+
+def _mark(figure: Figure, mark: Mark, *, is_log_x: bool) -> None:
+    figure.add_vline(x=mark.x, line={"color": COLOURS[0], "width": 1, "dash": "dash"})
+    # On a logarithmic axis plotly places a line by its value, and a text by the value's logarithm.
+    figure.add_annotation(
+        x=log10(mark.x) if is_log_x else mark.x,
+        y=0.02,
+        yref="paper",
+        text=mark.text,
+        xanchor="left",
+        yanchor="bottom",
+        showarrow=False,
+    )
 
 
 def _draw_bars(chart: BarChart) -> Figure:

@@ -3,7 +3,6 @@
 All arguments are checked before the first replay.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvtier.cli import traces
-from kvtier.cli.output import check_writable, command_line, make_console, write_result
-from kvtier.cli.page.figures import require_plotly
+from kvtier.cli.output import Outputs, command_line, make_console
 from kvtier.cli.plan.options import (
     DEFAULT_DTYPE,
     EngineOptions,
@@ -27,8 +25,8 @@ from kvtier.cli.plan.options import (
 from kvtier.cli.plan.page import make_page
 from kvtier.cli.plan.run import PlanRun
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.simulate.options import HTMLFile, JSONFile, Prefill
-from kvtier.cli.traces import open_trace
+from kvtier.cli.simulate.options import Device, HTMLFile, JSONFile, Prefill
+from kvtier.cli.traces import choose_memory, open_trace
 from kvtier.planning.plan import Plan, PlanRequest, make_plan
 from kvtier.planning.prices import read_prices
 
@@ -68,7 +66,7 @@ def plan(
     policy: Annotated[
         str, typer.Option(help="Eviction policy of host memory, or package.module:Class.")
     ] = "lru",
-    device: Annotated[str, typer.Option(help="Memory of the device cache.")] = "64GiB",
+    device: Device = None,
     prefill: Prefill = None,
     decode: Annotated[float, typer.Option(help="Tokens per second of each answer.")] = 40.0,
     max_running: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 64,
@@ -89,23 +87,18 @@ def plan(
     described = ModelOptions(model, config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
     if example is not None and not described.is_given:
         described = replace(described, name=EXAMPLE_MODEL)
-    serving = EngineOptions(device, prefill, decode, max_running, gpus)
     wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)
     price_list = read_prices(prices)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
+    device_size, _ = choose_memory(example, device, None)
+    serving = EngineOptions(device_size, prefill, decode, max_running, gpus)
     request = make_plan_request(trace, described, serving, wanted, price_list)
-    if json_file is not None:
-        check_writable("--json", json_file)
-    if html_file is not None:
-        require_plotly()
-        check_writable("--html", html_file)
+    outputs = Outputs(json_file, html_file)
+    outputs.check_writable()
     found = run_plan(request, Console(stderr=True))
     run = PlanRun(request, found, trace_name, command_line(context, "plan"), is_rate_derived=prefill is None)
     print_plan(run, make_console())
-    if json_file is not None:
-        write_result("--json", json_file, json.dumps(run.to_json(), indent=1) + "\n")
-    if html_file is not None:
-        write_result("--html", html_file, make_page(run))
+    outputs.write(run.to_json, partial(make_page, run))
     if found.is_reached is False:
         raise typer.Exit(GOAL_MISSED_STATUS)
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import shlex
 from collections.abc import Iterator, Sequence
 
+from kvtier.cli.output import format_change
 from kvtier.cli.page.charts import BarChart, LineChart, Mark, Panel, PlotLine, Segment
 from kvtier.cli.page.document import Document, render_list
 from kvtier.cli.page.tables import Cell, Table, render_facts, render_headline, render_table
@@ -50,7 +51,8 @@ def list_headline(run: PlanRun) -> Iterator[tuple[str, str]]:
         yield f"{plan.without.hit_ratio:.1%} → {best.timed.hit_ratio:.1%}", "of prompt tokens not computed"
         before, after = plan.without.first_token, best.timed.first_token
         if before is not None and after is not None:
-            yield f"{before.p50_s:.2f} → {after.p50_s:.2f} s", "median time to first token"
+            change = format_change(before.p50_s, after.p50_s)
+            yield change.replace("->", "→"), "median time to first token"
         yield f"{best.saved_gpu_hours_per_month:,.0f} h", "of GPU time saved a month"
     elif run.knee is not None:
         yield format_bytes(run.knee.num_blocks * request.engine.block_bytes), "of host memory: the knee"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.cli.output import format_change
 from kvtier.cli.traces import describe_rate, inputs_to_json
 from kvtier.planning.assumptions import list_assumptions
 from kvtier.planning.capacity_curve import CurvePoint
@@ -94,4 +95,4 @@ def _gain(without: MixOutcome, best: ShownMix) -> str:
     before, after = without.first_token, best.timed.first_token
     if before is None or after is None:
         return gain
-    return f"{gain}; median first token {before.p50_s:.2f} -> {after.p50_s:.2f} s"
+    return f"{gain}; median first token {format_change(before.p50_s, after.p50_s)}"

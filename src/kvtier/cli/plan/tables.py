@@ -95,20 +95,20 @@ def make_mix_table(request: PlanRequest, plan: Plan, without: MixOutcome) -> Tab
 def make_wear_table(plan: Plan) -> Table:
     """Return the bytes written to each medium of the mixes, and its lifetime. Pure."""
     headings = ("used", "sold", "$ a\nmonth", "written\na day", "worn out\nafter")
-    table = make_table("Their media", ("mix", "medium"), headings)
+    table = make_table("Media of each mix", ("medium",), headings)
     for one in plan.shown:
         for part in one.candidate.bill.media:
             is_host = part.name == HOST  # memory does not wear, and the replay does not count its writes
             written = NOTHING if is_host else f"{part.written_bytes_per_day / 1e12:.2f} TB"
             table.add_row(
-                _one_a_line(name_of(one.candidate.mix.kind)),
-                part.name,
+                part.name if is_host else f"+ {part.name}",
                 format_bytes(part.used_bytes),
                 format_bytes(part.sold_bytes),
                 f"{part.usd_per_month:,.0f}",
                 written,
                 _years(part.endurance_years),
             )
+        table.add_section()
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.option_names import naming_options
+from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
@@ -71,8 +72,14 @@ PARSED_NAMES = {
 }
 """Names in the production parser's errors -> the setting's name."""
 
-Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
-Host = Annotated[str, typer.Option(help="Host memory behind the device cache.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help=f"Memory of the device cache; default: {DEFAULT_DEVICE}, less with --example."),
+]
+Host = Annotated[
+    str | None,
+    typer.Option(help=f"Host memory behind the device cache; default: {DEFAULT_HOST}, less with --example."),
+]
 Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind host memory, repeatable: {TIER_FORM}.")]
 TierSettings = Annotated[
     list[str] | None, typer.Option(help=f"A setting of one tier, repeatable: {TIER_SETTING_FORM}.")

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvtier.cli.output import format_change
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.sim.results import Simulation
 from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep, find_knee
@@ -112,7 +113,7 @@ def _in_words(
         most = f"; at most {best.bound_ratio:.0%} could be found" if best.bound_ratio is not None else ""
         return f"{begin}would not help: as many prompt tokens would be computed{most}"
     change = "fewer" if fewer_ratio > 0 else "more"
-    times = f"; median first token {medians[0]:.2f} -> {medians[1]:.2f} s" if medians else ""
+    times = f"; median first token {format_change(*medians)}" if medians else ""
     return f"{begin}would compute {abs(fewer_ratio):.0%} {change} prompt tokens{times}"
 
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import shlex
 from collections.abc import Iterator
 
+from kvtier.cli.output import format_change
 from kvtier.cli.page.charts import BarChart, LineChart
 from kvtier.cli.page.document import Document, render_list
 from kvtier.cli.page.tables import render_facts, render_headline, render_table
@@ -114,8 +115,7 @@ def list_headline(comparison: Comparison, verdict: Verdict) -> Iterator[tuple[st
         return
     yield f"{verdict.fewer_ratio:.0%}", "fewer prompt tokens computed"
     if verdict.median_first_token_s is not None:
-        before_s, after_s = verdict.median_first_token_s
-        yield f"{before_s:.2f} → {after_s:.2f} s", "median time to first token"
+        yield format_change(*verdict.median_first_token_s).replace("->", "→"), "median time to first token"
     best = next(
         one for case, one in comparison.pairs(chosen_size(comparison)) if case.policy == verdict.policy
     )
