@@ -103,6 +103,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),
+    "plotly": ("cli.page",),
     "msgspec": ("cli.record",),
     "zmq": ("cli.record",),
     "pytest": ("testing",),

@@ -115,8 +115,8 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, runs: l
         cells = dict(zip(headings, row, strict=True))
         total, num_tokens = run["result"]["total"], run["result"]["total"]["num_prompt_tokens"]
         assert cells["policy"][0] == run["policy"]
-        assert cells["host"][0] == (run["size"] or "-")
-        for place in ("device", "CPU", "fs"):
+        assert cells["host size"][0] == (run["size"] or "-")
+        for place in ("device", "host", "fs"):
             ratio = total["hit_tokens"].get(place, 0) / num_tokens
             assert float(cells[place][1]) == ratio
             assert cells[place][0] == f"{ratio:.1%}"

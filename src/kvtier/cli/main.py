@@ -31,6 +31,7 @@ EXTRA_OF_MODULE = {
     "torch": "transformers",
     "transformers": "transformers",
     "matplotlib": "plot",
+    "plotly": "plot",
     "msgspec": "record",
     "zmq": "record",
 }
@@ -70,6 +71,7 @@ COMMANDS = (
     ),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
+    Command("size", "kvtier.cli.size", "How many tokens of a model fit into host memory?"),
 )
 
 
