@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "base",
             "cost_model",
             "locations",
+            "misses",
             "compiled",
             "limits",
             "settings",

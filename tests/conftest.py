@@ -59,6 +59,14 @@ def own_cache_folder() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_folder() -> Iterator[None]:
+    """Keep the control sockets of this run's engines away from those of the user, in child processes too."""
+    with TemporaryDirectory(prefix="kvtier-run-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
 def pytest_report_header() -> str:
     """Say at the head of a run which real servers it will start."""
     return describe_servers()

@@ -303,6 +303,10 @@ class EngineStateError(KVTierError, RuntimeError):
     """An engine cannot do something in its current state: it is busy, shut down, or not yet done."""
 
 
+class ControlError(KVTierError, RuntimeError):
+    """A living engine cannot be reached through its control socket, or refuses a command."""
+
+
 class TraceError(KVTierError, ValueError):
     """A request trace cannot be read.
 

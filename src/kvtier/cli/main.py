@@ -68,8 +68,13 @@ COMMANDS = (
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
     ),
+    Command("ps", "kvtier.cli.live.overview", "List the engines that run, and how full their tiers are."),
+    Command(
+        "recent", "kvtier.cli.live.overview", "Show where the last prompts of a living engine came from."
+    ),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
+    Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
 )
 
 
