@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cost_model",
             "locations",
             "misses",
+            "log_limit",
             "compiled",
             "limits",
             "settings",

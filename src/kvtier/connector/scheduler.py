@@ -53,6 +53,7 @@ from kvtier.connector.request_state import (
     make_request_state,
 )
 from kvtier.errors import BlockNotReadyError
+from kvtier.log_limit import limit_log_lines
 from kvtier.misses import RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class OffloadingConnectorScheduler:
         control: StepControl | None = None,
     ) -> None:
         self.manager = spec.get_manager()
+        limit_log_lines()
         self.recorder = recorder
         self.counters = SchedulerCounters()
         self._requests: dict[str, RequestState] = {}
