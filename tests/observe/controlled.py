@@ -3,7 +3,7 @@
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvtier.base import OffloadingManager
 from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.misses import RequestRecord
 from kvtier.observe.control import EngineControl
 from kvtier.observe.control_client import EngineConnection
 from kvtier.observe.control_server import ControlServer, RequestHandler
@@ -30,6 +31,15 @@ GUARD_S = 60.0
 """Against a hang only: no test waits that long unless something is broken."""
 
 MakeServer = Callable[[RequestHandler], ControlServer]
+
+
+class RecordedHalf(OffloadingConnectorScheduler):
+    """A scheduler half whose records a test gives."""
+
+    given_records: tuple[RequestRecord, ...] = ()
+
+    def latest_records(self) -> Sequence[RequestRecord]:
+        return self.given_records
 
 
 class Engine:
@@ -54,7 +64,7 @@ class Engine:
         self.control = EngineControl(config, hash_tokens, clock=clock)
         self.control.listen(lambda handler: self._serve(folder, instance_id, handler))
         spec = FakeSpec(config, self.manager)
-        self.half = OffloadingConnectorScheduler(spec, control=self.control)
+        self.half = RecordedHalf(spec, control=self.control)
         self._next_block = 0
 
     def _serve(self, folder: Path, instance_id: str, handler: RequestHandler) -> ControlServer:

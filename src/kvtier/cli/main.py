@@ -75,6 +75,7 @@ COMMANDS = (
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
     Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
+    Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
 )
 
 

@@ -24,7 +24,7 @@ whose lookup returned None or whose load is open needs steps to go on, and so do
 Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
@@ -173,9 +173,8 @@ class ControlledHalf(Protocol):
     def layouts(self) -> Sequence[GroupLayout]:
         """The KV groups."""
 
-    @property
-    def records(self) -> Iterable[RequestRecord]:
-        """The last requests whose prompts were searched, oldest first."""
+    def latest_records(self) -> Sequence[RequestRecord]:
+        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name."""

@@ -238,7 +238,7 @@ class EngineControl:
     def _list_records(self, request: Message) -> Message:
         half = self._half()
         num_wanted = int(read_number(request, "n", MAX_RECORDS, MAX_RECORDS))
-        records = [] if half is None else copy_records(half.records)[-num_wanted:]
+        records = [] if half is None else copy_records(half.latest_records)[-num_wanted:]
         return {"ok": True, "records": [encode_record(record) for record in records]}
 
     def _advance(self, pending: PendingCommand, half: ControlledHalf) -> bool:
@@ -361,11 +361,11 @@ def read_number(request: Message, name: str, default: float, maximum: float) -> 
     return value
 
 
-def copy_records(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-    """Return the records; the scheduler's thread may add to them meanwhile."""
+def copy_records(read: Callable[[], Iterable[RequestRecord]]) -> list[RequestRecord]:
+    """Return what ``read`` returns; the scheduler's thread may add to it meanwhile."""
     for _ in range(READ_TRIES):
         try:
-            return list(records)
+            return list(read())
         except RuntimeError:  # it grew under the reader
             continue
     return []

@@ -2,47 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from tests.observe.controlled import Engine
 
 from kvtier.cli.live.overview import format_age, list_tiers, read_fill
-from kvtier.cli.main import main
 from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 
 PROMPT = list(range(17))
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with TemporaryDirectory(prefix="kvtier-") as name:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
-        folder = Path(name) / "kvtier"
-        folder.mkdir(mode=0o700)
-        monkeypatch.setattr("kvtier.observe.control_client.list_runtime_folders", lambda: [folder])
-        monkeypatch.setattr("kvtier.cli.live.overview.list_runtime_folders", lambda: [folder])
-        yield folder
-
-
-@pytest.fixture
-def engine(runtime: Path) -> Iterator[Engine]:
-    running = Engine(runtime, "serving")
-    running.store("a", PROMPT)
-    yield running
-    running.close()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run_command(*arguments: str) -> tuple[int, str, str]:
-        status = main(arguments)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run_command
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -106,7 +75,7 @@ def test_recent_prints_origins_and_causes(engine: Engine, run: Run) -> None:
         MissedRun(8, 8, Miss(MissCause.EVICTED, "host", {"after_s": 4.5})),
         MissedRun(16, 1, Miss(MissCause.PARTIAL_BLOCK)),
     )
-    engine.half.records.append(RequestRecord("r-1", 0.0, 17, {"device": 8}, runs))
+    engine.half.given_records = (RequestRecord("r-1", 0.0, 17, {"device": 8}, runs),)
     status, out, _ = run("recent", "-n", "5")
 
     assert status == 0
