@@ -12,15 +12,15 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.protocols import ControlledHalf
-from kvtier.errors import ControlError, KVTierError, shorten
+from kvtier.errors import ControlError, KVTierError
 from kvtier.misses import RequestRecord
-from kvtier.observe.control_commands import Command, make_command
+from kvtier.observe.control_commands import Command, PromptHasher, make_command, read_number
 from kvtier.observe.control_records import encode_record
 from kvtier.observe.control_server import Ask, ControlServer
 from kvtier.observe.control_wire import Message, make_control_folder
@@ -46,9 +46,6 @@ MAX_TIMEOUT_S = 3600.0
 
 READ_TRIES = 10
 """How often the server's thread reads the counters again when a step has begun meanwhile."""
-
-PromptHasher = Callable[[Sequence[int]], Sequence[bytes]]
-"""Returns the engine's content hash of each full block of a prompt's token ids. Called on the server's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,18 +344,6 @@ def describe_engine(config: OffloadingConfig, started_s: float) -> Message:
         "eviction_policy": settings.eviction_policy,
         "tiers": [str(tier.get("type", "")) for tier in settings.secondary_tiers],
     }
-
-
-def read_number(request: Message, name: str, default: float, maximum: float) -> float:
-    """Return a number of a request from 0 to ``maximum``. Pure.
-
-    Raises:
-        ControlError: it is anything else.
-    """
-    value = request.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
-        raise ControlError(f"{name}={shorten(value)}: must be a number from 0 to {maximum:g}")
-    return value
 
 
 def copy_records(read: Callable[[], Iterable[RequestRecord]]) -> list[RequestRecord]:

@@ -17,7 +17,8 @@ from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import LayerLoadError
-from kvtier.observe.control import PromptHasher, open_control
+from kvtier.observe.control import open_control
+from kvtier.observe.control_commands import PromptHasher
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
