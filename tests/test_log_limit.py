@@ -59,7 +59,7 @@ def test_ten_lines_of_a_cause_pass_and_the_next_one_has_the_count(
 def test_no_minute_has_more_than_ten_lines(
     logger: logging.Logger, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    times_s = []
+    times_s: list[float] = []
     for _ in range(3000):
         logger.warning("the same")
         if len(caplog.records) > len(times_s):
@@ -118,7 +118,11 @@ def test_what_is_remembered_is_bounded(logger: logging.Logger) -> None:
 def test_threads_that_log_at_once_lose_no_count(
     logger: logging.Logger, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    threads = [Thread(target=lambda: [logger.warning("again") for _ in range(500)]) for _ in range(4)]
+    def log() -> None:
+        for _ in range(500):
+            logger.warning("again")
+
+    threads = [Thread(target=log) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

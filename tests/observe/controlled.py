@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from kvtier.base import OffloadingManager
 from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ControlError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control import EngineControl
 from kvtier.observe.control_client import EngineConnection
@@ -61,6 +63,7 @@ class Engine:
     ) -> None:
         self.manager = CPUOffloadingManager(16) if manager is None else manager
         config = make_config(instance_id=instance_id)
+        self.hash_prompt = hash_tokens
         self.control = EngineControl(config, hash_tokens, clock=clock)
         self.control.listen(lambda handler: self._serve(folder, instance_id, handler))
         spec = FakeSpec(config, self.manager)
@@ -97,6 +100,31 @@ class Engine:
 
     def close(self) -> None:
         self.half.shutdown()
+
+
+class Background:
+    """Makes a call on another thread, as a client beside a stepping engine."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.result: object = None
+        self._call = call
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except ControlError as error:
+            self.result = error
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> object:
+        self._thread.join(GUARD_S)
+        assert not self.is_running
+        return self.result
 
 
 @contextmanager

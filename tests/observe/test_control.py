@@ -2,15 +2,13 @@
 
 import gc
 import socket
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.connector.fakes import FakeSpec, make_config
 from tests.observe.conftest import MakeControlled
-from tests.observe.controlled import GUARD_S, Engine, connect, is_dropped
+from tests.observe.controlled import Background, Engine, connect, is_dropped
 
 from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
@@ -33,31 +31,6 @@ PROMPT = list(range(17))
 def record(number: int) -> RequestRecord:
     run = MissedRun(8, 9, Miss(MissCause.EVICTED, "host", {"after_s": 4.5}))
     return RequestRecord(f"request-{number}", 100.0 + number, 17, {"device": 4, "fs": 4}, (run,), 0.25, None)
-
-
-class Background:
-    """Makes a call on another thread, as a client beside a stepping engine."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.result: object = None
-        self._call = call
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._call()
-        except ControlError as error:
-            self.result = error
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> object:
-        self._thread.join(GUARD_S)
-        assert not self.is_running
-        return self.result
 
 
 def test_an_engine_says_who_it_is(make_controlled: MakeControlled) -> None:

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext, make_offload_keys
 from kvtier.connector.groups import GroupLayout
@@ -17,8 +16,6 @@ from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
-
-T = TypeVar("T")
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
 """What a request may name."""
@@ -114,7 +111,9 @@ class Pin(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        manager = _require(half.manager, PinningManager, "pin")
+        manager = half.manager
+        if not isinstance(manager, PinningManager):
+            raise _unable(manager, "pin")
         pinned = manager.pin(self._prefix.list_keys(half.layouts), self._lease_s)
         return {"ok": True, **pinned._asdict()}
 
@@ -127,7 +126,9 @@ class Unpin(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        manager = _require(half.manager, PinningManager, "unpin")
+        manager = half.manager
+        if not isinstance(manager, PinningManager):
+            raise _unable(manager, "unpin")
         keys = None if self._prefix is None else self._prefix.list_keys(half.layouts)
         return {"ok": True, "num_blocks": manager.unpin(keys)}
 
@@ -177,19 +178,16 @@ class Purge(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        purged = _require(half.manager, PurgingManager, "purge").purge(self._tiers)
+        manager = half.manager
+        if not isinstance(manager, PurgingManager):
+            raise _unable(manager, "purge")
+        purged = manager.purge(self._tiers)
         return {
             "ok": True,
             "num_purged": purged.num_purged,
             "num_in_use": purged.num_in_use,
             "unable": list(purged.unable),
         }
-
-
-def _require(manager: OffloadingManager, ability: type[T], command: str) -> T:
-    if not isinstance(manager, ability):
-        raise ControlError(f"this engine's manager, {type(manager).__name__}, cannot {command}")
-    return manager
 
 
 def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:
@@ -263,3 +261,7 @@ def read_number(request: Message, name: str, default: float, maximum: float) -> 
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
         raise ControlError(f"{name}={shorten(value)}: must be a number from 0 to {maximum:g}")
     return value
+
+
+def _unable(manager: OffloadingManager, command: str) -> ControlError:
+    return ControlError(f"this engine's manager, {type(manager).__name__}, cannot {command}")
