@@ -6,7 +6,7 @@ the end of the engine's next step, so an idle engine carries them out with its n
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,6 +125,40 @@ def drain(
         ControlError: the engine cannot be reached, made no step in time, or its tiers have not ended in time.
     """
     _report(_send("drain", instance_id, timeout_s), "the tiers have what was pending", as_json=as_json)
+
+
+def purge_living(
+    instance_id: str | None, tiers: Sequence[str], *, is_all: bool, timeout_s: float, as_json: bool
+) -> None:
+    """Make a living engine forget blocks that are not in use; ``kvtier purge --instance``.
+
+    Args:
+        instance_id: the engine.
+        tiers: the tiers to purge, "host" for host memory.
+        is_all: purge each tier that can be.
+        timeout_s: seconds that the engine has for it.
+        as_json: print JSON.
+
+    Raises:
+        ConfigError: neither tiers nor all of them are named.
+        ControlError: the engine cannot be reached, or made no step in time.
+    """
+    if is_all == bool(tiers):
+        raise ConfigError("--tier", list(tiers), "say what to purge: --tier host, or --all")
+    selector: dict[str, object] = {"all": True} if is_all else {"tiers": list(tiers)}
+    reply = _send("purge", instance_id, timeout_s, **selector)
+    parts = []
+    for tier, num_blocks in reply["num_purged"].items():
+        parts.append(f"{num_blocks} blocks of {tier} are purged")
+        num_in_use = reply["num_in_use"].get(tier, 0)
+        if num_in_use:
+            parts.append(f"{num_in_use} of {tier} are in use and stay: purge again when they are not")
+    if reply["unable"]:
+        names = ", ".join(reply["unable"])
+        parts.append(
+            f"{names}: no tier that its engine purges; `kvtier purge PLACE` does, while the engine runs"
+        )
+    _report(reply, "; ".join(parts), as_json=as_json)
 
 
 def read_token_ids(
