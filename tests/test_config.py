@@ -62,6 +62,7 @@ def test_every_setting_is_read() -> None:
         "record_trace": "/traces/engine.jsonl",
         "record_max_bytes": "2 MB",
         "record_salt_file": "/secrets/salt",
+        "control_socket": False,
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
@@ -83,6 +84,7 @@ def test_every_setting_is_read() -> None:
         record_trace="/traces/engine.jsonl",
         record_max_bytes=2_000_000,
         record_salt_file="/secrets/salt",
+        control_socket=False,
         secondary_tiers=({"type": "fs"},),
     )
 

@@ -142,6 +142,7 @@ class Settings:
         record_trace: absolute path of a trace of the requests; None: no recording.
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
+        control_socket: whether the scheduler half listens for its operators.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
@@ -162,6 +163,7 @@ class Settings:
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
+    control_socket: bool = True
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
 
 
@@ -195,6 +197,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         record_trace=read.text("record_trace", "") or None,
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
+        control_socket=read.flag("control_socket", default=True),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
 

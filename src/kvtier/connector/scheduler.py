@@ -23,7 +23,7 @@ from kvtier.connector.common import (
     TransferJob,
     make_block_event,
 )
-from kvtier.connector.groups import make_group_layouts
+from kvtier.connector.groups import GroupLayout, make_group_layouts
 from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
@@ -43,6 +43,7 @@ from kvtier.connector.protocols import (
     Request,
     RequestRecorder,
     SchedulerOutput,
+    StepControl,
 )
 from kvtier.connector.request_state import (
     RequestState,
@@ -51,6 +52,8 @@ from kvtier.connector.request_state import (
     make_request_state,
 )
 from kvtier.errors import BlockNotReadyError
+from kvtier.log_limit import limit_log_lines
+from kvtier.misses import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class OffloadingConnectorScheduler:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
         recorder: records the requests; the scheduler half closes it. None records nothing.
         clock: seconds, monotonic; how long steps take is measured with it.
+        control: serves operators of the living engine; the scheduler half closes it. None serves none.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
@@ -72,6 +76,7 @@ class OffloadingConnectorScheduler:
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
+        control: what serves the operators; None when nothing does.
     """
 
     def __init__(
@@ -79,8 +84,10 @@ class OffloadingConnectorScheduler:
         spec: OffloadingSpec,
         recorder: RequestRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        control: StepControl | None = None,
     ) -> None:
         self.manager = spec.get_manager()
+        limit_log_lines()
         self.recorder = recorder
         self.counters = SchedulerCounters()
         self._requests: dict[str, RequestState] = {}
@@ -97,6 +104,9 @@ class OffloadingConnectorScheduler:
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
         self._is_prompt_only = spec.config.settings.offload_prompt_only
+        self.control = control
+        if control is not None:
+            control.attach(self)
 
     def get_num_new_matched_tokens(
         self,
@@ -219,6 +229,8 @@ class OffloadingConnectorScheduler:
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()
+        if self.control is not None and self.control.is_wanted:
+            self.control.on_step_end()
         return metadata
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
@@ -270,6 +282,15 @@ class OffloadingConnectorScheduler:
         """Return the blocks stored and removed since the last call, oldest first."""
         return [make_block_event(event) for event in self.manager.take_events()]
 
+    @property
+    def layouts(self) -> Sequence[GroupLayout]:
+        """The KV groups."""
+        return self._layouts
+
+    def latest_records(self) -> Sequence[RequestRecord]:
+        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
+        return ()
+
     def has_open_stores(self) -> bool:
         """Return whether a worker still has to report a store; further steps, which may be empty, end them.
 
@@ -308,6 +329,8 @@ class OffloadingConnectorScheduler:
 
     def shutdown(self) -> None:
         """Shut down the manager and the recorder, which records unfinished requests with their output so far."""
+        if self.control is not None:
+            self.control.close()
         self.manager.shutdown()
         if self.recorder is not None:
             for state in self._requests.values():

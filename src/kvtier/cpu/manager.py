@@ -22,9 +22,12 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
+from kvtier.cpu.pin_leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.errors import UnknownNameError
+from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
@@ -43,6 +46,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     Attributes:
         table: the blocks, their slots and pins.
+        leases: the blocks that operators have pinned.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
         is_learning: whether note_request has an effect.
@@ -68,6 +72,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._get_block = self.table.get_block
         self._policy = policy
         self._clock = clock
+        self.leases = PinLeases(self.table, clock)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
         self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
@@ -226,7 +231,37 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.request_finished(req_context)
 
+    def end_step(self) -> None:
+        if self.leases.ends_s:
+            self.leases.expire()
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` from eviction for ``lease_s`` seconds; see ``PinningManager``."""
+        return self.leases.pin(keys, lease_s)
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return self.leases.unpin(keys)
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use; see ``PurgingManager``."""
+        if tiers is not None:
+            for name in tiers:
+                if name != HOST:
+                    raise UnknownNameError("tier", name, [HOST])
+            if not tiers:
+                return PurgedBlocks()
+        num_purged = len(self.purge_blocks())
+        return PurgedBlocks({HOST: num_purged}, {HOST: self.table.num_held})
+
+    def purge_blocks(self) -> list[OffloadKey]:
+        """End every lease and evict every block that is not in use; return their keys."""
+        self.leases.unpin(None)
+        num_evictable = self.table.num_evictable
+        return (self.evict(num_evictable, (), ()) or []) if num_evictable else []
+
     def reset(self) -> None:
+        self.leases.unpin(None)
         forgotten = self.table.forget_blocks()
         if self._events is not None:
             self._events.record(forgotten, removed=True)
@@ -238,11 +273,12 @@ class CPUOffloadingManager(OffloadingManager):
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
         numbers = {
             "capacity_blocks": table.num_blocks,
-            "held_blocks": table.num_blocks - num_free - num_orphaned,
+            "held_blocks": table.num_held,
             "free_blocks": num_free,
             "evictable_blocks": table.num_evictable,
             "in_flight_blocks": table.num_in_flight,
             "orphaned_blocks": num_orphaned,
+            "leased_blocks": len(self.leases.ends_s),
             "tracked_keys": len(self.counts or ()),
             "loaded": self._num_loaded,
             "stored": self._num_stored,
@@ -264,3 +300,4 @@ class CPUOffloadingManager(OffloadingManager):
             InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
         """
         self.table.check()
+        self.leases.check()

@@ -11,6 +11,7 @@ Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pul
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvtier.base import (
@@ -22,6 +23,8 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.errors import UnknownNameError
+from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -60,6 +63,7 @@ class TieringOffloadingManager(OffloadingManager):
     Attributes:
         primary: host memory.
         locator: finds blocks without promoting them.
+        leases: the blocks that operators have pinned in host memory.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
         self._make_epoch = make_epoch
+        self.leases = primary_tier.manager.leases
         self._now_s = clock()
         self._step = 0
         self._is_polled = False
@@ -233,6 +238,8 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             if tier.uses_end_step:
                 tier.end_step()
+        if self.leases.ends_s:
+            self.leases.expire()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -259,6 +266,32 @@ class TieringOffloadingManager(OffloadingManager):
         epoch = self._make_epoch()
         for tier in self._tiers:
             tier.reset(epoch)
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` in host memory for ``lease_s`` seconds; see ``PinningManager``."""
+        return self.leases.pin(keys, lease_s)
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return self.leases.unpin(keys)
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use; see ``PurgingManager``.
+
+        A block that a tier was still to get is lost to it.
+        """
+        known = [HOST, *(tier.name for tier in self._tiers)]
+        wanted = known if tiers is None else list(tiers)
+        for name in wanted:
+            if name not in known:
+                raise UnknownNameError("tier", name, known)
+        purged = PurgedBlocks(unable=tuple(tier.name for tier in self._tiers if tier.name in wanted))
+        if HOST in wanted:
+            keys = self.primary.manager.purge_blocks()
+            self._cascades.on_evicted(keys)
+            purged.num_purged[HOST] = len(keys)
+            purged.num_in_use[HOST] = self.primary.table.num_held
+        return purged
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.
@@ -314,7 +347,8 @@ class TieringOffloadingManager(OffloadingManager):
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.table.check_holds(self._waiting.count_holds())
+        leases = dict.fromkeys(self.leases.ends_s, 1)
+        self.primary.table.check_holds(dict(Counter(leases) + Counter(self._waiting.count_holds())))
         self._transfers.check()
         self._cascades.check()
 

@@ -5,7 +5,7 @@ work too.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,23 @@ def hash_seed(vllm_config: VllmConfig) -> str:
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
     seed = str(resolve(hash_function))
     return seed if seed == resolve(hash_function) else RANDOM_SEED
+
+
+def make_prompt_hasher(
+    vllm_config: VllmConfig, hash_block_tokens: int
+) -> Callable[[Sequence[int]], list[bytes]]:
+    """Return a function that makes the content hashes of a plain prompt: no adapter, image or cache salt."""
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def hash_prompt(token_ids: Sequence[int]) -> list[bytes]:
+        hashes: list[Any] = []  # Any: vLLM's name for bytes
+        for first in range(0, len(token_ids) - hash_block_tokens + 1, hash_block_tokens):
+            block = list(token_ids[first : first + hash_block_tokens])
+            parent = hashes[-1] if hashes else None
+            hashes.append(kv_cache_utils.hash_block_tokens(hash_function, parent, block, None))
+        return [bytes(block_hash) for block_hash in hashes]
+
+    return hash_prompt
 
 
 def stored_page_bytes(
