@@ -164,7 +164,7 @@ class ConnectorDriver:
                     (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
                 )
             ]
-            self.manager = MoodyTieringManager(primary, tiers, clock=self.clock)
+            self.manager = MoodyTieringManager(primary, tiers, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
             config,
