@@ -10,6 +10,7 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -46,10 +47,10 @@ class CPUOffloadingManager(OffloadingManager):
 
     Attributes:
         table: the blocks, their slots and pins.
-        leases: the blocks that operators have pinned.
+        leases: the blocks that operators and clients have pinned.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        is_learning: whether note_request has an effect.
+        is_learning: whether note_request has an effect; any request may pin its blocks.
         follows_requests: whether request_finished has an effect.
 
     Raises:
@@ -79,8 +80,8 @@ class CPUOffloadingManager(OffloadingManager):
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
-        self.is_learning = self._learner is not None
-        self.follows_requests = self.is_learning or is_filtering
+        self.is_learning = True
+        self.follows_requests = self._learner is not None or is_filtering
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -105,8 +106,11 @@ class CPUOffloadingManager(OffloadingManager):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._learner is not None:
-            request = make_arrived(chains, req_context, self._clock())
-            self._learner.note_request(request)
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        if self.leases.ends_s:
+            self.leases.expire()
+        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+            self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
@@ -135,7 +139,10 @@ class CPUOffloadingManager(OffloadingManager):
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
         if admission is not None:
-            admitted = admission.admit(admitted, req_context.req_id)
+            wanted = admitted
+            admitted = admission.admit(wanted, req_context.req_id)
+            if self.leases.ends_s and len(admitted) < len(wanted):
+                admitted = self.leases.add_leased(admitted, wanted)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -213,6 +220,8 @@ class CPUOffloadingManager(OffloadingManager):
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
         """
+        if self.leases.ends_s:
+            self.leases.expire()
         evicted = self.table.evict(num, named, protected)
         if evicted is None:
             self._num_refused += 1
@@ -279,6 +288,7 @@ class CPUOffloadingManager(OffloadingManager):
             "in_flight_blocks": table.num_in_flight,
             "orphaned_blocks": num_orphaned,
             "leased_blocks": len(self.leases.ends_s),
+            "refused_pins": self.leases.num_refused,
             "tracked_keys": len(self.counts or ()),
             "loaded": self._num_loaded,
             "stored": self._num_stored,
