@@ -98,6 +98,16 @@ def test_a_line_under_another_is_wider_and_has_another_stroke() -> None:
 
 
 @pytest.mark.usefixtures("plotly")
+@pytest.mark.parametrize(("lowest", "mode"), [(0.1, "tozero"), (3.0, "normal")])
+def test_the_axis_begins_at_zero_unless_lines_would_lie_flat(lowest: float, mode: str) -> None:
+    line = dataclasses.replace(LRU, y=(lowest, 5.0))
+
+    ((_, _, figure),) = draw(dataclasses.replace(LINES, panels=(Panel("", (line,)),)))
+
+    assert figure.layout.yaxis.rangemode == mode
+
+
+@pytest.mark.usefixtures("plotly")
 def test_bars_are_stacked_and_the_rest_has_the_colour_of_the_baseline() -> None:
     ((name, _, figure),) = draw(BARS)
 

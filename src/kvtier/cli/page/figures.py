@@ -25,12 +25,15 @@ COLOURS = (
 PLACES = (8, 6, 5, 7, 4, 3, 2, 1)
 """Colours of the segments of bars: another order than that of lines, which stand for other things."""
 
-STROKES = ("solid", "dash", "dot", "dashdot")
+STROKES = ("solid", "dash", "dashdot", "longdash")
 LINE_WIDTH, WIDER = 2, 3
 """Pixels of a line, and by how many a line that lies on a later one is wider."""
 
 SAME = 0.02
 """Lines whose values differ by less than this share of the plot's height coincide for the eye."""
+
+HIGH = 0.5
+"""The axis does not begin at zero when each value is above this share of the largest: the lines would lie flat."""
 
 MAX_MARKERS = 24
 """A line with more points than this has no markers: they would hide it."""
@@ -81,7 +84,8 @@ def draw(chart: LineChart | BarChart) -> Iterator[tuple[str, str, Figure]]:
 
 def find_hidden(lines: Sequence[PlotLine]) -> set[int]:
     """Return the indices of lines that lie on a later one. Pure."""
-    height = max((value for line in lines for value in line.y), default=0.0)
+    values = [value for line in lines for value in line.y]
+    height = max(values, default=0.0) - min(values, default=0.0)
     return {
         number
         for number, line in enumerate(lines)
@@ -114,7 +118,11 @@ def _draw_panel(chart: LineChart, panel: Panel) -> Figure:
                 line=_stroke(line, LINE_WIDTH + WIDER * (number in hidden)),
             )
         )
-    figure.update_yaxes(rangemode="tozero", type="log" if chart.is_log_y else "linear")
+    values = [value for line in panel.lines for value in line.y]
+    is_high = min(values) > HIGH * max(values)
+    figure.update_yaxes(
+        rangemode="normal" if is_high else "tozero", type="log" if chart.is_log_y else "linear"
+    )
     if chart.y_max is not None:
         figure.update_yaxes(range=[0, chart.y_max * 1.02])
     if chart.is_log_x:
@@ -141,7 +149,8 @@ def _mark(figure: Figure, mark: Mark, *, is_log_x: bool) -> None:
     # On a logarithmic axis plotly places a line by its value, and a text by the value's logarithm.
     figure.add_annotation(
         x=log10(mark.x) if is_log_x else mark.x,
-        y=0.02,
+        y=0.35,
+        xshift=3,
         yref="paper",
         text=mark.text,
         xanchor="left",
