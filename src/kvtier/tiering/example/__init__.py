@@ -22,6 +22,7 @@ from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     RequestAware,
     SecondaryTierManager,
     TierSettings,
@@ -49,7 +50,7 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware):
+class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware):
     """Keeps rows in a dictionary.
 
     Args:
@@ -162,6 +163,11 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         """Return how many blocks are held."""
         return len(self.blocks)
 
+    def purge(self) -> list[OffloadKey]:
+        dropped = list(self.blocks)
+        self.clear()
+        return dropped
+
     def clear(self) -> None:
         """Drop every block."""
         self.blocks.clear()
@@ -182,7 +188,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
                 self._evicted.append(evicted)
-            self._order.hold(key)
+            self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)
             yield key
@@ -211,7 +217,7 @@ class KeyOrder:
     def __init__(self, policy: CachePolicy) -> None:
         self._policy = policy
 
-    def hold(self, key: OffloadKey) -> None:
+    def insert(self, key: OffloadKey) -> None:
         """Order a key, or mark it as used when it is there already."""
         if self._policy.get(key) is not None:
             self._policy.touch([key])
