@@ -16,6 +16,7 @@ from kvtier.errors import ControlError
 from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
 from kvtier.observe.control_wire import Message
 from kvtier.testing.tiering_driver import TieringDriver
+from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
@@ -46,7 +47,11 @@ def engine(make_controlled: MakeControlled) -> Engine:
 @pytest.fixture
 def driver() -> TieringDriver:
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
-        return [ExampleSecondaryTier(make_config(), view, settings=TierSettings(), simulate_async=True)]
+        return [
+            ExampleSecondaryTier(
+                make_config(), view, settings=TierSettings(emit_events=True), simulate_async=True
+            )
+        ]
 
     return TieringDriver(40, make_tiers)
 
@@ -144,10 +149,27 @@ def test_a_block_that_is_being_loaded_stays(engine: Engine) -> None:
     assert (reply["num_purged"], reply["num_in_use"]) == ({"host": 0}, {"host": 4})
 
 
-def test_a_purge_says_which_tiers_cannot(tiered: Engine) -> None:
+def test_a_purge_of_all_reaches_the_tiers_that_can(tiered: Engine, driver: TieringDriver) -> None:
+    list(driver.manager.take_events())
     reply = carry_out(tiered, "purge", all=True)
 
-    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["example"])
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4, "example": 4}, [])
+    removed = [event for event in driver.manager.take_events() if event.removed]
+    assert sorted((event.medium, sorted(event.keys)) for event in removed) == [
+        ("CPU", sorted(keys_of(PROMPT))),
+        ("example", sorted(keys_of(PROMPT))),
+    ]
+    assert tiered.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0) == (0, False)
+
+
+def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> None:
+    driver = TieringDriver(40, lambda view: [WrappedTier(ExampleSecondaryTier(make_config(), view))])
+    engine = make_controlled("engine", driver.manager)
+    engine.store("a", PROMPT)
+    reply = carry_out(engine, "purge", all=True)
+
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["wrapped"])
+    assert carry_out(engine, "purge", tiers=["wrapped"])["unable"] == ["wrapped"]
 
 
 def test_a_prefetch_brings_a_prefix_from_a_tier(tiered: Engine, driver: TieringDriver) -> None:

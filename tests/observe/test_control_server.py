@@ -11,7 +11,7 @@ import pytest
 from tests.observe.controlled import GUARD_S, connect, is_dropped, read_line
 
 from kvtier.errors import ControlError
-from kvtier.observe.control_server import MAX_CLIENTS, SILENCE_S, Ask, ControlServer
+from kvtier.observe.control_server import MAX_CLIENTS, REST_S, SILENCE_S, Ask, ControlServer
 from kvtier.observe.control_wire import MAX_LINE_BYTES, Message, locked_folder
 from kvtier.testing.clock import ManualClock
 
@@ -309,3 +309,30 @@ def run_in_fork(work: Callable[[int], None]) -> bytes:
     os.close(read_end)
     os.waitpid(child, 0)
     return answer
+
+
+def test_clients_in_a_loop_leave_the_interpreter_to_the_engine(folder: Path, clock: ManualClock) -> None:
+    """A round that takes a twentieth of a second is followed by nine times as long a rest."""
+    rests: list[float] = []
+    server = ControlServer(folder, "engine", Slow(clock), clock=clock, pause=rests.append)
+    try:
+        with connect(server.path) as client:
+            for _ in range(2):  # the rest of the first is over when the second is answered
+                assert ask(client) == {"n": 1}
+    finally:
+        server.close()
+
+    assert pytest.approx(9 * 0.05) in rests
+    assert min(rests) == REST_S
+
+
+class Slow(Echo):
+    """Takes a twentieth of a second of the clock for each request."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def begin(self, request: Message) -> Ask:
+        self._clock.advance(0.05)
+        return super().begin(request)

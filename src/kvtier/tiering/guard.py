@@ -17,6 +17,7 @@ from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
@@ -268,6 +269,18 @@ class GuardedTier:
         self.open_lookups.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
+
+    def purge(self) -> int | None:
+        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+        tier = self.tier
+        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
+            return None
+        dropped = self._call("purge", lambda: list(tier.purge()))
+        if isinstance(dropped, CallFailure):
+            return None
+        if self.events is not None:
+            self.events.record(dropped, removed=True)
+        return len(dropped)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""

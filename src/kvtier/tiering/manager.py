@@ -285,13 +285,21 @@ class TieringOffloadingManager(OffloadingManager):
         for name in wanted:
             if name not in known:
                 raise UnknownNameError("tier", name, known)
-        purged = PurgedBlocks(unable=tuple(tier.name for tier in self._tiers if tier.name in wanted))
+        num_purged: dict[str, int] = {}
+        num_in_use: dict[str, int] = {}
+        unable: list[str] = []
         if HOST in wanted:
-            keys = self.primary.manager.purge_blocks()
+            keys = self._primary_manager.purge_blocks()
             self._cascades.on_evicted(keys)
-            purged.num_purged[HOST] = len(keys)
-            purged.num_in_use[HOST] = self.primary.table.num_held
-        return purged
+            num_purged[HOST], num_in_use[HOST] = len(keys), self._primary_manager.table.num_held
+        for tier in self._tiers:
+            if tier.name in wanted:
+                num_blocks = tier.purge()
+                if num_blocks is None:
+                    unable.append(tier.name)
+                else:
+                    num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
+        return PurgedBlocks(num_purged, num_in_use, tuple(unable))
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.

@@ -22,6 +22,7 @@ from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     RequestAware,
     SecondaryTierManager,
     TierSettings,
@@ -49,7 +50,7 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware):
+class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware):
     """Keeps rows in a dictionary.
 
     Args:
@@ -160,6 +161,11 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
     def get_num_blocks(self) -> int:
         """Return how many blocks are held."""
         return len(self.blocks)
+
+    def purge(self) -> list[OffloadKey]:
+        dropped = list(self.blocks)
+        self.clear()
+        return dropped
 
     def clear(self) -> None:
         """Drop every block."""
