@@ -113,6 +113,12 @@ class KVGroup:
             raise ConfigError("window_tokens", self.window_tokens, "exactly the window groups have a window")
 
 
+DEFAULT_METRICS_HOST = "127.0.0.1"
+"""The page has no authentication, so only this machine reads it unless another address is asked for."""
+
+MAX_PORT = 65_535
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
@@ -135,6 +141,8 @@ class Settings:
         record_trace: absolute path of a trace of the requests; None: no recording.
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
+        metrics_port: port on which the engine's metrics are served; 0 takes a free one, None serves none.
+        metrics_host: the address to serve them on.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
@@ -155,6 +163,8 @@ class Settings:
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = DEFAULT_METRICS_HOST
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
 
 
@@ -188,6 +198,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         record_trace=read.text("record_trace", "") or None,
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
+        metrics_port=read.port("metrics_port"),
+        metrics_host=read.text("metrics_host", DEFAULT_METRICS_HOST),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
 
@@ -225,6 +237,15 @@ class SettingsReader:
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        return value
+
+    def port(self, name: str) -> int | None:
+        """Return a port, 0 to 65535, None when it is not given."""
+        value = self._values.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT
+        ):
+            raise ConfigError(name, value, f"must be a port, 0 to {MAX_PORT}; 0 takes a free one")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:

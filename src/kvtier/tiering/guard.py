@@ -13,6 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
@@ -99,6 +100,11 @@ class GuardedTier:
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
         self.num_probe_blocks = 0
+        self.num_lookups = 0
+        self.num_found = 0
+        self.num_failed_promotion_jobs = 0
+        self.num_failed_cascade_jobs = 0
+        self.promotion_latency = Histogram(LATENCY_BOUNDS_S)
         self.num_errors = 0
         self._clock = clock
         self._has_logged_error = False
@@ -124,6 +130,8 @@ class GuardedTier:
         try:
             answer = self.tier.lookup(key, req_context)
             if answer is not None:
+                self.num_lookups += 1
+                self.num_found += bool(answer)
                 return bool(answer)
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
             self._count_failure(CallFailure("lookup", error))
@@ -188,6 +196,15 @@ class GuardedTier:
         if is_loading or any(key in self.pending for key in keys):
             self.num_overdue_requests += 1
             self.breaker.record_silence()
+
+    def count_failed_job(self, *, is_promotion: bool) -> None:
+        """Count a job of which not every block arrived."""
+        self.num_failed_promotion_jobs += is_promotion
+        self.num_failed_cascade_jobs += not is_promotion
+
+    def observe_promotion(self, started_s: float, took_s: float | None) -> None:
+        """Count how long a promotion took, which began at ``started_s``; None: until now."""
+        self.promotion_latency.observe(self._clock() - started_s if took_s is None else took_s)
 
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
@@ -262,8 +279,14 @@ class GuardedTier:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
-        rate = self.load_times.rate
-        return ({} if isinstance(own, CallFailure) else own) | {
+        rate = self.load_times.present_rate()
+        capacity_blocks = self.tier.capacity_blocks
+        known = {} if capacity_blocks is None else {"capacity_blocks": float(capacity_blocks)}
+        return ({} if isinstance(own, CallFailure) else own | known) | {
+            "lookups": float(self.num_lookups),
+            "found": float(self.num_found),
+            "failed_promotion_jobs": float(self.num_failed_promotion_jobs),
+            "failed_cascade_jobs": float(self.num_failed_cascade_jobs),
             "declined_cascades": float(self.num_declined_cascades),
             "refused_by_admission": float(self.num_refused_by_admission),
             "promoted_blocks": float(self.num_promoted_blocks),
@@ -274,8 +297,17 @@ class GuardedTier:
             "load_latency_s": rate.latency_s if rate is not None else 0.0,
             "errors": float(self.num_errors),
             "breaker_openings": float(self.breaker.num_openings),
+            "breaker_open": float(not self.breaker.is_closed),
             "in_flight_store_bytes": float(self.budget.used_bytes),
+            "store_budget_bytes": float(self.budget.limit_bytes),
             "out_of_service": float(self.is_out_of_service),
+        }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the tier's own histograms and those of its guard."""
+        own = self._call("histograms", lambda: dict(self.tier.histograms()))
+        return ({} if isinstance(own, CallFailure) else own) | {
+            "promotion_s": self.promotion_latency.snapshot()
         }
 
     def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:

@@ -135,6 +135,7 @@ class TierTransfers:
         planned: the promotions of the present step, by tier and request, oldest first.
         promoting: keys with a slot reserved for a promotion, submitted or not, and the tier they come from.
         num_failed_promotions: blocks that a tier was to load and did not.
+        num_without_room: blocks that were found in a tier and for which host memory had no slot.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class TierTransfers:
         self.planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
         self.promoting: dict[OffloadKey, GuardedTier] = {}
         self.num_failed_promotions = 0
+        self.num_without_room = 0
 
     def prepare_promotion(
         self, tier: GuardedTier, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
@@ -162,11 +164,13 @@ class TierTransfers:
         """
         table, breaker = self._table, tier.breaker
         if not (table.slots.num_free or table.num_evictable):
+            self.num_without_room += 1
             return False
         if not (breaker.is_closed or breaker.allows(req_context)):
             return False
         reserved = self._primary.reserve_slot(key, protected)
         if reserved is None:
+            self.num_without_room += 1
             return False
         if reserved.evicted:
             self._on_evicted(reserved.evicted)
@@ -239,6 +243,18 @@ class TierTransfers:
         self.promoting.clear()
         self.jobs.mark_stale()
 
+    def open_jobs_stats(self, tier: GuardedTier) -> dict[str, float]:
+        """Return how many jobs of a tier have not been reported, and their blocks. Thread: any."""
+        jobs = [job.metadata for job in tuple(self.jobs.of_tier[tier].values())]
+        promotions = [len(job.keys) for job in jobs if job.is_promotion]
+        cascades = [len(job.keys) for job in jobs if not job.is_promotion]
+        return {
+            "promotion_jobs": float(len(promotions)),
+            "promoting_blocks": float(sum(promotions)),
+            "cascade_jobs": float(len(cascades)),
+            "cascading_blocks": float(sum(cascades)),
+        }
+
     def check(self) -> None:
         """Raise InvariantError when a key is being promoted without a write in flight."""
         for key in self.promoting:
@@ -284,7 +300,10 @@ class TierTransfers:
         if not result.success:
             successful = result.successful_keys or ()
             arrived = [key for key in keys if key in successful]
+        if not result.success:
+            tier.count_failed_job(is_promotion=metadata.is_promotion)
         if metadata.is_promotion:
+            tier.observe_promotion(job.started_s, result.took_s)
             is_whole = len(arrived) == len(keys)
             tier.load_times.end(job.num_bytes, job.started_s, is_whole=is_whole, took_s=result.took_s)
         if result.success or arrived or not result.is_fault:
