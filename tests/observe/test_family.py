@@ -39,9 +39,10 @@ def test_a_number_may_have_several_names() -> None:
 
 
 def test_a_cause_that_is_about_no_tier_has_an_empty_one() -> None:
-    read = family("connector.missed_tokens.{cause}.{tier}")
+    read = family("connector.missed_tokens.{cause}[.{tier}]")
 
-    assert read.label_values("connector.missed_tokens.never_seen.") == ("never_seen", "")
+    assert read.labels == ("cause", "tier")
+    assert read.label_values("connector.missed_tokens.never_seen") == ("never_seen", "")
     assert read.label_values("connector.missed_tokens.late.my.tier") == ("late", "my.tier")
 
 

@@ -119,7 +119,7 @@ def test_the_causes_of_a_tiers_failures_are_those_that_tiers_name() -> None:
 def test_each_cause_of_a_miss_has_a_sample_with_and_without_a_tier(cause: MissCause) -> None:
     finder = SampleFinder(FAMILIES)
     for tier in ("", "fs"):
-        sample = finder.find(f"connector.missed_tokens.{cause.value}.{tier}")
+        sample = finder.find(f"connector.missed_tokens.{cause.value}" + (f".{tier}" if tier else ""))
         assert sample is not None
         assert sample.family.sample_name == "kvtier_missed_tokens_total"
         assert sample.label_values == (cause.value, tier)

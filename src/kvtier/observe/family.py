@@ -2,7 +2,8 @@
 
 A family names one path, a dotted name in which a part in braces is a label: ``tier.{tier_index}.{tier}.errors`` reads
 the number ``tier.0.fs.errors`` as a sample with ``tier_index="0"`` and ``tier="fs"``. Names of one number that differ
-between tiers stand in angle brackets: ``<existed|held_blocks>``. Nothing else says where a number goes.
+between tiers stand in angle brackets: ``<existed|held_blocks>``. What may be missing stands in square ones, and a label
+in it is empty then: ``[.{tier}]``. Nothing else says where a number goes.
 """
 
 import re
@@ -85,7 +86,7 @@ class Family:
         found = self._pattern.fullmatch(dotted_name)
         if found is None:
             return None
-        return tuple(LABEL_WORDS.get(value, value) for value in found.groups())
+        return tuple(LABEL_WORDS.get(value, value) for value in found.groups(default=""))
 
 
 def counter(name: str, path: str, meaning: str, unit: str, vllm_name: str = "") -> Family:
@@ -166,4 +167,5 @@ def _pieces_of(path: str) -> Iterator[str]:
 
 def _literal(text: str) -> str:
     """Return the pattern of a piece of a path that is no label."""
-    return _CHOICE.sub(r"(?:\1)", text.replace(".", r"\."))
+    pattern = _CHOICE.sub(r"(?:\1)", text.replace(".", r"\."))
+    return pattern.replace("[", "(?:").replace("]", ")?")

@@ -17,13 +17,13 @@ TOKENS = (
     counter(
         "kvtier_prompt_tokens",
         "connector.prompt_tokens.{origin}",
-        "Prompt tokens by where their keys and values came from: `device`, `host`, the type of a secondary tier, or "
-        "`computed`.",
+        "Prompt tokens that were not computed, by where their keys and values came from: `device`, `host`, or the type "
+        "of a secondary tier. With `kvtier_missed_tokens_total` they sum to all prompt tokens.",
         "tokens",
     ),
     counter(
         "kvtier_missed_tokens",
-        "connector.missed_tokens.{cause}.{tier}",
+        "connector.missed_tokens.{cause}[.{tier}]",
         "Prompt tokens that were computed, by cause; `tier` is the tier that the cause is about, empty when none is.",
         "tokens",
     ),
