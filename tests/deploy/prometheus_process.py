@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.servers import start_bound
 
 REMEDY = "needs Prometheus: apt-get install prometheus"
 
@@ -79,15 +80,14 @@ class PrometheusProcess:
     def __enter__(self) -> "PrometheusProcess":
         self._port = find_free_port()
         self._log = (self._folder / "log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                self._program,
-                f"--config.file={self._config}",
-                f"--storage.tsdb.path={self._folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self._port}",
-            ],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
+        command = [
+            self._program,
+            f"--config.file={self._config}",
+            f"--storage.tsdb.path={self._folder / 'data'}",
+            f"--web.listen-address=127.0.0.1:{self._port}",
+        ]
+        self._process: subprocess.Popen[bytes] = start_bound(
+            command, lambda bound: subprocess.Popen(bound, stdout=self._log, stderr=subprocess.STDOUT)
         )
         end_s = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():

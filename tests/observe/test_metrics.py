@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tests.deploy.queries import AWAITED
 from tests.observe.engines import running_engine, serve_some
 
 from kvtier.connector.metrics import SchedulerCounters
@@ -34,9 +35,6 @@ TIER_COUNTS = {
 """What the tiers count themselves, those included that are tested with servers."""
 
 CONNECTOR_COUNTS = SchedulerCounters(loaded_tokens={"CPU": 1}, not_loaded_tokens={"fs": 1}).snapshot()
-
-AWAITED = {"kvtier_prompt_tokens", "kvtier_missed_tokens"}
-"""Families whose numbers the test of the connector's records shows."""
 
 
 def names_of(tier: str, names: Iterable[str]) -> list[str]:
