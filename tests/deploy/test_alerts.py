@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.deploy.prometheus_process import PrometheusProcess, run_promtool
-from tests.observe.test_prometheus import FakeEngine
+from tests.observe.fakes import FakeEngine
 
 from kvtier.observe.metrics import FAMILIES
 from kvtier.observe.prometheus import serve_metrics

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.documents import FOLDER, bytes_of, read, require_settings
-from tests.observe.engines import ROW_BYTES, running_engine, serve_some
 
 from kvtier.config import parse_bytes
+from scripts.small_engine import ROW_BYTES, running_engine, serve_some
 
 COMPOSE = read("compose.yaml")
 

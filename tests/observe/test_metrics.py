@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.queries import AWAITED
-from tests.observe.engines import running_engine, serve_some
 
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES
@@ -22,6 +21,7 @@ from kvtier.tiering.obj.tier import CAPACITY_COUNTS as OBJ_CAPACITY_NAMES
 from kvtier.tiering.obj.tier import COUNTS as OBJ_NAMES
 from kvtier.tiering.slab.store import COUNTER_NAMES as SLAB_NAMES
 from kvtier.tiering.valkey.store import COUNTS as VALKEY_NAMES
+from scripts.small_engine import running_engine, serve_some
 
 BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_requests")
 

@@ -3,41 +3,27 @@
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import pytest
-from tests.observe.engines import ROW_BYTES, WAIT_S, prompt_of, running_engine, serve_some
+
+from scripts.small_engine import ROW_BYTES, WAIT_S, prompt_of, running_engine, serve_some
 
 pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'kvtier[observe]'")
 
 from prometheus_client.parser import text_string_to_metric_families
+from tests.observe.fakes import FakeEngine
 
 from kvtier.config import Settings, parse_settings
 from kvtier.errors import ConfigError
-from kvtier.histogram import Histogram, HistogramSnapshot
+from kvtier.histogram import Histogram
 from kvtier.observe import serve_metrics
 from kvtier.observe.metrics import FAMILIES
 from kvtier.observe.prometheus import EngineCollector, open_metrics
 from kvtier.tiering.manager import TieringOffloadingManager
 
 Labels = frozenset[tuple[str, str]]
-
-
-@dataclass
-class FakeEngine:
-    """Numbers that a test sets."""
-
-    numbers: dict[str, float] = field(default_factory=dict)
-    snapshots: dict[str, HistogramSnapshot] = field(default_factory=dict)
-
-    def stats(self) -> Mapping[str, float]:
-        return self.numbers
-
-    def histograms(self) -> Mapping[str, HistogramSnapshot]:
-        return self.snapshots
 
 
 def scrape(url: str) -> dict[tuple[str, Labels], float]:
@@ -142,7 +128,7 @@ def test_the_settings_say_whether_and_where() -> None:
 
 
 def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> None:
-    with running_engine(tmp_path) as engine:
+    with running_engine(tmp_path, metrics_port=0) as engine:
         serve_some(engine)
         assert engine.metrics is not None
         samples = scrape(engine.metrics.url)
@@ -159,7 +145,7 @@ def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> 
 
 
 def test_an_idle_engine_shows_what_its_tiers_have_written_after_the_last_step(tmp_path: Path) -> None:
-    with running_engine(tmp_path, cpu_bytes_to_use=64 * ROW_BYTES) as engine:
+    with running_engine(tmp_path, metrics_port=0, cpu_bytes_to_use=64 * ROW_BYTES) as engine:
         engine.run(prompt_of(0), 1)
         engine.run(prompt_of(1), 8)  # in its steps the blocks of the first are stored and given to the tiers
         assert engine.metrics is not None
@@ -174,7 +160,7 @@ def test_an_idle_engine_shows_what_its_tiers_have_written_after_the_last_step(tm
 
 
 def test_a_shut_down_engine_serves_no_longer(tmp_path: Path) -> None:
-    with running_engine(tmp_path) as engine:
+    with running_engine(tmp_path, metrics_port=0) as engine:
         assert engine.metrics is not None
         url = engine.metrics.url
 

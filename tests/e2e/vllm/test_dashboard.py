@@ -1,5 +1,6 @@
 """Prometheus scrapes a real vLLM server: each query of the dashboard has data; kvtier's own page is there too."""
 
+import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from prometheus_client.parser import text_string_to_metric_families
-from tests.deploy.documents import FOLDER, read, require_settings
+from tests.deploy.documents import FOLDER, read
 from tests.deploy.prometheus_process import PrometheusProcess
 from tests.deploy.queries import ASKED
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
@@ -30,7 +31,7 @@ def server(llama: str, own_port: int, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("server")
     flags = read("compose.yaml")["services"]["vllm"]["command"]
     (flag,) = [flag for flag in flags if flag.startswith("--kv-transfer-config=")]
-    settings = require_settings(flag.partition("=")[2])
+    settings = json.loads(flag.partition("=")[2])["kv_connector_extra_config"]
     (tier,) = [tier for tier in settings["secondary_tiers"] if tier["type"] == "fs"]
     own = {
         **settings,

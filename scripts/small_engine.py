@@ -1,4 +1,4 @@
-"""A small engine with every tier that needs no server, and prompts that reach each of them."""
+"""A small engine with every tier that needs no server, and prompts that reach each of them: for tests and documents."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,6 @@ def settings_for(folder: Path, **more: object) -> dict[str, Any]:  # Any: a user
         "lookup_deadline_s": WAIT_S,
         "load_if": "faster",
         "record_trace": str(folder / "trace"),
-        "metrics_port": 0,
         "secondary_tiers": [
             {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": "1MiB"},
             {"type": "fs", "root_dir": str(folder / "fs"), "capacity_bytes": "64MiB"},
