@@ -1,8 +1,10 @@
 """The exporter shows an engine's numbers at the moment of the scrape, in Prometheus' own format."""
 
 import socket
+import threading
 import urllib.error
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -186,3 +188,41 @@ def test_the_families_that_are_described_are_those_that_are_declared() -> None:
     assert [metric.name for metric in described] == [family.name for family in FAMILIES]
     assert [metric.documentation for metric in described] == [family.help for family in FAMILIES]
     assert [metric.type for metric in described] == [family.kind.value for family in FAMILIES]
+
+
+def test_scrapes_at_any_moment_find_counters_that_only_grow(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as engine:
+        collector = EngineCollector(engine)
+        is_over = threading.Event()
+        seen: list[dict[tuple[str, Labels], float]] = []
+        errors: list[Exception] = []
+
+        def scrape_on() -> None:
+            try:
+                while not is_over.is_set():
+                    seen.append(
+                        {
+                            (sample.name, frozenset(sample.labels.items())): sample.value
+                            for metric in collector.collect()
+                            if metric.type == "counter"
+                            for sample in metric.samples
+                        }
+                    )
+            except Exception as error:  # noqa: BLE001 - it is the test's result
+                errors.append(error)
+
+        scraper = threading.Thread(target=scrape_on)
+        scraper.start()
+        try:
+            for seed in range(8):
+                engine.run(prompt_of(seed % 5), 2)
+                engine.drop_device_cache()
+        finally:
+            is_over.set()
+            scraper.join(WAIT_S)
+
+    assert errors == []
+    assert len(seen) > 10
+    for earlier, later in pairwise(seen):
+        assert all(later[key] >= value for key, value in earlier.items() if key in later)
+    assert seen[-1]["kvtier_store_jobs_total", labels()] > 0

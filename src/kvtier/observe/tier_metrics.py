@@ -56,7 +56,7 @@ TIER_TRAFFIC = (
         "vllm:kv_offload_tiering_chunk_hits",
     ),
     counter("kvtier_tier_sent_lookups", TIER + "lookup_sent", "Keys sent to the tier's backend.", "keys"),
-    gauge("kvtier_tier_pending_lookups", TIER + "lookup_pending", "Keys without an answer yet.", "keys"),
+    gauge("kvtier_tier_pending_lookups", TIER + "lookup_outstanding", "Keys without an answer yet.", "keys"),
     counter("kvtier_tier_failed_lookups", TIER + "lookup_failed", "Keys whose lookup failed.", "keys"),
     counter(
         "kvtier_tier_overflow_lookups",
@@ -118,8 +118,8 @@ TIER_TRAFFIC = (
         "bytes",
     ),
     gauge(
-        "kvtier_tier_store_budget_bytes",
-        TIER + "store_budget_bytes",
+        "kvtier_tier_max_in_flight_store_bytes",
+        TIER + "max_in_flight_store_bytes",
         "The most that may be (`max_in_flight_store_bytes`).",
         "bytes",
     ),
@@ -271,7 +271,7 @@ TIER_HEALTH = (
     ),
     counter(
         "kvtier_tier_unanswered_calls",
-        TIER + "ask_errors",
+        TIER + "lookup_errors",
         "Calls that a Mooncake store did not answer.",
         "calls",
     ),
