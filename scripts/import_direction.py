@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "limits",
             "settings",
             "hints",
+            "histogram",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -63,7 +64,7 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
 TIER_FOUNDATIONS = frozenset(
-    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "cpu.policies"}
+    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "histogram", "cpu.policies"}
 )
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 

@@ -119,6 +119,12 @@ class KVGroup:
             raise ConfigError("window_tokens", self.window_tokens, "exactly the window groups have a window")
 
 
+DEFAULT_METRICS_HOST = "127.0.0.1"
+"""The page has no authentication, so only this machine reads it unless another address is asked for."""
+
+MAX_PORT = 65_535
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
@@ -143,6 +149,8 @@ class Settings:
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
         control_socket: whether the scheduler half listens for its operators.
+        metrics_port: port on which the engine's metrics are served; 0 takes a free one, None serves none.
+        metrics_host: the address to serve them on.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
@@ -164,6 +172,8 @@ class Settings:
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
     control_socket: bool = True
+    metrics_port: int | None = None
+    metrics_host: str = DEFAULT_METRICS_HOST
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
 
 
@@ -198,6 +208,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
         control_socket=read.flag("control_socket", default=True),
+        metrics_port=read.port("metrics_port"),
+        metrics_host=read.text("metrics_host", DEFAULT_METRICS_HOST),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
 
@@ -235,6 +247,15 @@ class SettingsReader:
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        return value
+
+    def port(self, name: str) -> int | None:
+        """Return a port, 0 to 65535, None when it is not given."""
+        value = self._values.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT
+        ):
+            raise ConfigError(name, value, f"must be a port, 0 to {MAX_PORT}; 0 takes a free one")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:

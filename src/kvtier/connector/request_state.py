@@ -74,12 +74,14 @@ class SearchState:
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
         is_layerwise: whether the last answer lets it compute while its load runs.
+        waits_since_s: when the first search began that was not final; None while the request does not wait.
     """
 
     num_local_tokens: int | None = None
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
     is_layerwise: bool = False
+    waits_since_s: float | None = None
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
 from kvtier.connector.load_or_compute import make_load_or_compute
-from kvtier.connector.metrics import SchedulerCounters, count_tokens_by_tier
+from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter, count_tokens_by_tier
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
@@ -52,6 +52,7 @@ from kvtier.connector.request_state import (
     make_request_state,
 )
 from kvtier.errors import BlockNotReadyError
+from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
 from kvtier.misses import RequestRecord
 
@@ -90,6 +91,9 @@ class OffloadingConnectorScheduler:
         limit_log_lines()
         self.recorder = recorder
         self.counters = SchedulerCounters()
+        self._transfers = TransferMeter()
+        self._searches = SearchMeter()
+        self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self.layerwise = make_layerwise_choice(spec)
         self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock)
@@ -147,7 +151,9 @@ class OffloadingConnectorScheduler:
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
+        began_s = self._clock()
         end_token = self._find_end(state, num_computed_tokens)
+        self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
         if end_token == num_computed_tokens:
@@ -248,6 +254,8 @@ class OffloadingConnectorScheduler:
             self.layerwise.count_workers(report.layerwise_workers)
         if not report.completed_jobs:
             return
+        if report.transfers:
+            self._transfers.add(report.transfers)
         for job in self._jobs.count(report):
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
@@ -271,6 +279,8 @@ class OffloadingConnectorScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self.manager.request_finished(state.context)
+            if state.search.waits_since_s is not None:
+                self._searches.on_wait_ended(state.search, self._clock())
         if self.recorder is not None:
             if state is None or not is_traffic:
                 self.recorder.forget(request.request_id)
@@ -298,6 +308,10 @@ class OffloadingConnectorScheduler:
         """
         return self._jobs.num_stores > 0
 
+    def is_idle(self) -> bool:
+        """Return whether there is neither a request nor a transfer under way, so that the engine may rest now."""
+        return not self._requests and not self._jobs.by_id
+
     def reset(self) -> None:
         """Forget every block, so that none stored before is found again.
 
@@ -317,7 +331,10 @@ class OffloadingConnectorScheduler:
         self.manager.reset()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges of the connector and of its manager, by dotted name."""
+        """Return counters and gauges of the connector and of its manager, by dotted name.
+
+        Thread: any. Numbers that change meanwhile may be of slightly different moments.
+        """
         gauges = {
             "connector.open_jobs": float(len(self._jobs.by_id)),
             "connector.fenced_jobs": float(self._jobs.num_fenced_stores),
@@ -325,7 +342,19 @@ class OffloadingConnectorScheduler:
         }
         recorded = {} if self.recorder is None else self.recorder.stats()
         chosen = {} if self.load_or_compute is None else self.load_or_compute.stats()
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
+        return {
+            **self.manager.stats(),
+            **self.counters.snapshot(),
+            **self._transfers.stats(),
+            **gauges,
+            **chosen,
+            **recorded,
+        }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the histograms of the connector and of its manager, by dotted name. Thread: any."""
+        own = {**self._transfers.histograms(), **self._searches.histograms()}
+        return {**self.manager.histograms(), **own}
 
     def shutdown(self) -> None:
         """Shut down the manager and the recorder, which records unfinished requests with their output so far."""

@@ -280,7 +280,7 @@ class CPUOffloadingManager(OffloadingManager):
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
-        numbers = {
+        numbers: dict[str, float] = {
             "capacity_blocks": table.num_blocks,
             "held_blocks": table.num_held,
             "free_blocks": num_free,
@@ -297,6 +297,12 @@ class CPUOffloadingManager(OffloadingManager):
             "refused": self._num_refused,
             "dropped_events": 0 if self._events is None else self._events.num_dropped,
         }
+        num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
+        num_writing = min(numbers["in_flight_blocks"], num_pinned)
+        # Shares that vLLM's own dashboards show: of what no eviction could free now.
+        numbers["pinned_ratio"] = num_pinned / table.num_blocks
+        numbers["write_pinned_ratio"] = num_writing / table.num_blocks
+        numbers["read_pinned_ratio"] = (num_pinned - num_writing) / table.num_blocks
         return {f"primary.{name}": float(number) for name, number in numbers.items()}
 
     def is_ready(self, key: OffloadKey) -> bool:

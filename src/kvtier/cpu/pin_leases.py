@@ -12,8 +12,8 @@ from kvtier.errors import InvariantError, PinLimitError
 from kvtier.operating import PinnedBlocks
 
 LIMIT_DIVISOR = 10
-"""A tenth of the slots may be pinned, by operators and clients together: names of clients can be made up. More takes from
-every other request what one wants for his; less would not keep a few long prompts of a small cache."""
+"""A tenth of the slots may be pinned, by operators and clients together: names of clients can be made up. More takes
+from every other request what one wants for his; less would not keep a few long prompts of a small cache."""
 
 NEVER_S = float("inf")
 
