@@ -65,11 +65,14 @@ COMMANDS = (
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
+    Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
     ),
+    Command("purge", "kvtier.cli.place.purge", "Remove blocks that a tier has stored."),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
+    Command("verify", "kvtier.cli.place.verify", "Read what a tier has stored and check every checksum."),
 )
 
 
