@@ -4,10 +4,11 @@ import json
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
-from tests.cli.place.places import A, B
+from tests.cli.place.places import A, B, MemoryPlace
 
 from kvtier.cli.place.options import describe
 from kvtier.namespace import parse_document
+from kvtier.tiering.kit.place import PlaceNamespace
 
 pytestmark = pytest.mark.usefixtures("filled")
 
@@ -71,3 +72,15 @@ def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> 
 )
 def test_words_of_a_spoilt_document_do_no_harm(spoilt: dict[str, object]) -> None:
     assert describe({"layout_version": 1, **spoilt})
+
+
+def test_words_in_a_place_do_not_move_the_cursor_of_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = json.dumps({"layout_version": 1, "tenant": "\x1b[2J", "model": {"name": "\x1b]0;evil\x07\nlast"}})
+    monkeypatch.setattr(MemoryPlace, "namespaces", lambda _: [PlaceNamespace(A, evil)])
+    status, shown, _ = run("inspect", PLACE)
+    assert status == 0
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "\x1b" not in run("purge", PLACE, "--tenant", "no one")[2]

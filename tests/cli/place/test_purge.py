@@ -16,22 +16,22 @@ pytestmark = pytest.mark.usefixtures("filled")
 @pytest.mark.parametrize(
     ("selectors", "left"),
     [
-        (["--all"], set()),
-        (["--namespace", A], {"b-new"}),
-        (["--namespace", B[:6]], {"a-new", "a-old"}),
-        (["--namespace", A, "--namespace", B], set()),
-        (["--older-than", "9d"], {"a-new", "b-new"}),
-        (["--older-than", "30s", "--namespace", A], {"b-new"}),
-        (["--older-than", "30d"], {"a-new", "a-old", "b-new"}),
+        (["--all"], ""),
+        (["--namespace", A], "b-new"),
+        (["--namespace", B[:6]], "a-new a-old"),
+        (["--namespace", A, "--namespace", B], ""),
+        (["--older-than", "9d"], "a-new b-new"),
+        (["--older-than", "30s", "--namespace", A], "b-new"),
+        (["--older-than", "30d"], "a-new a-old b-new"),
     ],
     ids=" ".join,
 )
-def test_what_is_selected_goes_and_nothing_else(run: Run, selectors: list[str], left: set[str]) -> None:
+def test_what_is_selected_goes_and_nothing_else(run: Run, selectors: list[str], left: str) -> None:
     num_before = len(MemoryPlace.blocks_by_address)
     status, shown, _ = run("purge", PLACE, *selectors, "--json")
     assert status == 0
-    assert set(MemoryPlace.blocks_by_address) == left
-    assert json.loads(shown)["blocks"] == num_before - len(left)
+    assert sorted(MemoryPlace.blocks_by_address) == left.split()
+    assert json.loads(shown)["blocks"] == num_before - len(left.split())
     assert MemoryPlace.num_ended == 1
 
 

@@ -6,6 +6,7 @@ import pytest
 from tests.cli.place.conftest import PLACE, Run
 from tests.cli.place.places import MemoryPlace
 
+from kvtier.cli.place.options import advance, progress_bar
 from kvtier.cli.place.verify import Pace, ReadingPlan, announce, measure, plan_reading, read_all
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit.place import Amount, BlockState
@@ -142,3 +143,14 @@ def test_a_wrong_option_is_one_line_that_names_it(run: Run, options: list[str], 
     assert (status, shown) == (2, "")
     assert len(said.splitlines()) == 1
     assert said.startswith(f"kvtier: {named}=")
+
+
+def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress_bar("reading", 100) as progress:
+        assert progress is None
+        advance(progress, 10)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress_bar("reading", 100) as progress:
+        assert progress is not None
+        advance(progress, 10)
+        assert progress.tasks[0].percentage == 10

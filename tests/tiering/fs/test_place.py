@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -160,6 +161,62 @@ def test_a_block_under_the_name_of_another_is_moved(root: Path, start_tier: Star
     one, other = place.blocks()
     Path(one.address).write_bytes(Path(other.address).read_bytes())
     assert [place.check(one), place.check(other)] == [BlockState.MOVED, BlockState.WHOLE]
+
+
+def test_a_link_to_other_folders_is_not_followed(root: Path, start_tier: StartTier, tmp_path: Path) -> None:
+    start_tier().store([1])
+    place = open_fs_place({"root_dir": str(root)})
+    (block,) = place.blocks()
+    elsewhere = tmp_path / "elsewhere"
+    (root / block.namespace).rename(elsewhere)
+    (root / block.namespace).symlink_to(elsewhere)
+    assert [*place.blocks(), *place.blocks([block.namespace])] == []
+    assert place.namespaces() == []
+    place.begin_removal()
+    place.end_removal([block.namespace])
+    assert len(list(elsewhere.rglob("*.kv"))) == 1
+    assert (elsewhere / "namespace.json").exists()
+
+
+def test_while_an_engine_stores_and_others_purge_the_shared_count_ends_right(
+    root: Path, start_tier: StartTier
+) -> None:
+    driver = start_tier()
+    is_ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def purge() -> None:
+        try:
+            while not is_ended.is_set():
+                place = open_fs_place({"root_dir": str(root)})
+                place.begin_removal()
+                place.remove(list(place.blocks()), unless_changed=False)
+                place.end_removal([namespace.name for namespace in place.namespaces()])
+        except BaseException as error:  # noqa: BLE001  # thread top
+            errors.append(error)
+
+    purges = [threading.Thread(target=purge) for _ in range(2)]
+    for thread in purges:
+        thread.start()
+    try:
+        for begin in range(0, 800, 16):
+            numbers = list(range(begin, begin + 16))
+            driver.place(numbers, range(16))
+            driver.wait(driver.submit(numbers, list(range(16)), is_promotion=False))
+            driver.load_right(numbers)
+    finally:
+        is_ended.set()
+        for thread in purges:
+            thread.join(60.0)
+    assert not errors
+    assert driver.store([9000]).success
+    assert driver.tier.shutdown(60.0)
+    place = open_fs_place({"root_dir": str(root)})
+    # A recount that ran beside a removal may count a block twice, and never misses one.
+    assert used_bytes(root) >= sum(block.num_bytes for block in place.blocks())
+    last = start_tier()
+    assert last.store([9001]).success
+    assert used_bytes(root) == sum(block.num_bytes for block in place.blocks())
 
 
 def test_a_directory_that_no_tier_has_used_is_none(tmp_path: Path) -> None:

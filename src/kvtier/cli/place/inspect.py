@@ -16,6 +16,7 @@ from kvtier.cli.place.options import (
     describe,
     duration_in_words,
     opened,
+    printable,
     read_document,
 )
 from kvtier.errors import NamespaceDocumentError
@@ -66,7 +67,8 @@ def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
         if as_json:
             typer.echo(json.dumps(to_json(found, namespaces, tallies, summary), indent=1))
         else:
-            typer.echo("\n".join(to_lines(found, namespaces, tallies, summary, time.time())))
+            lines = to_lines(found, namespaces, tallies, summary, time.time())
+            typer.echo("\n".join(map(printable, lines)))
 
 
 def count(blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace]) -> dict[str, NamespaceTally]:

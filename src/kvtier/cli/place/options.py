@@ -70,6 +70,11 @@ def counted(num: int, word: str) -> str:
     return f"{num:,} {word}" if num == 1 else f"{num:,} {word}s"
 
 
+def printable(text: str) -> str:
+    """Return ``text`` without what moves a terminal's cursor: who writes into a place chooses the words in it. Pure."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
 @contextmanager
 def opened(text: str) -> Iterator[Place]:
     """Open a place and close it.

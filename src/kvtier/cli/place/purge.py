@@ -19,6 +19,7 @@ from kvtier.cli.place.options import (
     duration_in_words,
     opened,
     parse_duration,
+    printable,
     progress_bar,
     read_document,
 )
@@ -124,7 +125,7 @@ def choose(
     }
     chosen = tuple(name for name, tag in of_tenant.items() if tag and tag == tenant)
     if not chosen:
-        tags = ", ".join(sorted({str(tag) for tag in of_tenant.values() if tag})) or "none"
+        tags = printable(", ".join(sorted({str(tag) for tag in of_tenant.values() if tag}))) or "none"
         remedy = f"must be the tag of a tenant that has something here: {tags}"
         raise ConfigError("--tenant", tenant, remedy, max_value_chars=80)
     return chosen if names is None else tuple(name for name in names if name in chosen)

@@ -244,7 +244,7 @@ def remove_empty_folders(root: Path, now_s: float) -> None:
 
 def _folders_of(root: Path, namespaces: Collection[str]) -> Iterator[str]:
     for name in namespaces:
-        if FOLDER_PATTERNS[0].fullmatch(name):
+        if FOLDER_PATTERNS[0].fullmatch(name) and not (root / name).is_symlink():
             yield from _walk_folders(root / name, len(FOLDER_PATTERNS), 1)
 
 

@@ -5,10 +5,9 @@ as any process does that removes while another one counts. An engine finds remov
 notices within a second that a folder is gone, and forgets what was in it.
 
 The file of an evicted block is written over and gets another name. A file that does not pass its check is therefore
-read again, by its name: only one that fails twice, and has had its name all the time, is damaged.
+read again, by its name: only one that fails twice, and is the same file, is damaged.
 """
 
-import errno
 import os
 import shutil
 import stat
@@ -76,7 +75,8 @@ class FSPlace(Place):
 
     def namespaces(self) -> list[PlaceNamespace]:
         found = [path for path in self._list_root() if FOLDER_PATTERNS[0].fullmatch(path.name)]
-        return [PlaceNamespace(path.name, _read_document(path)) for path in sorted(found) if path.is_dir()]
+        folders = [path for path in sorted(found) if path.is_dir() and not path.is_symlink()]
+        return [PlaceNamespace(path.name, _read_document(path)) for path in folders]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
         self._list_root()  # a directory that cannot be read is no empty one
@@ -113,8 +113,7 @@ class FSPlace(Place):
             if found.state not in FAULTS_OF_PLACE:
                 return found.state
             again = _read_and_check(block)
-            is_same = again.inode is not None and again.inode == found.inode
-            if again.state not in FAULTS_OF_PLACE or is_same:
+            if again.state not in FAULTS_OF_PLACE or again.inode == found.inode:
                 return again.state
             found = again
         return BlockState.BEING_WRITTEN
@@ -215,11 +214,11 @@ class _Reading(NamedTuple):
 
     Attributes:
         state: whether it is what its name says.
-        inode: of the file that had the name before and after, None when none had it all the time.
+        inode: device and inode of the file, (0, 0) when it could not be read.
     """
 
     state: BlockState
-    inode: tuple[int, int] | None = None
+    inode: tuple[int, int] = (0, 0)
 
 
 def _read_and_check(block: PlaceBlock) -> _Reading:
@@ -228,24 +227,19 @@ def _read_and_check(block: PlaceBlock) -> _Reading:
         fd = os.open(block.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return _Reading(BlockState.GONE)
-    except OSError as error:
-        return _Reading(BlockState.UNREADABLE, (error.errno or 0, 0))
+    except OSError:
+        return _Reading(BlockState.UNREADABLE)
     try:
         status = os.fstat(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         whole = memoryview(_read_all(fd, status.st_size))
         # Engines read past the page cache or by themselves: what only this command reads need not stay in it.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, key)
-        found = os.stat(block.address, follow_symlinks=False)  # noqa: PTH116 - a path as text
-    except FileNotFoundError:
-        return _Reading(BlockState.GONE)
-    except OSError as error:
-        return _Reading(BlockState.UNREADABLE, (error.errno or errno.EIO, 0))
+    except OSError:
+        return _Reading(BlockState.UNREADABLE)
     finally:
         os.close(fd)
-    inode = (status.st_dev, status.st_ino)
-    return _Reading(state, inode if inode == (found.st_dev, found.st_ino) else None)
+    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, key)
+    return _Reading(state, (status.st_dev, status.st_ino))
 
 
 def _read_all(fd: int, num_bytes: int) -> bytes:
@@ -288,6 +282,8 @@ def _remove_file(block: PlaceBlock, *, unless_changed: bool) -> int | None:
 
 def _remove_folders(top: Path) -> None:
     """Remove the folders of a namespace, as far as they are empty, and its document when nothing else is left."""
+    if top.is_symlink():
+        return  # what is behind it is not the tier's
     for folder in [path for pattern in ("?/?", "?") for path in top.glob(pattern)]:
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
@@ -307,7 +303,10 @@ def _remove_folders(top: Path) -> None:
 
 def _read_document(top: Path) -> str:
     try:
-        with (top / NAMESPACE_DOCUMENT_NAME).open("rb") as file:
+        fd = os.open(
+            top / NAMESPACE_DOCUMENT_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        )
+        with os.fdopen(fd, "rb") as file:
             return file.read(MAX_DOCUMENT_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""

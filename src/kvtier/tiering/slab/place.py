@@ -74,6 +74,7 @@ class SlabPlace(Place):
         self._geometry = geometry
         self._other_format = Amount()
         self._locked_fd: int | None = None
+        self._oldest_unfinished = 0
 
     def namespaces(self) -> list[PlaceNamespace]:
         documents = read_documents(document_path(self._path))
@@ -112,7 +113,9 @@ class SlabPlace(Place):
         if state not in DAMAGE or self._locked_fd is not None or not find_owners(self._fd):
             return state
         generation = block.stamp[1]
-        return BlockState.BEING_WRITTEN if generation >= self._find_oldest_unfinished() else state
+        if generation >= self._oldest_unfinished:
+            self._oldest_unfinished = self._find_oldest_unfinished()  # it only grows
+        return BlockState.BEING_WRITTEN if generation >= self._oldest_unfinished else state
 
     def begin_removal(self) -> None:
         try:
