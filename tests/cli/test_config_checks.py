@@ -105,6 +105,23 @@ def test_cores_of_several_nodes_are_a_note(tmp_path: Path) -> None:
     assert config_checks.check_numa(tmp_path / "missing", {0}).result is CheckResult.GOOD
 
 
+def test_among_several_connectors_kvtier_s_is_found_and_another_alone_is_broken(tmp_path: Path) -> None:
+    own = {"kv_connector": "KVTierConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"}}
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{}, own]}}
+    assert check(several, tmp_path)["cpu_bytes_to_use"][0] == "ok"
+    for other in (
+        {"kv_connector": "OffloadingConnector"},
+        {"kv_connector": 7, "kv_connector_extra_config": 7},
+    ):
+        assert check(other, tmp_path)["kv_connector"][0] == "broken"
+
+
+def test_too_little_memory_that_can_be_pinned_is_a_note() -> None:
+    assert config_checks.check_locked_memory(2**20, 2**30).result is CheckResult.NOTE
+    assert config_checks.check_locked_memory(2**30, 2**30).result is CheckResult.GOOD
+    assert config_checks.check_locked_memory(resource.RLIM_INFINITY, 2**30).result is CheckResult.GOOD
+
+
 def test_few_open_files_are_a_note() -> None:
     assert config_checks.check_open_files(256).result is CheckResult.NOTE
     assert config_checks.check_open_files(resource.RLIM_INFINITY).result is CheckResult.GOOD

@@ -24,7 +24,11 @@ from kvtier.tiering.kit.place import ProbedTier
 EXTRA_CONFIG = "kv_connector_extra_config"
 """Where vLLM's --kv-transfer-config has kvtier's settings."""
 
+CONNECTOR = "KVTierConnector"
 NEEDED_ROLE = "kv_both"
+
+CUDA_DEVICE = Path("/dev/nvidiactl")
+"""Is there where a driver for CUDA devices is."""
 
 LIBRARIES = (
     "kvtier",
@@ -68,10 +72,15 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
         config: vLLM's --kv-transfer-config, or the extra_config in it.
         shared_memory: the mount of shared memory.
     """
-    extra = config.get(EXTRA_CONFIG, {} if "kv_connector" in config else config)
-    if "kv_role" in config and config["kv_role"] != NEEDED_ROLE:
+    own = find_own(config)
+    if own is None:
+        found = f"{config.get('kv_connector')!r} is another connector: its settings are not kvtier's"
+        yield Check("kv_connector", CheckResult.BROKEN, found)
+        return
+    extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
+    if own.get("kv_role", NEEDED_ROLE) != NEEDED_ROLE:
         remedy = f"must be {NEEDED_ROLE!r}: kvtier stores and loads in every engine"
-        yield Check("kv_role", CheckResult.BROKEN, f"{config['kv_role']!r} {remedy}")
+        yield Check("kv_role", CheckResult.BROKEN, f"{own['kv_role']!r} {remedy}")
     yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_numa(NODES, os.sched_getaffinity(0))
@@ -83,8 +92,32 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
         return
     yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings are understood")
     yield from check_host_memory(settings, shared_memory)
+    if settings.cpu_bytes_to_use is not None and CUDA_DEVICE.exists():
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        yield check_locked_memory(limit, settings.cpu_bytes_to_use)
     for number, entry in enumerate(settings.secondary_tiers):
         yield from check_tier(f"tier {number} ({entry.get('type', '?')})", entry)
+
+
+def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
+    """Return the part of an engine's settings that is about kvtier's connector, None when there is none. Pure."""
+    if config.get("kv_connector", CONNECTOR) == CONNECTOR:
+        return config
+    extra = config.get(EXTRA_CONFIG)
+    several = extra.get("connectors") if isinstance(extra, dict) else None
+    for one in several if isinstance(several, list) else ():
+        if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR:
+            return one
+    return None
+
+
+def check_locked_memory(limit: int, num_bytes: int) -> Check:
+    """Compare the limit of locked memory with what is pinned for CUDA. Pure."""
+    if limit == resource.RLIM_INFINITY or limit >= num_bytes:
+        return Check("locked memory", CheckResult.GOOD, "enough to pin the rows")
+    remedy = "ulimit -l unlimited, or run the container with --ulimit memlock=-1"
+    found = f"at most {size_in_words(limit)} of {size_in_words(num_bytes)} can be pinned: {remedy}"
+    return Check("locked memory", CheckResult.NOTE, found)
 
 
 def check_versions() -> Check:
