@@ -146,11 +146,11 @@ def test_a_wrong_option_is_one_line_that_names_it(run: Run, options: list[str], 
 
 
 def test_a_bar_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with progress_bar("reading", 100) as progress:
+    with progress_bar("reading", lambda: 100) as progress:
         assert progress is None
         advance(progress, 10)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with progress_bar("reading", 100) as progress:
+    with progress_bar("reading", lambda: 100) as progress:
         assert progress is not None
         advance(progress, 10)
         assert progress.tasks[0].percentage == 10

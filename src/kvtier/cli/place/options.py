@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -188,8 +188,13 @@ def choose_namespaces(given: Sequence[str], known: Sequence[PlaceNamespace]) -> 
 
 
 @contextmanager
-def progress_bar(doing: str, total_bytes: float) -> Iterator[Progress | None]:
-    """Show a bar on stderr while the block runs, where that is a terminal; gives it, or None."""
+def progress_bar(doing: str, count_bytes: Callable[[], float]) -> Iterator[Progress | None]:
+    """Show a bar on stderr while the block runs, where that is a terminal; gives it, or None.
+
+    Args:
+        doing: what is done.
+        count_bytes: returns the bytes of the whole; called only for a bar.
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -200,7 +205,7 @@ def progress_bar(doing: str, total_bytes: float) -> Iterator[Progress | None]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task(doing, total=total_bytes)
+        progress.add_task(doing, total=count_bytes())
         yield progress
 
 

@@ -38,10 +38,12 @@ class Selection:
     Attributes:
         namespaces: names of those that count; None: all.
         used_before_s: only what was last used before then, seconds since 1970; None: whatever its age.
+        emptied: names of the namespaces of which nothing is to stay.
     """
 
     namespaces: tuple[str, ...] | None
     used_before_s: float | None
+    emptied: tuple[str, ...]
 
     def covers(self, block: PlaceBlock) -> bool:
         """Return whether a block of these namespaces is old enough. Pure."""
@@ -82,8 +84,12 @@ def purge(
                 f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
             )
             raise TierError(found.tier, message)
-        names = choose(found.namespaces(), namespace or [], tenant)
-        selection = Selection(names, None if age_s is None else time.time() - age_s)
+        known = found.namespaces()
+        names = choose(known, namespace or [], tenant)
+        emptied = tuple(one.name for one in known if names is None or one.name in names)
+        selection = (
+            Selection(names, None, emptied) if age_s is None else Selection(names, time.time() - age_s, ())
+        )
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
         took_s = time.monotonic() - began_s
@@ -147,19 +153,18 @@ def remove(place: Place, selection: Selection) -> Amount:
         TierError: the place cannot be changed; what was removed until then stays removed.
     """
     place.begin_removal()
-    is_by_age = selection.used_before_s is not None
-    names = selection.namespaces
-    if names is None and not is_by_age:
-        names = tuple(namespace.name for namespace in place.namespaces())
     removed = Amount()
     try:
-        with progress_bar("removing", measure(place, selection).num_bytes) as progress:
+        # What a bar needs is counted only for one: a store may have to list a million names for it.
+        with progress_bar("removing", lambda: measure(place, selection).num_bytes) as progress:
             chosen = (block for block in place.blocks(selection.namespaces) if selection.covers(block))
             for batch in batches(chosen):
-                removed = removed.plus(*place.remove(batch, unless_changed=is_by_age))
+                removed = removed.plus(
+                    *place.remove(batch, unless_changed=selection.used_before_s is not None)
+                )
                 advance(progress, sum(block.num_bytes for block in batch))
     finally:
-        place.end_removal(() if is_by_age else names or ())
+        place.end_removal(selection.emptied)
     return removed
 
 

@@ -162,7 +162,7 @@ def verify(
         there = measure(found)
         plan = plan_reading(there, sample, rate_bytes, max_duration_s)
         typer.echo(announce(there, plan), err=True)
-        with progress_bar("reading", there.num_bytes * plan.ratio) as progress:
+        with progress_bar("reading", lambda: there.num_bytes * plan.ratio) as progress:
             result = read_all(
                 found,
                 plan,
