@@ -30,6 +30,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled",
             "limits",
             "settings",
+            "misses",
+            "departed",
         }
     ),
     frozenset({"worker", "factory"}),
