@@ -367,6 +367,16 @@ def test_a_result_is_json() -> None:
     assert [tier["name"] for tier in again["tiers"]] == ["CPU", "disk"]
 
 
+def test_hits_and_causes_of_misses_sum_to_the_prompts() -> None:
+    trace = trace_of(request(0, 1), request(100, 2), request(200, 1), request(300, 3))
+    found = simulate(trace, ENGINE, HostModel(2, tiers=(TierModel("disk", 2, FAST),)))
+
+    num_hits = sum(found.total.hit_tokens.values())
+    assert num_hits + sum(found.missed_tokens.values()) == found.total.num_prompt_tokens
+    assert found.to_json()["missed_tokens"] == found.missed_tokens
+    assert simulate(trace, ENGINE, None).missed_tokens == {}
+
+
 def test_percentiles_are_of_the_nearest_rank() -> None:
     assert spread_of([4.0, 1.0, 2.0, 3.0]) == Spread(2.5, 2.0, 4.0, 4.0, 4.0)
     assert spread_of([]) == Spread(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -485,6 +495,13 @@ def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, tr
     for one in done:
         assert one.num_computed_tokens == one.num_prompt_tokens
         assert one.arrival_s <= one.admitted_s < one.first_token_s
+    records = {record.req_id: record for record in simulated.records}
+    for one in done:
+        found = records[one.request_id]
+        found.check()
+        hits = {"device": one.num_device_tokens, **one.loaded_tokens}
+        named = {"host" if origin == "CPU" else origin: number for origin, number in hits.items() if number}
+        assert found.tokens_by_origin == named
     stats = simulated.stats()
     assert stats["connector.open_jobs"] == stats["connector.requests"] == stats["open_jobs"] == 0
     assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]

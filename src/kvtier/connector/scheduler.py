@@ -44,7 +44,13 @@ from kvtier.connector.protocols import (
     RequestRecorder,
     SchedulerOutput,
 )
-from kvtier.connector.request_records import LOAD_FAILED, LOAD_LOST, LOAD_RESET, RequestRecords
+from kvtier.connector.request_records import (
+    LOAD_FAILED,
+    LOAD_LOST,
+    LOAD_RESET,
+    RequestRecords,
+    make_record,
+)
 from kvtier.connector.request_state import (
     RequestState,
     follow_allocations,
@@ -469,4 +475,7 @@ def _record_request(recorder: RequestRecorder, state: RequestState, stop: StopRe
     """Record a request under the blocks of its first KV group; their content is that of the others'."""
     request = state.request
     num_output_tokens = request.num_tokens - request.num_prompt_tokens
-    recorder.on_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
+    record = None if state.ended is None else make_record(state.ended)
+    recorder.on_end(
+        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
+    )
