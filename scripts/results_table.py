@@ -10,6 +10,7 @@ marks of the page is replaced, everything else stays. Nothing is measured here a
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -90,7 +91,13 @@ def tables_of(suites: Sequence[Document], day: date) -> str:
 
 def machine_table(machine: Mapping[str, Any], day: date) -> str:  # Any: JSON
     """Return what was measured on, and when. Pure."""
-    rows = [("date", day.isoformat()), *((name, str(value)) for name, value in machine.items())]
+    # A kernel's own suffix says nothing about the numbers, and a load nothing beyond its first digit.
+    shown = {
+        "system": lambda text: re.sub(r"^(\w+-\d+\.\d+)\S*?(-x86_64|-aarch64)?(-with\S*)?$", r"\1\2\3", text),
+        "load": "{:.1f}".format,
+    }
+    rows = [("date", day.isoformat())]
+    rows += [(name, shown.get(name, str)(value)) for name, value in machine.items()]
     return "| machine | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
 
 
@@ -99,7 +106,8 @@ def suite_section(suite: Document) -> str:
     lines = [f"## {suite['suite']}", "", f"`kvtier bench {suite['suite']}`", ""]
     lines += ["| what | measured | bar or peer | met |", "|---|---:|---|---|"]
     lines += [f"| {' | '.join(cells_of(measurement))} |" for measurement in suite["measurements"]]
-    lines += ["", *(f"- {note}" for note in suite["notes"])]
+    if suite["notes"]:
+        lines += ["", "```text", *suite["notes"], "```"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -129,7 +137,7 @@ def what_of(labels: Mapping[str, str | int]) -> str:
 
 def format_number(value: float) -> str:
     """Return a value with about four digits. Pure."""
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 3
     return f"{value:,.{digits}f}"
 
 

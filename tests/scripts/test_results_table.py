@@ -55,7 +55,7 @@ def test_a_line_has_what_was_measured_the_median_the_peer_and_whether_the_bar_is
 
 
 def test_a_bar_on_the_value_itself_says_which_side_is_good() -> None:
-    assert results_table.cells_of(as_document(STEP)) == ("wait", "1.25 ms", "at most 1 ms", "**no**")
+    assert results_table.cells_of(as_document(STEP)) == ("wait", "1.250 ms", "at most 1 ms", "**no**")
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     assert "Bars met: 1 of 2." in text
     assert text.index("## engine") < text.index("## fs")
     assert "| put, 1 MiB, 8 jobs | 1,600 MiB/s | floor 2,000 MiB/s: 0.80 (bar 0.75) | yes |" in text
-    assert "- a note" in text
+    assert "```text\na note\n```" in text
 
 
 def test_the_times_to_first_token_are_kept_for_the_picture(tmp_path: Path) -> None:
@@ -117,3 +117,12 @@ def test_dates_default_to_the_newest_file(tmp_path: Path) -> None:
 
     made = date.fromtimestamp((run / "fs.json").stat().st_mtime)
     assert f"| date | {made.isoformat()} |" in page.read_text()
+
+
+def test_the_machine_is_said_without_a_kernel_s_own_suffix() -> None:
+    machine = {"system": "Linux-6.18.44-own-v657-x86_64-with-glibc2.36", "load": 0.8115234375}
+
+    table = results_table.machine_table(machine, date(2026, 1, 2))
+
+    assert "| system | Linux-6.18-x86_64-with-glibc2.36 |" in table
+    assert "| load | 0.8 |" in table
