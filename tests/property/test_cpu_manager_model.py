@@ -197,7 +197,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
         else:
             self.read(job)
         if job.is_before_reset:
-            self.manager.settle_orphans(list(job.slots.values()), is_write=job.is_write)
+            self.manager.table.orphans.settle_slots(list(job.slots.values()), is_write=job.is_write)
         elif job.is_write:
             finished = self.manager.finish_writes(list(job.slots), success=success, may_settle_orphans=False)
             assert finished == list(job.slots)
@@ -245,7 +245,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         for job in self.model.tier_jobs:
             if not job.is_before_reset:
-                self.manager.claim_orphans(list(job.slots.values()), is_write=job.is_write)
+                self.manager.table.orphans.claim(list(job.slots.values()), is_write=job.is_write)
         for job in self.model.transfers():
             job.is_before_reset = True
         self.model.held.clear()
@@ -267,7 +267,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
                 assert max(block.ref_cnt, 0) == expected.num_pins
         policy = self.manager.table.policy
         if isinstance(policy, LRUCachePolicy):
-            aside = policy.parked._places
+            aside = policy.parked.places
             in_place = [key for key in policy.blocks if key not in aside]
             assert sorted(aside, key=aside.__getitem__) + in_place == list(self.model.held)
         if self.store_threshold >= 2:

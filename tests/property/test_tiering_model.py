@@ -339,7 +339,7 @@ class TieringModel(RuleBasedStateMachine):
         assert self.driver.manager.stats()["open_jobs"] == 0, "a job was never settled"
         self.driver.clock.advance(OPEN_S)
         self.driver.evict_everything()
-        assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
+        assert self.driver.primary.table.slots.num_free == NUM_SLOTS, "a slot leaked"
 
     def tell(self, numbers: list[int], request: ReqContext) -> None:
         """Tell everybody of a request."""

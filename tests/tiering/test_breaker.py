@@ -1,4 +1,6 @@
-"""The breaker opens, probes and closes by the manual clock; the budget and the back-off keep their bounds."""
+"""The breaker opens, is tried and closes by the manual clock; the back-off keeps its bounds."""
+
+import random
 
 import pytest
 
@@ -10,15 +12,14 @@ from kvtier.tiering.breaker import (
     MAX_BACKOFF_KEYS,
     MAX_BACKOFF_S,
     OPEN_S,
-    PROBE_TIMEOUT_S,
+    TRIAL_TIMEOUT_S,
     BreakerState,
     CircuitBreaker,
-    InFlightBudget,
     LoadBackoff,
 )
 
-OLD, PROBE, OTHER = object(), object(), object()
-"""Owners of work: begun before the breaker opened, the probe, and anybody else."""
+OLD, TRIAL, OTHER = object(), object(), object()
+"""Owners of work: begun before the breaker opened, the trial, and anybody else."""
 
 
 @pytest.fixture
@@ -43,13 +44,13 @@ def test_it_stays_closed_below_the_limit(breaker: CircuitBreaker) -> None:
     for _ in range(FAILURES_TO_OPEN - 1):
         breaker.record_failure(OLD)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
 def test_consecutive_failures_open_it(breaker: CircuitBreaker) -> None:
     open_by_failures(breaker)
     assert breaker.state is BreakerState.OPEN
-    assert not breaker.begin(PROBE)
+    assert not breaker.begin(TRIAL)
     assert breaker.num_openings == 1
 
 
@@ -61,35 +62,35 @@ def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreak
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_after_the_pause_one_probe_and_only_one_gets_through(
+def test_after_the_pause_one_trial_and_only_one_gets_through(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
     assert not breaker.allows(OTHER)
     assert not breaker.begin(OTHER)
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
-def test_a_good_probe_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_good_trial_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
-    breaker.record_success(PROBE)
+    breaker.begin(TRIAL)
+    breaker.record_success(TRIAL)
     assert breaker.state is BreakerState.CLOSED
     assert breaker.begin(OTHER)
 
 
-def test_a_bad_probe_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_bad_trial_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
-    breaker.record_failure(PROBE)
+    breaker.begin(TRIAL)
+    breaker.record_failure(TRIAL)
     assert breaker.state is BreakerState.OPEN
     clock.advance(OPEN_S)
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
 def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: CircuitBreaker) -> None:
@@ -98,30 +99,52 @@ def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: Ci
     assert breaker.state is BreakerState.OPEN
 
 
-def test_reports_of_older_work_decide_nothing_while_a_probe_is_out(
+def test_reports_of_older_work_decide_nothing_while_a_trial_is_out(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
+    breaker.begin(TRIAL)
     breaker.record_success(OLD)
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.record_failure(OLD)
     assert not breaker.allows(OTHER)
 
 
-def test_a_probe_that_nobody_reports_makes_room_for_the_next(
+def test_a_trial_that_nobody_reports_makes_room_for_the_next(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
-    clock.advance(PROBE_TIMEOUT_S)
+    breaker.begin(TRIAL)
+    clock.advance(TRIAL_TIMEOUT_S)
     assert breaker.begin(OTHER)
-    breaker.record_success(PROBE)
+    breaker.record_success(TRIAL)
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.record_success(OTHER)
     assert breaker.allows(OLD)
+
+
+def test_a_success_changes_nothing_unless_something_has_failed(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
+    draw = random.Random(5)
+    num_without = 0
+    for _ in range(2000):
+        owner = draw.choice((OLD, TRIAL, OTHER))
+        if not breaker.has_failures:
+            before = dict(vars(breaker))
+            breaker.record_success(owner)
+            assert vars(breaker) == before
+            num_without += 1
+        change = draw.choice(
+            (breaker.begin, breaker.record_success, breaker.record_failure, breaker.end_lookup)
+        )
+        change(owner)
+        if draw.random() < 0.05:
+            breaker.trip()
+        clock.advance(draw.random() * OPEN_S)
+    assert 100 < num_without < 1900
 
 
 def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> None:
@@ -129,21 +152,6 @@ def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> N
     breaker.trip()
     assert breaker.state is BreakerState.OPEN
     assert breaker.num_openings == 1
-
-
-def test_a_budget_counts_what_is_in_flight() -> None:
-    budget = InFlightBudget(limit_bytes=100)
-    assert budget.room_for(30) == 3
-    budget.used_bytes += 90
-    assert budget.room_for(30) == 0
-    budget.used_bytes -= 60
-    assert budget.room_for(30) == 2
-
-
-def test_an_overdrawn_budget_has_room_for_nothing() -> None:
-    budget = InFlightBudget(limit_bytes=10)
-    budget.used_bytes += 50
-    assert budget.room_for(1) == 0
 
 
 def test_a_failed_key_is_left_alone_for_a_doubling_while(clock: ManualClock) -> None:
@@ -178,9 +186,9 @@ def test_the_back_off_is_bounded(clock: ManualClock) -> None:
 def test_a_late_failure_of_nobody_s_does_not_prolong_the_pause() -> None:
     clock = ManualClock()
     breaker = CircuitBreaker(clock, failures_to_open=1, open_s=5.0)
-    breaker.record_silence()
+    breaker.record_no_response()
     clock.advance(4.0)
-    breaker.record_silence()
+    breaker.record_no_response()
     breaker.record_failure(None)
     clock.advance(1.0)
     assert breaker.state is BreakerState.HALF_OPEN

@@ -139,7 +139,7 @@ def test_no_more_blocks_are_asked_about_than_fit_and_are_refused() -> None:
 def test_where_nothing_fits_nobody_is_asked_and_nothing_is_refused() -> None:
     forecast = Told(b1=0.1)
     intake = wanting(forecast, budget_rows=1)
-    intake.tier.budget.used_bytes += ROW_BYTES
+    intake.tier.in_flight_store_bytes += ROW_BYTES
     intake.offer(keys_of(1), REQUEST)
     assert intake.take(intake.pending) == ()
     assert forecast.num_asked == 0

@@ -84,7 +84,7 @@ class LoadTimes:
         ended_s = now_s if took_s is None else min(now_s, started_s + took_s)
         self._ended_s = max(self._ended_s, ended_s)
 
-    def settle(self) -> None:
+    def learn(self) -> None:
         """Learn from the reports of one poll; they came together, whenever each load ended."""
         if self._num_ended == 0 or (self._num_open and self._num_ended < MAX_BUSY_JOBS):
             return

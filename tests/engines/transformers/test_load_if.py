@@ -53,7 +53,9 @@ class SlowSpec(TieringOffloadingSpec):
         def build() -> TieringOffloadingManager:
             primary = CPUPrimaryTierOffloadingManager(self.num_blocks, region)
             slow = SlowTier(make_example(primary.get_kv_memoryview()), self._clock, self._block_s)
-            return TieringOffloadingManager(primary, [slow], lookup_deadline_s=1000.0, clock=self._clock)
+            return TieringOffloadingManager(
+                primary, [slow], lookup_deadline_s=1000.0, measures_loads=True, clock=self._clock
+            )
 
         return self._keep(region, build)
 

@@ -37,6 +37,10 @@ class Removals:
         directory: what is watched.
         current_namespace: returns the namespace of the tier's present jobs.
         recycled: files that may have been removed too.
+
+    Attributes:
+        num_seen: how many have been seen; any thread may read it.
+        is_recount_due: whether what is in the directory has to be counted and indexed; likewise.
     """
 
     def __init__(
@@ -47,20 +51,10 @@ class Removals:
         self._recycled = recycled
         self._watch = FolderWatch(directory.root)
         self._lock = threading.Lock()
-        self._num_seen = 0
-        self._is_recount_due = False
+        self.num_seen = 0
+        self.is_recount_due = False
         self._logged_s: float | None = None
         self._has_logged_missing_root = False
-
-    @property
-    def num_seen(self) -> int:
-        """How many have been seen."""
-        return self._num_seen
-
-    @property
-    def is_recount_due(self) -> bool:
-        """Whether what is in the directory has to be counted and indexed."""
-        return self._is_recount_due
 
     @property
     def has_root(self) -> bool:
@@ -71,8 +65,8 @@ class Removals:
         """Record that another program has removed ``path``; None needs no line in the log. Thread: any."""
         now_s = self._directory.clock()
         with self._lock:
-            self._num_seen += 1
-            self._is_recount_due = True
+            self.num_seen += 1
+            self.is_recount_due = True
             is_recent = self._logged_s is not None and now_s - self._logged_s < LOG_AGAIN_S
             if path is None or is_recent:
                 return
@@ -85,12 +79,12 @@ class Removals:
     def request_recount(self) -> None:
         """Have what is in the directory counted once more. Thread: any."""
         with self._lock:
-            self._is_recount_due = True
+            self.is_recount_due = True
 
     def take_recount_request(self) -> bool:
         """Return whether a recount is due, which the caller makes now. Thread: the evictor's."""
         with self._lock:
-            is_due, self._is_recount_due = self._is_recount_due, False
+            is_due, self.is_recount_due = self.is_recount_due, False
         return is_due
 
     def begin(self) -> None:

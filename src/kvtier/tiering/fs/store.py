@@ -147,7 +147,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
-        self._check_folders_of(namespace, absent)
+        if absent:
+            self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 

@@ -137,9 +137,6 @@ class BlockStore(ABC, Generic[S]):
             TierError: it is not, or it does not, and why.
         """
 
-    def touch(self, namespace: S, keys: Collection[OffloadKey]) -> None:
-        """Mark ``keys`` as recently used. Thread: the scheduler's; must not block."""
-
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""
         return {}

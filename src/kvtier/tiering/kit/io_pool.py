@@ -119,8 +119,8 @@ class IOPool:
         self._num_storing_threads = 0
         self._is_closed = False
 
-    def submit_load(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        """Queue a tier -> primary job ahead of every store.
+    def submit(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
+        """Queue a job, a promotion ahead of every store.
 
         Args:
             job: what to move.
@@ -130,11 +130,25 @@ class IOPool:
         Raises:
             TierError: the pool is closed or its queue is full; nothing was started.
         """
-        self._submit(self._loads, job, run, timeout_s)
-
-    def submit_store(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        """Queue a primary -> tier job behind every load; otherwise as ``submit_load``."""
-        self._submit(self._stores, job, run, timeout_s)
+        now_s = self._clock()
+        block_ids = job.block_ids.tolist()
+        opened = _PoolJob(job.job_id, job.keys, block_ids, run, now_s, now_s + timeout_s)
+        with self._changed:
+            if self._is_closed:
+                raise TierError(self._name, f"job {job.job_id} came after shutdown; nothing was started")
+            num_queued = self._num_queued_blocks + len(job.keys)
+            if num_queued > self._max_queued_blocks:
+                limit = f"{num_queued} blocks would wait, at most {self._max_queued_blocks} may"
+                raise TierError(self._name, f"job {job.job_id} declined: {limit}")
+            if self._num_alive_threads < self._num_threads:
+                self._start_threads()
+            self._num_open_jobs += 1
+            if not job.keys:
+                self._report_if_ended(opened)
+                return
+            self._num_queued_blocks = num_queued
+            (self._loads if job.is_promotion else self._stores).append(opened)
+            self._changed.notify_all()
 
     def get_finished(self) -> list[JobResult]:
         """Return the jobs that ended since the last call, each once, after giving up what is overdue."""
@@ -177,26 +191,6 @@ class IOPool:
                 "queued_blocks": self._num_queued_blocks,
                 "timeout": self._num_timeout_blocks,
             }
-
-    def _submit(self, queue: deque[_PoolJob], job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        now_s = self._clock()
-        block_ids = job.block_ids.tolist()
-        opened = _PoolJob(job.job_id, job.keys, block_ids, run, now_s, now_s + timeout_s)
-        with self._changed:
-            if self._is_closed:
-                raise TierError(self._name, f"job {job.job_id} came after shutdown; nothing was started")
-            num_queued = self._num_queued_blocks + len(job.keys)
-            if num_queued > self._max_queued_blocks:
-                limit = f"{num_queued} blocks would wait, at most {self._max_queued_blocks} may"
-                raise TierError(self._name, f"job {job.job_id} declined: {limit}")
-            self._start_threads()
-            self._num_open_jobs += 1
-            if not job.keys:
-                self._report_if_ended(opened)
-                return
-            self._num_queued_blocks = num_queued
-            queue.append(opened)
-            self._changed.notify_all()
 
     def _start_threads(self) -> None:
         for number in range(self._num_alive_threads, self._num_threads):

@@ -109,6 +109,8 @@ class AsyncLookup:
 
     Attributes:
         generation: the time since the last ``clear``, for ``report``.
+        collected: what was looked up since the last ``flush`` and needs a call; None when there is nothing.
+        answers: what other threads have found out and the cache does not have yet.
     """
 
     def __init__(
@@ -132,13 +134,13 @@ class AsyncLookup:
         self._timeout_s = timeout_s
         self._cached: OrderedDict[OffloadKey, _CachedAnswer] = OrderedDict()
         self._pending: dict[OffloadKey, LookupBatch] = {}
-        self._collected: LookupBatch | None = None
+        self.collected: LookupBatch | None = None
         # INVARIANT: oldest first; what was sent and is neither answered nor overdue.
         self._in_flight: deque[LookupBatch] = deque()
         self._num_unanswered = 0
         self._answered: set[OffloadKey] | None = set()
-        self._answers: deque[LookupAnswer] = deque()
-        self._worker = LookupWorker(name, contains_batch, self._answers)
+        self.answers: deque[LookupAnswer] = deque()
+        self._worker = LookupWorker(name, contains_batch, self.answers)
         self._is_closed = False
         self._num_sent_keys = 0
         self._num_overflow_keys = 0
@@ -147,7 +149,7 @@ class AsyncLookup:
     def lookup(self, key: OffloadKey) -> bool | None:
         """Return whether ``key`` is held, or None while the answer is fetched: look it up again in a later step."""
         # One frame for the usual cases: the scheduler calls this for each block of each waiting request.
-        if self._answers:
+        if self.answers:
             self._take_answers()
         now_s = self._clock()
         answer = self._cached.get(key)
@@ -164,11 +166,11 @@ class AsyncLookup:
         if self._is_closed or self._num_unanswered >= self._max_pending_keys:
             self._num_overflow_keys += 1
             return False
-        if self._collected is None:
-            self._collected = LookupBatch(self.generation)
+        if self.collected is None:
+            self.collected = LookupBatch(self.generation)
         self._num_unanswered += 1
-        self._pending[key] = self._collected
-        self._collected.keys.append(key)
+        self._pending[key] = self.collected
+        self.collected.keys.append(key)
         return None
 
     def drain_answered(self) -> Collection[OffloadKey] | None:
@@ -180,7 +182,7 @@ class AsyncLookup:
     def flush(self) -> None:
         """Send what was collected in this step to the thread, as one batch."""
         self._settle()
-        batch, self._collected = self._collected, None
+        batch, self.collected = self.collected, None
         if batch is not None:
             self._num_sent_keys += len(batch.keys)
             batch.sent_s = self._clock()
@@ -196,14 +198,14 @@ class AsyncLookup:
             generation: the lookup's when the transfer began; what began in another one is ignored.
         """
         known = frozenset(keys)  # the thread that takes the answer looks each key up in it
-        self._answers.append(LookupAnswer(generation, known, known if is_held else ()))
+        self.answers.append(LookupAnswer(generation, known, known if is_held else ()))
 
     def clear(self) -> None:
         """Drop cached answers and batches; answers still to come to them are ignored."""
         self.generation = self._worker.generation = Generation(self.generation + 1)
-        if self._collected is not None:
-            self._num_unanswered -= len(self._collected.keys)
-            self._collected = None
+        if self.collected is not None:
+            self._num_unanswered -= len(self.collected.keys)
+            self.collected = None
         self._cached.clear()
         self._pending.clear()
         self._in_flight.clear()
@@ -226,15 +228,15 @@ class AsyncLookup:
 
     def _settle(self) -> None:
         """Take the answers that have come, and answer False what is overdue."""
-        if self._answers:
+        if self.answers:
             self._take_answers()
         if self._in_flight:
             self._give_up_overdue(self._clock())
 
     def _take_answers(self) -> None:
         fresh = self._fresh_answers()
-        while self._answers:
-            answer = self._answers.popleft()
+        while self.answers:
+            answer = self.answers.popleft()
             for batch in answer.batches:
                 self._num_unanswered -= len(batch.keys)
                 # Batches are answered in their order, so one that is still in flight is the oldest.

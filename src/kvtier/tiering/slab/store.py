@@ -90,9 +90,6 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self.indexer.wait_complete(INDEX_WAIT_S)
         return [key for key in keys if self._slot_table.is_held(namespace, key)]
 
-    def touch(self, namespace: SlabNamespace, keys: Collection[OffloadKey]) -> None:
-        self._slot_table.touch(namespace, keys)
-
     def store(
         self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:

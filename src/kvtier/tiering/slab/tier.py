@@ -111,6 +111,9 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
             return False
         return self._lookup.lookup(key)
 
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._slots.touch(self._namespace, keys)
+
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         hints = req_context.kv_transfer_params or {}
         request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
