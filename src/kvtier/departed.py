@@ -2,13 +2,14 @@
 
 Sixteen bytes for each block at most, in arrays that are made when the first block leaves: a ring of entries in the
 order of their arrival, the oldest overwritten first, and a hash table whose chains run through the ring. An entry has
-32 bits of the key's hash and 28 bits of time in tenths of a second; the table's index has 20 bits more where it is
+32 bits of a fingerprint and 28 bits of time in tenths of a second; the table's index has 20 bits more where it is
 large. So one answer in 10^8 is about another block. Batches are kept as they come and put into the arrays some
 thousand keys at a time, because the call that evicts must stay short.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -23,13 +24,20 @@ MAX_REMEMBERED_BLOCKS = 2**20
 """Blocks that one memory has at most, 16 MB. Fewer explain less of what a large tier has lost; more take memory from
 the tier itself."""
 
-MAX_WAITING_KEYS = 16_384
-"""Keys that wait to be put into the arrays where ``fold`` is not called. More hold more keys alive, about 70 bytes
-each; fewer pay for the start of each numpy call more often."""
+MAX_WAITING_KEYS = 2048
+"""Keys that wait to be put into the arrays. More hold more keys alive, about 70 bytes each; fewer pay for the start of
+each numpy call more often."""
+
+MAX_WAITING_BATCHES = 4096
+"""Batches of other threads that wait. Each look-up takes them, so only a place that is never asked has more."""
 
 MAX_CHAIN = 64
 """Entries that a look-up visits. Chains have one entry on average; only a table of a few entries has longer ones, and
 an overwritten entry may lead into another chain."""
+
+TAG_MASK = 2**32 - 1
+MIXER = 0x9E3779B97F4A7C15
+"""Fibonacci hashing: the product's upper bits depend on all bits below, where hashes of small numbers stand."""
 
 TICKS = 10
 """Parts of a second that a time is remembered in."""
@@ -53,20 +61,27 @@ class Departure(NamedTuple):
 
 
 class DepartedBlocks:
-    """The blocks that left one place. Used from one thread.
+    """The blocks that left one place.
+
+    Mutable are the batches that wait, which any thread may append to, and the arrays, which belong to one thread, the
+    only caller of everything but ``report``. There is no lock: a deque passes the batches on.
 
     Args:
         max_blocks: blocks to remember; above MAX_REMEMBERED_BLOCKS it is that many.
         clock: seconds, monotonic.
+        kinds: why blocks leave this place, at most 16; a block is added under the position of its reason.
     """
 
-    def __init__(self, max_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, max_blocks: int, clock: Callable[[], float] = time.monotonic, kinds: Iterable[Miss] = ()
+    ) -> None:
         self._num_entries = max(1, min(max_blocks, MAX_REMEMBERED_BLOCKS))
-        self._bucket_mask = (1 << (self._num_entries.bit_length() - 1)) - 1
+        bucket_bits = max(1, self._num_entries.bit_length() - 1)
+        self._num_buckets, self._bucket_shift = 1 << bucket_bits, 64 - bucket_bits
         self._clock = clock
         self._began_s = clock()
-        self._kinds: list[Miss] = []
-        self._waiting: list[tuple[Sequence[OffloadKey], float, int]] = []
+        self._kinds = list(kinds)
+        self._waiting: deque[tuple[Sequence[OffloadKey], float, int]] = deque()
         self._num_waiting = 0
         self._next = 0
         self._tags = self._stamps = np.empty(0, np.uint32)
@@ -96,14 +111,21 @@ class DepartedBlocks:
         if self._num_waiting >= MAX_WAITING_KEYS:
             self.fold()
 
+    def report(self, keys: Sequence[OffloadKey], kind: int) -> None:
+        """Do what ``add`` does, from any thread; where the owner never looks, the oldest batches are forgotten."""
+        if keys:
+            self._waiting.append((keys, self._clock(), kind))
+            if len(self._waiting) > MAX_WAITING_BATCHES:
+                self._waiting.popleft()
+
     def find(self, key: OffloadKey) -> Departure | None:
         """Return why and when ``key`` left for the last time; None when that is not remembered."""
         if self._waiting:
             self.fold()
         if not len(self._tags):
             return None
-        full = hash(key) & (2**64 - 1)
-        tag, entry = full >> 32, int(self._heads[full & self._bucket_mask])
+        mixed = hash(key) * MIXER % 2**64
+        tag, entry = mixed & TAG_MASK, int(self._heads[mixed >> self._bucket_shift])
         for _ in range(MAX_CHAIN):
             if entry == NO_ENTRY:
                 return None
@@ -135,17 +157,18 @@ class DepartedBlocks:
 
     def fold(self) -> None:
         """Put what waits into the arrays; called where some ten nanoseconds for each key do not delay anything."""
-        waiting, self._waiting = self._waiting, []
-        num_keys, self._num_waiting = self._num_waiting, 0
+        self._num_waiting = 0
+        # What other threads append meanwhile waits for the next call.
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        num_keys = sum(len(keys) for keys, _, _ in waiting)
         if not num_keys:
             return
         if not len(self._tags):
             self._tags = np.zeros(self._num_entries, np.uint32)
             self._stamps = np.zeros(self._num_entries, np.uint32)
             self._following = np.full(self._num_entries, NO_ENTRY, np.int32)
-            self._heads = np.full(self._bucket_mask + 1, NO_ENTRY, np.int32)
-        every_key = chain.from_iterable(keys for keys, _, _ in waiting)
-        hashes = np.fromiter(map(hash, every_key), np.int64, num_keys).view(np.uint64)
+            self._heads = np.full(self._num_buckets, NO_ENTRY, np.int32)
+        hashes = _fingerprints(list(chain.from_iterable(keys for keys, _, _ in waiting)))
         stamps = np.repeat(
             np.array([self._stamp(left_s, kind) for _, left_s, kind in waiting], np.uint32),
             [len(keys) for keys, _, _ in waiting],
@@ -158,16 +181,16 @@ class DepartedBlocks:
             begin = end
 
     def _stamp(self, left_s: float, kind: int) -> int:
-        ticks = min(int((left_s - self._began_s) * TICKS), MAX_TICKS)
+        ticks = max(0, min(int((left_s - self._began_s) * TICKS), MAX_TICKS))
         return ticks << KIND_BITS | kind
 
     def _insert(self, hashes: npt.NDArray[np.uint64], stamps: npt.NDArray[np.uint32]) -> None:
         """Write entries over the oldest ones; they fit before the end of the ring."""
         first, end = self._next, self._next + len(hashes)
         self._next = end % self._num_entries
-        self._tags[first:end] = hashes >> np.uint64(32)
+        self._tags[first:end] = hashes & np.uint64(TAG_MASK)
         self._stamps[first:end] = stamps
-        buckets = (hashes & np.uint64(self._bucket_mask)).astype(np.int64)
+        buckets = (hashes >> np.uint64(self._bucket_shift)).astype(np.int64)
         entries = np.arange(first, end, dtype=np.int32)
         heads, following = self._heads, self._following
         before = heads[buckets]
@@ -183,3 +206,8 @@ class DepartedBlocks:
             before = heads[buckets]
             heads[buckets] = entries
         following[entries] = before
+
+
+def _fingerprints(keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint64]:
+    """Return a fingerprint of each key, shape (len(keys),). Pure."""
+    return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64) * np.uint64(MIXER)

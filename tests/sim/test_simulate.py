@@ -367,16 +367,6 @@ def test_a_result_is_json() -> None:
     assert [tier["name"] for tier in again["tiers"]] == ["CPU", "disk"]
 
 
-def test_hits_and_causes_of_misses_sum_to_the_prompts() -> None:
-    trace = trace_of(request(0, 1), request(100, 2), request(200, 1), request(300, 3))
-    found = simulate(trace, ENGINE, HostModel(2, tiers=(TierModel("disk", 2, FAST),)))
-
-    num_hits = sum(found.total.hit_tokens.values())
-    assert num_hits + sum(found.missed_tokens.values()) == found.total.num_prompt_tokens
-    assert found.to_json()["missed_tokens"] == found.missed_tokens
-    assert simulate(trace, ENGINE, None).missed_tokens == {}
-
-
 def test_percentiles_are_of_the_nearest_rank() -> None:
     assert spread_of([4.0, 1.0, 2.0, 3.0]) == Spread(2.5, 2.0, 4.0, 4.0, 4.0)
     assert spread_of([]) == Spread(0.0, 0.0, 0.0, 0.0, 0.0)

@@ -391,5 +391,5 @@ def test_settings_of_the_primary_reach_it() -> None:
     assert isinstance(manager, TieringOffloadingManager)
     assert manager.primary.manager.counts is not None
     assert type(manager.primary.table.policy).__name__ == "ARCCachePolicy"
-    assert manager._waiting._lookup_deadline_s == 1.5
+    assert manager._waiting.lookup_deadline_s == 1.5
     spec.shutdown()

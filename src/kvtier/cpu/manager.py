@@ -10,6 +10,8 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -25,12 +27,41 @@ from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.departed import DepartedBlocks
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
 
 
-class CPUOffloadingManager(OffloadingManager):
+class HostDeparture(IntEnum):
+    """Why a block is not in host memory; positions in ``HOST_DEPARTURES``."""
+
+    EVICTED = 0
+    RESET = 1
+    REUSE_FILTER = 2
+    ADMISSION = 3
+    JOB_FAILED = 4
+
+
+HOST_DEPARTURES = (
+    Miss(MissCause.EVICTED, HOST_ORIGIN),
+    Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
+    not_stored(NotStored.REUSE_FILTER),
+    not_stored(NotStored.ADMISSION),
+    not_stored(NotStored.JOB_FAILED),
+)
+
+
+DEPARTED_DIVISOR = 2
+"""The manager remembers why blocks left for half as many as it holds: eight bytes for each held block, which may take
+250 in all. More explains misses of blocks that left earlier."""
+
+MIN_DEPARTED = 1024
+"""A smaller manager remembers as many as it holds, 16 KB at most."""
+
+
+class CPUOffloadingManager(OffloadingManager, MissExplainer):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -43,6 +74,7 @@ class CPUOffloadingManager(OffloadingManager):
 
     Attributes:
         table: the blocks, their slots and pins.
+        departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
         is_learning: whether note_request has an effect.
@@ -76,6 +108,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self.is_learning = self._learner is not None
         self.follows_requests = self.is_learning or is_filtering
+        num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
+        self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -130,8 +164,13 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
+        if len(admitted) < len(keys):
+            self._remember_refused(keys, admitted, HostDeparture.REUSE_FILTER)
         if admission is not None:
-            admitted = admission.admit(admitted, req_context.req_id)
+            offered = admitted
+            admitted = admission.admit(offered, req_context.req_id)
+            if len(admitted) < len(offered):
+                self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -173,6 +212,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
+            self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -214,6 +254,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
+        self.departed.add(evicted, HostDeparture.EVICTED)
         if self._events is not None:
             self._events.record(evicted, removed=True)
         return evicted
@@ -227,8 +268,15 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.request_finished(req_context)
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if self._get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        return self.departed.explain(key)
+
     def reset(self) -> None:
         forgotten = self.table.forget_blocks()
+        self.departed.add(forgotten, HostDeparture.RESET)
         if self._events is not None:
             self._events.record(forgotten, removed=True)
         if self._filter is not None:
@@ -265,3 +313,9 @@ class CPUOffloadingManager(OffloadingManager):
             InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
         """
         self.table.check()
+
+    def _remember_refused(
+        self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture
+    ) -> None:
+        held = frozenset(admitted)
+        self.departed.add([key for key in keys if key not in held and self._get_block(key) is None], why)
