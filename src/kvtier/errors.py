@@ -124,6 +124,20 @@ class NamedClassError(KVTierError, ValueError):
         super().__init__(f"{kind} {shorten(name)}: {reason}")
 
 
+class NamespaceDocumentError(KVTierError, ValueError):
+    """A text is not the description of a namespace.
+
+    Attributes:
+        text: the text.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        self.text = text
+        self.reason = reason
+        super().__init__(f"{shorten(text)} is not the namespace.json of a tier: {reason}")
+
+
 class DuplicateNameError(KVTierError, ValueError):
     """A name is registered a second time.
 
