@@ -10,6 +10,7 @@ thousand keys at a time, because the call that evicts must stay short.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import OffloadKey
-from kvtier.misses import Miss
+from kvtier.misses import Miss, MissCause
 
 MAX_REMEMBERED_BLOCKS = 2**20
 """Blocks that one memory has at most, 16 MB. Fewer explain less of what a large tier has lost; more take memory from
@@ -211,3 +212,24 @@ class DepartedBlocks:
 def _fingerprints(keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint64]:
     """Return a fingerprint of each key, shape (len(keys),). Pure."""
     return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64) * np.uint64(MIXER)
+
+
+class Loss(IntEnum):
+    """Why a tier no longer has a block; positions in the kinds of ``make_losses``."""
+
+    EVICTED = 0
+    DAMAGED = 1
+    REMOVED = 2
+
+
+def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
+    """Return an empty memory.
+
+    Args:
+        tier: type of the tier.
+        max_blocks: blocks that it can hold.
+        clock: seconds, monotonic.
+    """
+    removed = Miss(MissCause.PURGED, tier, MappingProxyType({"reason": "removed by another program"}))
+    kinds = (Miss(MissCause.EVICTED, tier), Miss(MissCause.DAMAGED, tier), removed)
+    return DepartedBlocks(max_blocks, clock, kinds)
