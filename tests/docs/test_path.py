@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tiering.fs import system
-from kvtier.tiering.fs.block_file import probe
+from kvtier.tiering.fs.block_file import detect_file_support
 from scripts.trace_path import main
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The lines that the script prints now."""
     if system.REAL_CALLS.whole_files is None:
         pytest.skip("the fs tier's compiled module is missing: install a C compiler and run `make venv`")
-    if not probe(tmp_path, tmp_path / "scratch", 0o600, system.REAL_CALLS).has_unnamed_files:
+    if not detect_file_support(tmp_path, tmp_path / "scratch", 0o600, system.REAL_CALLS).has_unnamed_files:
         pytest.skip(
             "the file system of the tests has no unnamed files: run with --basetemp on ext4, xfs or tmpfs"
         )

@@ -47,7 +47,7 @@ class SlowSpec(TieringOffloadingSpec):
         self._block_s = block_s
 
     def make_manager(self) -> OffloadingManager:
-        """Build the books."""
+        """Build the primary tier."""
         region = self.make_region(rank=None)
 
         def build() -> TieringOffloadingManager:

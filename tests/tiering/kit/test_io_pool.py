@@ -155,7 +155,7 @@ def test_a_load_overtakes_the_rest_of_a_store_that_has_begun(pool: IOPool) -> No
 
 
 def test_one_large_job_keeps_every_thread_busy(clock: ManualClock) -> None:
-    pool = IOPool("test", 4, clock=clock, max_part_blocks=64)
+    pool = IOPool("test", 4, clock=clock, max_task_blocks=64)
     gate = Gate()
     pool.submit(job_of(1, 8, is_promotion=True), gate, TIMEOUT_S)
     for _ in range(4):
@@ -166,7 +166,7 @@ def test_one_large_job_keeps_every_thread_busy(clock: ManualClock) -> None:
 
 
 def test_threads_that_may_not_store_are_there_for_loads(clock: ManualClock) -> None:
-    pool = IOPool("test", 3, clock=clock, num_store_threads=2, max_part_blocks=64)
+    pool = IOPool("test", 3, clock=clock, num_store_threads=2, max_task_blocks=64)
     stores = Gate()
     pool.submit(job_of(1, 4), stores, TIMEOUT_S)
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_threads_that_may_not_store_are_there_for_loads(clock: ManualClock) -> N
 
 
 def test_no_part_is_larger_than_allowed(clock: ManualClock) -> None:
-    pool = IOPool("test", 1, clock=clock, max_part_blocks=3)
+    pool = IOPool("test", 1, clock=clock, max_task_blocks=3)
     mover = Mover()
     pool.submit(job_of(1, 8, is_promotion=True), mover, TIMEOUT_S)
     assert finish(pool)
@@ -194,7 +194,7 @@ def test_no_part_is_larger_than_allowed(clock: ManualClock) -> None:
 
 
 def test_an_even_cut_makes_no_part_smaller_than_a_thread_s_share(clock: ManualClock) -> None:
-    pool = IOPool("test", 4, clock=clock, max_part_blocks=16, cuts_evenly=True)
+    pool = IOPool("test", 4, clock=clock, max_task_blocks=16, cuts_evenly=True)
     movers = [Mover() for _ in range(3)]
     for job_id, num_blocks, mover in zip((1, 2, 3), (64, 17, 3), movers, strict=True):
         pool.submit(job_of(job_id, num_blocks, is_promotion=True), mover, TIMEOUT_S)
@@ -205,7 +205,7 @@ def test_an_even_cut_makes_no_part_smaller_than_a_thread_s_share(clock: ManualCl
 
 
 def test_only_the_last_job_that_waits_is_cut_into_small_parts(clock: ManualClock) -> None:
-    pool = IOPool("test", 2, clock=clock, max_part_blocks=4)
+    pool = IOPool("test", 2, clock=clock, max_task_blocks=4)
     gate, movers = Gate(), [Mover() for _ in range(3)]
     for job_id in (1, 2):
         pool.submit(job_of(job_id, 1), gate, TIMEOUT_S)
@@ -328,7 +328,7 @@ def test_threads_are_named_after_the_tier_and_started_by_the_first_job(clock: Ma
 
 
 def test_many_jobs_from_many_threads_are_each_reported_once(clock: ManualClock) -> None:
-    pool = IOPool("test", 4, clock=clock, max_part_blocks=2)
+    pool = IOPool("test", 4, clock=clock, max_task_blocks=2)
 
     def submit(first_id: int) -> None:
         for job_id in range(first_id, first_id + 50):

@@ -45,16 +45,16 @@ class ThreadOptions:
 
     Attributes:
         num_threads: threads that move blocks.
-        max_part_blocks: blocks that a thread moves in one call.
+        max_task_blocks: blocks that a thread moves in one call.
         positive_ttl_s: seconds for which "held" is believed; 0 caches no such answer.
         negative_ttl_s: seconds for which "not held" is believed.
         num_store_threads: how many of the threads may store at the same time, None for each.
-        cuts_evenly: whether a job is cut into as few parts as keep every thread busy. True where a call costs much
-            beside its blocks, as a server's answer does; False where the last small parts let threads end together.
+        cuts_evenly: whether a job is cut into as few tasks as keep every thread busy. True where a call costs much
+            beside its blocks, as a server's answer does; False where the last small tasks let threads end together.
     """
 
     num_threads: int
-    max_part_blocks: int
+    max_task_blocks: int
     positive_ttl_s: float
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
@@ -95,14 +95,14 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._num_rows, self._row_bytes = primary_kv_view.shape or (0, 0)
         self._clock = clock
         self._block_store = block_store
-        self._caches_held = options.positive_ttl_s > 0
+        self._caches_hits = options.positive_ttl_s > 0
         self._health = BackendHealth(name, clock)
         self._pool = IOPool(
             name,
             options.num_threads,
             clock=clock,
             num_store_threads=options.num_store_threads,
-            max_part_blocks=options.max_part_blocks,
+            max_task_blocks=options.max_task_blocks,
             cuts_evenly=options.cuts_evenly,
         )
         self._lookup = AsyncLookup(
@@ -185,9 +185,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def _submit(self, job: JobMetadata, move: "_Move[S]") -> None:
         """Queue a job with what moves its blocks, bound to the namespace of now."""
-        require_sound(job, self._num_rows, self._name)
+        check_job(job, self._num_rows, self._name)
         timeout_s = self.settings.job_timeout_s
-        block_store = self._block_store.until(self._clock() + timeout_s)
+        block_store = self._block_store.with_deadline(self._clock() + timeout_s)
         run = partial(move, block_store, self._namespace, self._lookup.generation)
         self._pool.submit(job, run, timeout_s)
 
@@ -219,7 +219,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
-        if self._caches_held and outcome.succeeded:
+        if self._caches_hits and outcome.succeeded:
             self._lookup.report(outcome.succeeded, is_held=True, generation=generation)
         return outcome
 
@@ -256,7 +256,7 @@ _Move = Callable[
 keys, slots. What a job of before a reset finds out says nothing about the present namespace."""
 
 
-def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
+def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
     """Refuse a job that no thread could carry out.
 
     Raises:

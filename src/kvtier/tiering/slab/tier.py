@@ -28,7 +28,7 @@ from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.opening import open_slab
-from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_part_blocks
+from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_task_blocks
 from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotTable
 from kvtier.tiering.slab.store import SlabBlockStore
@@ -79,7 +79,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Miss
         geometry = plan_geometry(slab_settings, rows.row_bytes)
         make_policy = partial(create_cache_policy, settings.policy or DEFAULT_POLICY, geometry.num_slots)
         make_policy()  # an unknown name is refused before the file is made
-        max_part_blocks = plan_max_part_blocks(rows.row_bytes)
+        max_task_blocks = plan_max_task_blocks(rows.row_bytes)
         file = open_slab(slab_settings, geometry, primary_kv_view, calls)
         self._losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
         self._slots = SlotTable(
@@ -89,7 +89,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Miss
             emit_events=settings.emit_events,
             losses=self._losses,
         )
-        self._slab = SlabBlockStore(file, rows, self._slots, max_part_blocks)
+        self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks)
         self.capacity_blocks = geometry.num_slots
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
@@ -100,7 +100,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Miss
             settings,
             block_store=self._slab,
             # The slot table has every block: no answer is cached beyond the moment of the start.
-            options=ThreadOptions(threads, max_part_blocks, positive_ttl_s=0.0),
+            options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
             clock=clock,
         )
         write_document(slab_settings.path, self._namespace.identity)

@@ -149,7 +149,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
         return ValkeyNamespace(identity)
 
-    def until(self, end_s: float) -> "ValkeyBlockStore":
+    def with_deadline(self, end_s: float) -> "ValkeyBlockStore":
         bound = copy.copy(self)
         bound.end_s = end_s
         return bound
@@ -167,7 +167,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         try:
             # A lookup costs some dozen bytes, a block that another engine has written already a million.
             names = [namespace.block_name(key) for key in keys]
-            held = set(self._ask(keys, names, self._renewals(names)))
+            held = set(self._ask(keys, names, self._expiry_commands(names)))
             blocks = zip(keys, slots, names, strict=True)
             todo = [
                 (key, self._set_command(namespace, key, slot, name))
@@ -204,7 +204,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             for name, target in zip(names, targets, strict=True)
         ]
         try:
-            replies = self._run(commands, self._renewals(names))
+            replies = self._run(commands, self._expiry_commands(names))
         except TierError:
             self._counters.add(io_error=len(keys))
             raise
@@ -260,7 +260,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             name, SetRequest(key, self._rows.row(slot), namespace.identity.digest, name, self._ttl_ms)
         )
 
-    def _renewals(self, names: Sequence[bytes]) -> list[Command]:
+    def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
         if self._ttl_ms is None:
             return []
