@@ -35,6 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "settings",
             "hints",
             "histogram",
+            "departed",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -64,7 +65,18 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
 TIER_FOUNDATIONS = frozenset(
-    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "histogram", "cpu.policies"}
+    {
+        "base",
+        "config",
+        "namespace",
+        "errors",
+        "settings",
+        "compiled",
+        "limits",
+        "misses",
+        "departed",
+        "cpu.policies",
+    }
 )
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 

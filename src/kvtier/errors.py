@@ -359,6 +359,22 @@ class TraceError(KVTierError, ValueError):
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
 
 
+class RecordError(KVTierError, ValueError):
+    """A record of a request, from a recording or a control socket, cannot be read.
+
+    Attributes:
+        value: the record.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        self.value = value
+        self.reason = reason
+        super().__init__(
+            f"{shorten(value)}: not a record of a request ({reason}): read it with the kvtier that wrote it"
+        )
+
+
 class RestartError(KVTierError, RuntimeError):
     """The demo's second process ended before it answered every request.
 

@@ -141,6 +141,7 @@ class RequestRecorder(Protocol):
         num_output_tokens: int,
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
+        record: RequestRecord | None = None,
     ) -> None:
         """Record a request that has ended, successfully or not.
 
@@ -150,6 +151,7 @@ class RequestRecorder(Protocol):
             num_output_tokens: length of its answer, as far as it got.
             keys: the names of its full blocks, head first.
             stop: why its answer ended.
+            record: where its prompt came from; None when it was never computed.
         """
 
     def forget(self, req_id: str) -> None:

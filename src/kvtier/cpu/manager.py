@@ -10,7 +10,9 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
 from itertools import chain
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -27,14 +29,43 @@ from kvtier.cpu.pin_leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
 from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
 
 
-class CPUOffloadingManager(OffloadingManager):
+class HostDeparture(IntEnum):
+    """Why a block is not in host memory; positions in ``HOST_DEPARTURES``."""
+
+    EVICTED = 0
+    RESET = 1
+    REUSE_FILTER = 2
+    ADMISSION = 3
+    JOB_FAILED = 4
+
+
+HOST_DEPARTURES = (
+    Miss(MissCause.EVICTED, HOST_ORIGIN),
+    Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
+    not_stored(NotStored.REUSE_FILTER),
+    not_stored(NotStored.ADMISSION),
+    not_stored(NotStored.JOB_FAILED),
+)
+
+
+DEPARTED_DIVISOR = 2
+"""The manager remembers why blocks left for half as many as it holds: eight bytes for each held block, which may take
+250 in all. More explains misses of blocks that left earlier."""
+
+MIN_DEPARTED = 1024
+"""A smaller manager remembers as many as it holds, 16 KB at most."""
+
+
+class CPUOffloadingManager(OffloadingManager, MissExplainer):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -48,6 +79,7 @@ class CPUOffloadingManager(OffloadingManager):
     Attributes:
         table: the blocks, their slots and pins.
         leases: the blocks that operators and clients have pinned.
+        departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
         is_learning: whether note_request has an effect; any request may pin its blocks.
@@ -82,6 +114,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self.is_learning = True
         self.follows_requests = self._learner is not None or is_filtering
+        num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
+        self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -138,11 +172,15 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
+        if len(admitted) < len(keys):
+            self._remember_refused(keys, admitted, HostDeparture.REUSE_FILTER)
         if admission is not None:
-            wanted = admitted
-            admitted = admission.admit(wanted, req_context.req_id)
-            if self.leases.ends_s and len(admitted) < len(wanted):
-                admitted = self.leases.add_leased(admitted, wanted)
+            offered = admitted
+            admitted = admission.admit(offered, req_context.req_id)
+            if len(admitted) < len(offered):
+                if self.leases.ends_s:
+                    admitted = self.leases.add_leased(admitted, offered)
+                self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -184,6 +222,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
+            self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -227,6 +266,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
+        self.departed.add(evicted, HostDeparture.EVICTED)
         if self._events is not None:
             self._events.record(evicted, removed=True)
         return evicted
@@ -269,9 +309,16 @@ class CPUOffloadingManager(OffloadingManager):
         num_evictable = self.table.num_evictable
         return (self.evict(num_evictable, (), ()) or []) if num_evictable else []
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if self._get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        return self.departed.explain(key)
+
     def reset(self) -> None:
         self.leases.unpin(None)
         forgotten = self.table.forget_blocks()
+        self.departed.add(forgotten, HostDeparture.RESET)
         if self._events is not None:
             self._events.record(forgotten, removed=True)
         if self._filter is not None:
@@ -317,3 +364,9 @@ class CPUOffloadingManager(OffloadingManager):
         """
         self.table.check()
         self.leases.check()
+
+    def _remember_refused(
+        self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture
+    ) -> None:
+        held = frozenset(admitted)
+        self.departed.add([key for key in keys if key not in held and self._get_block(key) is None], why)

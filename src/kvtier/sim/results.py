@@ -28,6 +28,8 @@ HOST = "host"
 
 MEDIUM_OF_HOST = "CPU"
 """What the connector calls host memory, as vLLM does; results say ``HOST``."""
+MISSED = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,19 @@ class Simulation:
         """Tokens that were loaded instead of computed, without those of the device cache."""
         return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
 
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by cause and tier, most first; empty without offloading.
+
+        They and the hits sum to the prompts.
+        """
+        found = {
+            counter.removeprefix(MISSED): int(value)
+            for counter, value in self.counters.items()
+            if counter.startswith(MISSED)
+        }
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
     def hit_ratio(self, source: str) -> float:
         """Return the share of prompt tokens from ``source``, from 0 to 1."""
         total = self.total
@@ -152,7 +167,8 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
-        return {**asdict(self), "num_saved_tokens": self.num_saved_tokens}
+        sums = {"num_saved_tokens": self.num_saved_tokens, "missed_tokens": self.missed_tokens}
+        return {**asdict(self), **sums}
 
 
 def name_places(by_medium: Mapping[str, V]) -> dict[str, V]:
