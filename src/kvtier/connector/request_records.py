@@ -9,6 +9,7 @@ What is missing has the cause that the manager gives for the first missing block
 has ended: a load that failed turns its tokens into missed ones.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +17,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey
+from kvtier.connector.common import StopReason
 from kvtier.connector.groups import GroupLayout
+from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
-from kvtier.connector.protocols import Request
+from kvtier.connector.protocols import Request, RequestRecorder
 from kvtier.connector.request_state import NOTHING_UNWANTED, BegunRequest, EndedRequest, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
@@ -62,7 +65,7 @@ class Segment(NamedTuple):
 
 
 class RequestRecords:
-    """The records of one scheduler half. Used from one thread.
+    """The records of one scheduler half. They are made on one thread, and read on any.
 
     A request costs a tuple on the way of its step; records and counts are made of it when they are read.
 
@@ -86,7 +89,8 @@ class RequestRecords:
         self._clock = clock
         self._wall_clock = wall_clock
         self._latest: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
-        self._unread: list[EndedRequest] = []
+        self._unread: deque[EndedRequest] = deque()
+        self._reading = threading.Lock()
         self._tokens_by_origin: dict[str, int] = {}
         self._missed_tokens: dict[tuple[MissCause, str], int] = {}
         self._num_requests = 0
@@ -98,7 +102,8 @@ class RequestRecords:
     def latest(self) -> Sequence[RequestRecord]:
         """The records of the latest requests, oldest first; at most MAX_RECORDS."""
         self._read()
-        return self._latest
+        with self._reading:
+            return tuple(self._latest)
 
     @property
     def num_requests(self) -> int:
@@ -110,13 +115,15 @@ class RequestRecords:
     def tokens_by_origin(self) -> Mapping[str, int]:
         """Prompt tokens of all requests that were not computed, by origin."""
         self._read()
-        return self._tokens_by_origin
+        with self._reading:
+            return dict(self._tokens_by_origin)
 
     @property
     def missed_tokens(self) -> Mapping[tuple[MissCause, str], int]:
         """Prompt tokens of all requests that were computed, by cause and tier."""
         self._read()
-        return self._missed_tokens
+        with self._reading:
+            return dict(self._missed_tokens)
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
         """Record that the engine begins a request; only the first time counts. Call it before ``prepare_load``."""
@@ -139,8 +146,11 @@ class RequestRecords:
         if num_external_tokens == 0:
             self._end(state, state.begun, {}, None)
 
-    def on_load_ended(self, state: RequestState, failure: Miss | None) -> None:
-        """Record the end of a request's first load; ``failure`` says why its tokens are computed after all."""
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        """Record the end of a request's first load; the tokens of one that has failed are computed after all."""
+        state, failure = job.state, None
+        if job.has_failed:
+            failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
         if state.begun is not None and state.ended is None:
             self._end(state, state.begun, state.load.tokens_by_tier, failure)
 
@@ -185,11 +195,10 @@ class RequestRecords:
 
     def stats(self) -> dict[str, float]:
         """Return the tokens of all requests by dotted name: where they came from and why they were computed."""
-        self._read()
-        counts = {"connector.recorded_requests": float(self._num_requests)}
-        for origin, num_tokens in self._tokens_by_origin.items():
+        counts = {"connector.recorded_requests": float(self.num_requests)}
+        for origin, num_tokens in self.tokens_by_origin.items():
             counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
-        for (cause, tier), num_tokens in self._missed_tokens.items():
+        for (cause, tier), num_tokens in self.missed_tokens.items():
             name = f"connector.missed_tokens.{cause.value}"
             counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
         return counts
@@ -259,16 +268,16 @@ class RequestRecords:
 
     def _read(self) -> None:
         """Make records and counts of the requests that have ended since the last call."""
-        unread, self._unread = self._unread, []
-        self._num_requests += len(unread)
-        for ended in unread:
-            record = make_record(ended)
-            self._latest.append(record)
-            for origin, num_tokens in record.tokens_by_origin.items():
-                self._tokens_by_origin[origin] = self._tokens_by_origin.get(origin, 0) + num_tokens
-            for _, num_tokens, miss in record.missed:
-                label = miss.cause, miss.tier
-                self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
+        with self._reading:
+            while self._unread:
+                record = make_record(self._unread.popleft())
+                self._num_requests += 1
+                self._latest.append(record)
+                for origin, num_tokens in record.tokens_by_origin.items():
+                    self._tokens_by_origin[origin] = self._tokens_by_origin.get(origin, 0) + num_tokens
+                for _, num_tokens, miss in record.missed:
+                    label = miss.cause, miss.tier
+                    self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
 
 
 def make_record(ended: EndedRequest) -> RequestRecord:
@@ -289,6 +298,16 @@ def make_record(ended: EndedRequest) -> RequestRecord:
                 origins[origin] = origins.get(origin, 0) + taken
     return RequestRecord(
         ended.req_id, begun.began_s, ended.num_prompt_tokens, origins, missed, begun.waited_s, begun.first_key
+    )
+
+
+def record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
+    """Record a request under the blocks of its first KV group; their content is that of the others'."""
+    request = state.request
+    num_output_tokens = request.num_tokens - request.num_prompt_tokens
+    record = None if state.ended is None else make_record(state.ended)
+    recorder.on_end(
+        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
     )
 
 

@@ -28,6 +28,12 @@ TOKENS = (
         "tokens",
     ),
     counter(
+        "kvtier_recorded_requests",
+        "connector.recorded_requests",
+        "Requests whose prompt tokens are in the two counters above.",
+        "requests",
+    ),
+    counter(
         "kvtier_loaded_tokens",
         "connector.loaded_tokens.{tier}",
         "Prompt tokens of loads that ended well, by the tier that had them before.",
@@ -188,6 +194,18 @@ HOST = (
         "kvtier_host_orphaned_blocks",
         "primary.orphaned_blocks",
         "Slots of transfers that began before a reset and have not ended.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_host_leased_blocks",
+        "primary.leased_blocks",
+        "Blocks that operators or clients have pinned until a time.",
+        "blocks",
+    ),
+    counter(
+        "kvtier_host_refused_pins",
+        "primary.refused_pins",
+        "Blocks that clients asked to pin beyond a tenth of host memory.",
         "blocks",
     ),
     gauge(
