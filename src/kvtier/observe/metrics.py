@@ -28,6 +28,12 @@ TOKENS = (
         "tokens",
     ),
     counter(
+        "kvtier_counted_requests",
+        "connector.recorded_requests",
+        "Requests whose prompt tokens are counted above.",
+        "requests",
+    ),
+    counter(
         "kvtier_loaded_tokens",
         "connector.loaded_tokens.{tier}",
         "Prompt tokens of loads that ended well, by the tier that had them before.",
