@@ -122,7 +122,9 @@ class Sample(NamedTuple):
 
 
 class SampleFinder:
-    """Finds the family and the labels of a number by its dotted name. Used from one thread.
+    """Finds the family and the labels of a number by its dotted name, and remembers them.
+
+    Any thread may use it: two that look up a new name at the same time find and remember the same.
 
     Args:
         families: the declared ones.

@@ -28,9 +28,9 @@ TOKENS = (
         "tokens",
     ),
     counter(
-        "kvtier_recorded_requests",
+        "kvtier_counted_requests",
         "connector.recorded_requests",
-        "Requests whose prompt tokens are in the two counters above.",
+        "Requests whose prompt tokens are counted above.",
         "requests",
     ),
     counter(

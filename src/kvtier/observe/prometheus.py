@@ -125,6 +125,7 @@ class EngineCollector:
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
+        self._finder = SampleFinder(FAMILIES)
 
     def describe(self) -> Iterator["Metric"]:
         """Yield the families without samples, so that registering reads nothing of the engine."""
@@ -133,20 +134,19 @@ class EngineCollector:
 
     def collect(self) -> Iterator["Metric"]:
         """Yield each family that has a sample now."""
-        numbers = gather(self._source.stats())
-        snapshots = gather(self._source.histograms())
+        numbers = gather(self._source.stats(), self._finder)
+        snapshots = gather(self._source.histograms(), self._finder)
         for family in FAMILIES:
             samples = {**numbers.get(family, {}), **snapshots.get(family, {})}
             if samples:
                 yield make_metric(family, samples)
 
 
-def gather(values: Mapping[str, Any]) -> dict[Family, dict[tuple[str, ...], Any]]:
-    """Return the values by family and labels; those that no family reads are left out. Pure.
+def gather(values: Mapping[str, Any], finder: SampleFinder) -> dict[Family, dict[tuple[str, ...], Any]]:
+    """Return the values by family and labels; those that no family reads are left out.
 
     Any: numbers or snapshots, as they came.
     """
-    finder = SampleFinder(FAMILIES)
     found: dict[Family, dict[tuple[str, ...], Any]] = defaultdict(dict)  # Any: as above
     for name, value in values.items():
         sample: Sample | None = finder.find(name)
