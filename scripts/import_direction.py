@@ -33,6 +33,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled",
             "limits",
             "settings",
+            "misses",
+            "departed",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -62,7 +64,18 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
 TIER_FOUNDATIONS = frozenset(
-    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "cpu.policies"}
+    {
+        "base",
+        "config",
+        "namespace",
+        "errors",
+        "settings",
+        "compiled",
+        "limits",
+        "misses",
+        "departed",
+        "cpu.policies",
+    }
 )
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 

@@ -78,12 +78,15 @@ class ModelIdentity:
         revision: revision of the weights, or a fingerprint of them with a prefix that marks it.
         dtype: data type of the weights.
         config_digest: hex digest of the effective model configuration (rope scaling, window, quantisation).
+        config_json: that configuration in words, a JSON object, for people to read: nothing depends on it. Empty where
+            the engine gives no more than the digest.
     """
 
     name: str
     revision: str = ""
     dtype: str = ""
     config_digest: str = ""
+    config_json: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

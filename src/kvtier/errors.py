@@ -124,6 +124,20 @@ class NamedClassError(KVTierError, ValueError):
         super().__init__(f"{kind} {shorten(name)}: {reason}")
 
 
+class NamespaceDocumentError(KVTierError, ValueError):
+    """A text is not the description of a namespace.
+
+    Attributes:
+        text: the text.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        self.text = text
+        self.reason = reason
+        super().__init__(f"{shorten(text)} is not the namespace.json of a tier: {reason}")
+
+
 class DuplicateNameError(KVTierError, ValueError):
     """A name is registered a second time.
 
@@ -343,6 +357,22 @@ class TraceError(KVTierError, ValueError):
         self.remedy = remedy
         place = self.path if line is None else f"{self.path}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
+
+
+class RecordError(KVTierError, ValueError):
+    """A record of a request, from a recording or a control socket, cannot be read.
+
+    Attributes:
+        value: the record.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        self.value = value
+        self.reason = reason
+        super().__init__(
+            f"{shorten(value)}: not a record of a request ({reason}): read it with the kvtier that wrote it"
+        )
 
 
 class RestartError(KVTierError, RuntimeError):

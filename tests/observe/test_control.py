@@ -75,7 +75,7 @@ def test_a_step_that_no_client_waits_for_does_not_gather_numbers(make_controlled
 
 def test_the_last_records_come_back_as_they_were(make_controlled: MakeControlled) -> None:
     engine = make_controlled()
-    engine.half.given_records = tuple(record(number) for number in range(30))
+    engine.give_records(*map(record, range(30)))
 
     assert read_records(engine.path, 20) == [record(number) for number in range(10, 30)]
 

@@ -485,6 +485,9 @@ def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, tr
     for one in done:
         assert one.num_computed_tokens == one.num_prompt_tokens
         assert one.arrival_s <= one.admitted_s < one.first_token_s
+        record = next(each for each in simulated.records if each.req_id == one.request_id)
+        record.check()
+        assert record.tokens_by_origin.get("device", 0) == one.num_device_tokens
     stats = simulated.stats()
     assert stats["connector.open_jobs"] == stats["connector.requests"] == stats["open_jobs"] == 0
     assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]

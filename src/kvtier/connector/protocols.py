@@ -141,6 +141,7 @@ class RequestRecorder(Protocol):
         num_output_tokens: int,
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
+        record: RequestRecord | None = None,
     ) -> None:
         """Record a request that has ended, successfully or not.
 
@@ -150,6 +151,7 @@ class RequestRecorder(Protocol):
             num_output_tokens: length of its answer, as far as it got.
             keys: the names of its full blocks, head first.
             stop: why its answer ended.
+            record: where its prompt came from; None when it was never computed.
         """
 
     def forget(self, req_id: str) -> None:
@@ -160,6 +162,14 @@ class RequestRecorder(Protocol):
 
     def close(self) -> None:
         """Write the queued requests and close the file; idempotent."""
+
+
+class LatestRecords(Protocol):
+    """Records of requests."""
+
+    @property
+    def latest(self) -> Sequence[RequestRecord]:
+        """The latest, oldest first. Thread: any."""
 
 
 class ControlledHalf(Protocol):
@@ -173,8 +183,9 @@ class ControlledHalf(Protocol):
     def layouts(self) -> Sequence[GroupLayout]:
         """The KV groups."""
 
-    def latest_records(self) -> Sequence[RequestRecord]:
-        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
+    @property
+    def records(self) -> LatestRecords:
+        """Where the prompts of the latest requests came from. Thread: any."""
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name."""

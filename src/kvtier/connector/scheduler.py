@@ -23,7 +23,7 @@ from kvtier.connector.common import (
     TransferJob,
     make_block_event,
 )
-from kvtier.connector.groups import GroupLayout, make_group_layouts
+from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
@@ -45,6 +45,13 @@ from kvtier.connector.protocols import (
     SchedulerOutput,
     StepControl,
 )
+from kvtier.connector.request_records import (
+    LOAD_FAILED,
+    LOAD_LOST,
+    LOAD_RESET,
+    RequestRecords,
+    make_record,
+)
 from kvtier.connector.request_state import (
     RequestState,
     follow_allocations,
@@ -53,7 +60,6 @@ from kvtier.connector.request_state import (
 )
 from kvtier.errors import BlockNotReadyError
 from kvtier.log_limit import limit_log_lines
-from kvtier.misses import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +75,17 @@ class OffloadingConnectorScheduler:
         recorder: records the requests; the scheduler half closes it. None records nothing.
         clock: seconds, monotonic; how long steps take is measured with it.
         control: serves operators of the living engine; the scheduler half closes it. None serves none.
+        wall_clock: seconds since 1970, for records.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
+        layouts: the KV groups.
         counters: what was decided so far.
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
         control: what serves the operators; None when nothing does.
+        records: where the prompts of the latest requests came from, and counts of all.
     """
 
     def __init__(
@@ -85,17 +94,20 @@ class OffloadingConnectorScheduler:
         recorder: RequestRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         control: StepControl | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.manager = spec.get_manager()
         limit_log_lines()
         self.recorder = recorder
         self.counters = SchedulerCounters()
         self._requests: dict[str, RequestState] = {}
+        self._clock = clock
         self.layerwise = make_layerwise_choice(spec)
         self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock)
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
-        self._layouts = make_group_layouts(spec)
+        self.layouts = self._layouts = make_group_layouts(spec)
+        self.records = RequestRecords(self._layouts, self.manager, clock, wall_clock)
         self._search_groups = split_by_need(self._layouts)
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
@@ -172,7 +184,9 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests.get(request.request_id)
         if state is None:
+            self.records.on_begun_excluded(request)
             return
+        self.records.on_begun(state, num_external_tokens)
         if num_external_tokens:
             self._begin_load(state, blocks, num_external_tokens)
         if self.load_or_compute is not None:
@@ -269,7 +283,11 @@ class OffloadingConnectorScheduler:
             False, the engine may free its device blocks (unfinished stores fence them), and no parameters.
         """
         state = self._requests.pop(request.request_id, None)
-        if state is not None:
+        if state is None:
+            self.records.forget_excluded(request.request_id)
+        else:
+            if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
+                self.records.on_finished(state)
             self.manager.request_finished(state.context)
         if self.recorder is not None:
             if state is None or not is_traffic:
@@ -281,15 +299,6 @@ class OffloadingConnectorScheduler:
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """Return the blocks stored and removed since the last call, oldest first."""
         return [make_block_event(event) for event in self.manager.take_events()]
-
-    @property
-    def layouts(self) -> Sequence[GroupLayout]:
-        """The KV groups."""
-        return self._layouts
-
-    def latest_records(self) -> Sequence[RequestRecord]:
-        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
-        return ()
 
     def has_open_stores(self) -> bool:
         """Return whether a worker still has to report a store; further steps, which may be empty, end them.
@@ -325,7 +334,8 @@ class OffloadingConnectorScheduler:
         }
         recorded = {} if self.recorder is None else self.recorder.stats()
         chosen = {} if self.load_or_compute is None else self.load_or_compute.stats()
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
+        counts = {**self.counters.snapshot(), **self.records.stats()}
+        return {**self.manager.stats(), **counts, **gauges, **chosen, **recorded}
 
     def shutdown(self) -> None:
         """Shut down the manager and the recorder, which records unfinished requests with their output so far."""
@@ -350,6 +360,7 @@ class OffloadingConnectorScheduler:
         state = self._requests[request.request_id] = make_request_state(
             request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
         )
+        state.search.began_s = self._clock()
         state.grow_keys(self._layouts)
         self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
         if self.recorder is not None:
@@ -373,11 +384,12 @@ class OffloadingConnectorScheduler:
             if limit is None:
                 return None
             max_end_token = limit
-        end_token = find_loadable_end(
+        found = state.search.found = find_loadable_end(
             self._search_groups, self.manager, state.keys, num_local_tokens, max_end_token, state.context
         )
-        if end_token is None:
+        if found is None:
             return None
+        end_token = found.end_token
         if self._jobs.loading and end_token > num_local_tokens:
             # What is being loaded for another request is waited for and not loaded twice.
             wanted = iterate_load_keys(self._layouts, state.keys, num_local_tokens, end_token)
@@ -453,7 +465,11 @@ class OffloadingConnectorScheduler:
             logger.warning("request %s: its load failed, it is computed", state.context.req_id)
             state.load.has_failed = True
             self.counters.failed_load_jobs += 1
+            self.records.on_load_ended(
+                state, LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
+            )
             return
+        self.records.on_load_ended(state, None)
         self.counters.count_loaded(state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
             self._touch(state, state.request.num_tokens)
@@ -473,4 +489,7 @@ def _record_request(recorder: RequestRecorder, state: RequestState, stop: StopRe
     """Record a request under the blocks of its first KV group; their content is that of the others'."""
     request = state.request
     num_output_tokens = request.num_tokens - request.num_prompt_tokens
-    recorder.on_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)
+    record = None if state.ended is None else make_record(state.ended)
+    recorder.on_end(
+        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
+    )

@@ -10,6 +10,8 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -26,14 +28,45 @@ from kvtier.cpu.pin_leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
-from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
 
 
-class CPUOffloadingManager(OffloadingManager):
+class HostDeparture(IntEnum):
+    """Why a block is not in host memory; positions in ``HOST_DEPARTURES``."""
+
+    EVICTED = 0
+    RESET = 1
+    REUSE_FILTER = 2
+    ADMISSION = 3
+    JOB_FAILED = 4
+    PURGED = 5
+
+
+HOST_DEPARTURES = (
+    Miss(MissCause.EVICTED, HOST_ORIGIN),
+    Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
+    not_stored(NotStored.REUSE_FILTER),
+    not_stored(NotStored.ADMISSION),
+    not_stored(NotStored.JOB_FAILED),
+    Miss(MissCause.PURGED, HOST_ORIGIN),
+)
+
+
+DEPARTED_DIVISOR = 2
+"""The manager remembers why blocks left for half as many as it holds: eight bytes for each held block, which may take
+250 in all. More explains misses of blocks that left earlier."""
+
+MIN_DEPARTED = 1024
+"""A smaller manager remembers as many as it holds, 16 KB at most."""
+
+
+class CPUOffloadingManager(OffloadingManager, MissExplainer):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -47,6 +80,7 @@ class CPUOffloadingManager(OffloadingManager):
     Attributes:
         table: the blocks, their slots and pins.
         leases: the blocks that operators have pinned.
+        departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
         is_learning: whether note_request has an effect.
@@ -81,6 +115,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self.is_learning = self._learner is not None
         self.follows_requests = self.is_learning or is_filtering
+        num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
+        self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -135,8 +171,13 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
+        if len(admitted) < len(keys):
+            self._remember_refused(keys, admitted, HostDeparture.REUSE_FILTER)
         if admission is not None:
-            admitted = admission.admit(admitted, req_context.req_id)
+            offered = admitted
+            admitted = admission.admit(offered, req_context.req_id)
+            if len(admitted) < len(offered):
+                self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -178,6 +219,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
+            self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -207,9 +249,13 @@ class CPUOffloadingManager(OffloadingManager):
         return PrepareStoreOutput(missing, CPULoadStoreSpec(table.assign(missing)), evicted)
 
     def evict(
-        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
+        self,
+        num: int,
+        named: Collection[OffloadKey],
+        protected: Collection[OffloadKey],
+        why: HostDeparture = HostDeparture.EVICTED,
     ) -> list[OffloadKey] | None:
-        """Evict ``num`` blocks outside ``named`` and ``protected``; return which.
+        """Evict ``num`` blocks outside ``named`` and ``protected``; return which, and remember ``why``.
 
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
@@ -219,6 +265,7 @@ class CPUOffloadingManager(OffloadingManager):
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
+        self.departed.add(evicted, why)
         if self._events is not None:
             self._events.record(evicted, removed=True)
         return evicted
@@ -248,22 +295,29 @@ class CPUOffloadingManager(OffloadingManager):
         """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
-                if name != HOST:
-                    raise UnknownNameError("tier", name, [HOST])
+                if name != HOST_ORIGIN:
+                    raise UnknownNameError("tier", name, [HOST_ORIGIN])
             if not tiers:
                 return PurgedBlocks()
         num_purged = len(self.purge_blocks())
-        return PurgedBlocks({HOST: num_purged}, {HOST: self.table.num_held})
+        return PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held})
 
     def purge_blocks(self) -> list[OffloadKey]:
         """End every lease and evict every block that is not in use; return their keys."""
         self.leases.unpin(None)
         num_evictable = self.table.num_evictable
-        return (self.evict(num_evictable, (), ()) or []) if num_evictable else []
+        return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if self._get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        return self.departed.explain(key)
 
     def reset(self) -> None:
         self.leases.unpin(None)
         forgotten = self.table.forget_blocks()
+        self.departed.add(forgotten, HostDeparture.RESET)
         if self._events is not None:
             self._events.record(forgotten, removed=True)
         if self._filter is not None:
@@ -302,3 +356,9 @@ class CPUOffloadingManager(OffloadingManager):
         """
         self.table.check()
         self.leases.check()
+
+    def _remember_refused(
+        self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture
+    ) -> None:
+        held = frozenset(admitted)
+        self.departed.add([key for key in keys if key not in held and self._get_block(key) is None], why)

@@ -20,6 +20,7 @@ from math import inf
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
+from kvtier.misses import RequestRecord
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest
 from kvtier.sim.spec import SimulatedSpec
@@ -68,7 +69,11 @@ class SimulatedEngine:
         self.admitted: list[SimulatedRequest] = []
         self._on_advance = on_advance
         self._model = model
-        self._connector = OffloadingConnectorScheduler(self.spec, clock=self.timeline) if self.spec else None
+        self._connector = (
+            OffloadingConnectorScheduler(self.spec, clock=self.timeline, wall_clock=self.timeline)
+            if self.spec
+            else None
+        )
         self._pool = DeviceBlockPool(model.num_device_blocks)
         self._on_finished = on_finished
         self._waiting: deque[SimulatedRequest] = deque()
@@ -109,6 +114,11 @@ class SimulatedEngine:
     def stats(self) -> dict[str, float]:
         """Return the counters of the connector and the managers; empty without offloading."""
         return {} if self._connector is None else self._connector.stats()
+
+    @property
+    def records(self) -> Sequence[RequestRecord]:
+        """Where the prompts of the latest requests came from; empty without offloading."""
+        return () if self._connector is None else self._connector.records.latest
 
     @property
     def num_held_device_blocks(self) -> int:

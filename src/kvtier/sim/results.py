@@ -21,6 +21,9 @@ MAX_QUANTILES = 200
 DEVICE = "device"
 """The origin of tokens that the device cache held."""
 
+MISSED = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -137,6 +140,19 @@ class Simulation:
         """Tokens that were loaded instead of computed, without those of the device cache."""
         return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
 
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by cause and tier, most first; empty without offloading.
+
+        They and the hits sum to the prompts.
+        """
+        found = {
+            counter.removeprefix(MISSED): int(value)
+            for counter, value in self.counters.items()
+            if counter.startswith(MISSED)
+        }
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
     def hit_ratio(self, source: str) -> float:
         """Return the share of prompt tokens from ``source``, from 0 to 1."""
         total = self.total
@@ -144,7 +160,8 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
-        return {**asdict(self), "num_saved_tokens": self.num_saved_tokens}
+        sums = {"num_saved_tokens": self.num_saved_tokens, "missed_tokens": self.missed_tokens}
+        return {**asdict(self), **sums}
 
 
 def spread_of(times_s: Iterable[float]) -> Spread:

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -24,10 +25,12 @@ from kvtier.base import (
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.errors import UnknownNameError
-from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
+from kvtier.tiering.departures import MAX_NO_ROOM, choose_miss
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -47,7 +50,7 @@ EPOCH_BYTES = 16
 NOTHING_FOUND: Mapping[OffloadKey, None] = {}
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(OffloadingManager, MissExplainer):
     """Finds blocks in the primary tier and behind it, and moves them between.
 
     Args:
@@ -97,6 +100,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._is_polled = False
         self._caller_ends_steps = False
         self._is_shut_down = False
+        self._no_room: dict[ReqContext, tuple[OffloadKey, str]] = {}
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
         self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
@@ -211,6 +215,24 @@ class TieringOffloadingManager(OffloadingManager):
         waiter: Waiter | None = self._waiting.by_request.get(req_context)
         return {} if waiter is None else waiter.promoted
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        deadline = MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s})
+        promoting = self._transfers.promoting.get(key)
+        if promoting is not None:
+            return Miss(MissCause.LATE, promoting.name, deadline)
+        if self._primary_manager.table.get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        refused = self._no_room.get(req_context)
+        if refused is not None and refused[0] == key:
+            return Miss(MissCause.NO_ROOM, refused[1])
+        waiter = self._waiting.by_request.get(req_context)
+        unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
+        if waiter is not None and waiter.is_expired and (unanswered is not None or key in waiter.overdue):
+            tier = unanswered.name if unanswered is not None else self._tiers[0].name
+            return Miss(MissCause.LATE, tier, deadline)
+        candidates = [tier.explain(key, req_context) for tier in self._tiers]
+        return choose_miss([*candidates, self._primary_manager.departed.explain(key)])
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._caller_ends_steps:
             self.end_step()
@@ -246,6 +268,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def request_finished(self, req_context: ReqContext) -> None:
         self._waiting.end_wait(req_context)
+        if self._no_room:
+            self._no_room.pop(req_context, None)
         if self._primary_manager.follows_requests:
             self._primary_manager.request_finished(req_context)
         if self._cascades.follows_requests:
@@ -280,7 +304,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         A block that a tier was still to get is lost to it.
         """
-        known = [HOST, *(tier.name for tier in self._tiers)]
+        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
         wanted = known if tiers is None else list(tiers)
         for name in wanted:
             if name not in known:
@@ -288,10 +312,10 @@ class TieringOffloadingManager(OffloadingManager):
         num_purged: dict[str, int] = {}
         num_in_use: dict[str, int] = {}
         unable: list[str] = []
-        if HOST in wanted:
+        if HOST_ORIGIN in wanted:
             keys = self._primary_manager.purge_blocks()
             self._cascades.on_evicted(keys)
-            num_purged[HOST], num_in_use[HOST] = len(keys), self._primary_manager.table.num_held
+            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
         for tier in self._tiers:
             if tier.name in wanted:
                 num_blocks = tier.purge()
@@ -369,6 +393,8 @@ class TieringOffloadingManager(OffloadingManager):
             if answer:
                 protected = waiting.found_this_step.get(req_context, NOTHING_FOUND)
                 if not self._transfers.prepare_promotion(tier, key, req_context, protected):
+                    if tier.breaker.is_closed and len(self._no_room) < MAX_NO_ROOM:
+                        self._no_room[req_context] = key, tier.name
                     return False
                 waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
                 return None

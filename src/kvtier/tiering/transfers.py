@@ -17,6 +17,7 @@ from kvtier.cpu.common import EventLog
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -276,6 +277,7 @@ class TierTransfers:
         is_declined = submission is Submission.DECLINED
         if is_declined and not is_promotion:
             tier.num_declined_cascades += len(keys)
+            tier.departed.add(keys, TierDeparture.DECLINED)
         self._release(job, (), ended, is_tried=not is_declined)
         return ended
 
@@ -333,6 +335,13 @@ class TierTransfers:
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
+
+
+def why_left_out(job: JobMetadata, result: JobResult) -> TierDeparture:
+    """Return why blocks of a reported job did not arrive. Pure."""
+    if job.is_promotion:
+        return TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
+    return TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
 
 
 def record_event(

@@ -44,6 +44,8 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     assert status == 0
     assert ["without", "0.0%", "0.0%", "0.0%", "100.0%", "75.0%"] in [row[:6] for row in rows]
     assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%", "75.0%"] in [row[:6] for row in rows]
+    # A prompt of 4 blocks has its last one computed in any case: 512 of 2048 tokens, a quarter of each prompt.
+    assert ["partial_block", "25.0%", "25.0%"] in rows
     assert ["lru", "fs", "2,048"] in [row[:3] for row in rows]
     assert "lru: 1,536 tokens loaded instead of computed (25.0%)" in printed.out
     assert "3 requests in 120 s, 12 blocks of 512 tokens, 8 of them unique" in printed.out

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.utils import hub
 
-from kvtier.engines.transformers.identity import digest_model_config, fingerprint_weights
+from kvtier.engines.transformers.identity import describe_model_config, fingerprint_weights
 from kvtier.errors import ModelError
 
 
@@ -103,6 +103,6 @@ def test_the_same_numbers_in_another_dtype_differ(llama: LlamaForCausalLM) -> No
 def test_rope_changes_the_digest_of_the_configuration_and_the_path_does_not(llama: LlamaForCausalLM) -> None:
     other = copy.deepcopy(llama)
     other.config.name_or_path = "/somewhere/else"
-    assert digest_model_config(other) == digest_model_config(llama)
+    assert describe_model_config(other) == describe_model_config(llama)
     other.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
-    assert digest_model_config(other) != digest_model_config(llama)
+    assert describe_model_config(other) != describe_model_config(llama)

@@ -40,7 +40,12 @@ def make_tables(comparison: Comparison) -> list[Table]:
     if comparison.sweep is not None:
         return [make_sweep_table(comparison)]
     found = comparison.by_label
-    tables = [make_hit_table(found), make_time_table(found), make_traffic_table(found)]
+    tables = [
+        make_hit_table(found),
+        make_miss_table(found),
+        make_time_table(found),
+        make_traffic_table(found),
+    ]
     return [table for table in tables if table is not None]
 
 
@@ -71,6 +76,24 @@ def make_hit_table(found: Mapping[str, Simulation]) -> Table:
         least = 1 - (one.bound_ratio or 0.0)
         shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios), least)]
         table.add_row(name, *(shares if one.total.num_requests else [NOTHING] * len(shares)))
+    return table
+
+
+def make_miss_table(found: Mapping[str, Simulation]) -> Table | None:
+    """Return why prompt tokens were computed, one row per cause; None when no simulation has offloading. Pure."""
+    missed = {name: one.missed_tokens for name, one in found.items() if one.missed_tokens}
+    if not missed:
+        return None
+    causes = sorted(
+        dict.fromkeys(cause for tokens in missed.values() for cause in tokens),
+        key=lambda cause: -max(tokens.get(cause, 0) for tokens in missed.values()),
+    )
+    table = make_table("Prompt tokens computed, by cause", ("cause",), tuple(missed))
+    for cause in causes:
+        shares = [
+            tokens.get(cause, 0) / found[name].total.num_prompt_tokens for name, tokens in missed.items()
+        ]
+        table.add_row(cause.replace(".", " "), *(f"{share:.1%}" for share in shares))
     return table
 
 

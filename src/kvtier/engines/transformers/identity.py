@@ -58,11 +58,13 @@ def make_offloading_config(
         layer_names=tuple(layer.name for layer in adapter.shape.layers),
         page_size_bytes=config.block_size_tokens * adapter.shape.token_bytes,
     )
+    settings_json = describe_model_config(adapter.model)
     identity = ModelIdentity(
         name=config.model_name or adapter.name,
         revision=config.model_revision or fingerprint_weights(adapter.model),
         dtype=str(adapter.model.dtype),
-        config_digest=digest_model_config(adapter.model),
+        config_digest=hashlib.sha256(settings_json.encode()).hexdigest(),
+        config_json=settings_json,
     )
     described = OffloadingConfig(
         engine_id=make_engine_id(),
@@ -110,11 +112,10 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     return FINGERPRINT_PREFIX + whole.hexdigest()
 
 
-def digest_model_config(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of the model's effective configuration as canonical JSON. Pure."""
+def describe_model_config(model: PreTrainedModel) -> str:
+    """Return the model's effective configuration as canonical JSON. Pure."""
     settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
-    canonical = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _digest_own_code(model: PreTrainedModel) -> bytes:

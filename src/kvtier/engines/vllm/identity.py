@@ -140,6 +140,7 @@ def make_model_identity(
         revision="; ".join(parts),
         dtype=str(model_config.dtype),
         config_digest=hashlib.sha256(canonical.encode()).hexdigest(),
+        config_json=canonical,
     )
 
 

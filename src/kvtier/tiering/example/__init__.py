@@ -15,7 +15,9 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import IsDataclass, flag, parse_settings, setting, whole
 from kvtier.tiering.base import (
     NO_SETTINGS,
@@ -50,7 +52,9 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware):
+class ExampleSecondaryTier(
+    SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware, MissExplainer
+):
     """Keeps rows in a dictionary.
 
     Args:
@@ -90,6 +94,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier
         self._begun: list[JobMetadata] = []
         # Without events no eviction is recorded.
         self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS if settings.emit_events else 0)
+        self._losses = make_losses(self.get_tier_type(), self.max_blocks, clock)
         self._is_shut_down = False
 
     @staticmethod
@@ -133,6 +138,9 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier
         if (learner := self._order.learner) is not None:
             learner.on_finished(req_context.req_id)
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        return self._losses.explain(key)
+
     def drain_evicted(self) -> Collection[OffloadKey]:
         evicted = tuple(self._evicted)
         self._evicted.clear()
@@ -172,6 +180,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier
         """Drop every block."""
         self.blocks.clear()
         self._order.clear()
+        self._losses.clear()
 
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))
@@ -188,6 +197,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, PurgeableTier
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
                 self._evicted.append(evicted)
+                self._losses.add((evicted,), Loss.EVICTED)
             self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)

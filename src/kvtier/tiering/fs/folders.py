@@ -171,6 +171,26 @@ def walk_blocks(root: Path) -> Iterator[BlockFile]:
                 yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, key)
 
 
+def list_namespaces(root: Path) -> list[str]:
+    """Return the names of the namespaces of a directory, those changed last first."""
+    found = [
+        (status.st_mtime, entry.name)
+        for entry in _entries(str(root))
+        if _NAMESPACE.fullmatch(entry.name) and (status := _status(entry)) is not None
+    ]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def count_blocks(path: str, max_blocks: int) -> int:
+    """Return how many blocks the folder of a namespace holds, counted up to ``max_blocks``."""
+    num_blocks = 0
+    for folder in _walk_folders(path, depth=2, first_level=1):
+        num_blocks += sum(parse_block_name(entry.name) is not None for entry in _entries(folder))
+        if num_blocks >= max_blocks:
+            return max_blocks
+    return num_blocks
+
+
 def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:
     """Remove files that dead processes were writing; return the bytes of those that stay.
 
@@ -196,13 +216,13 @@ def remove_empty_folders(root: Path, now_s: float) -> None:
             _remove_if_long_empty(Path(folder), now_s)
 
 
-def _walk_folders(folder: Path | str, depth: int, level: int = 0) -> Iterator[str]:
+def _walk_folders(folder: Path | str, depth: int, level: int = 0, *, first_level: int = 0) -> Iterator[str]:
     if level == depth:
         yield str(folder)
         return
     for entry in _entries(str(folder)):
-        if FOLDER_PATTERNS[level].fullmatch(entry.name) and _is_folder(entry):
-            yield from _walk_folders(entry.path, depth, level + 1)
+        if FOLDER_PATTERNS[first_level + level].fullmatch(entry.name) and _is_folder(entry):
+            yield from _walk_folders(entry.path, depth, level + 1, first_level=first_level)
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

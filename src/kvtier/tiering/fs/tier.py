@@ -11,6 +11,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.limits import count_usable_cores
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, TierSettings
 from kvtier.tiering.fs.directory import open_directory
@@ -35,7 +36,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
+class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer):
     """One file per block in a directory that any number of engines may share.
 
     Args:
@@ -74,13 +75,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
         evictor = Evictor(directory, recycled)
         has_direct_io = directory.has_direct_io
         self.capacity_blocks = max_keys = fs_settings.capacity_bytes // block_bytes
+        self._store_of_files = FSBlockStore(
+            directory, rows, evictor, recycled, max_keys, emit_events=settings.emit_events, clock=clock
+        )
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=FSBlockStore(
-                directory, rows, evictor, recycled, max_keys, emit_events=settings.emit_events
-            ),
+            block_store=self._store_of_files,
             options=ThreadOptions(
                 plan_num_threads(fs_settings.num_threads, rows.row_bytes, has_direct_io=has_direct_io),
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
@@ -107,6 +109,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
         if len(key) > MAX_KEY_BYTES or (index.is_complete and not self._is_shared):
             return False
         return self._lookup.lookup(key)
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        return self._store_of_files.losses.explain(key) or self._store_of_files.siblings.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._store_of_files.losses.clear()
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.departed import make_losses
+from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.namespace import Namespace
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, TierSettings
@@ -40,7 +43,7 @@ FILE_MODE = 0o600
 DEFAULT_POLICY = "lru"
 
 
-class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
+class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, MissExplainer):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
     Args:
@@ -78,8 +81,13 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
         make_policy()  # an unknown name is refused before the file is made
         max_task_blocks = plan_max_task_blocks(rows.row_bytes)
         file = open_slab(slab_settings, geometry, primary_kv_view, calls)
+        self._losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
         self._slots = SlotTable(
-            geometry.num_slots, make_policy, is_empty=file.is_new, emit_events=settings.emit_events
+            geometry.num_slots,
+            make_policy,
+            is_empty=file.is_new,
+            emit_events=settings.emit_events,
+            losses=self._losses,
         )
         self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks)
         self.capacity_blocks = geometry.num_slots
@@ -110,6 +118,16 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
         if is_complete or len(key) > MAX_KEY_BYTES:
             return False
         return self._lookup.lookup(key)
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if not self._slab.indexer.is_complete:
+            return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._slots.touch(self._namespace, keys)
