@@ -192,13 +192,15 @@ class RequestRecords:
 
     def stats(self) -> dict[str, float]:
         """Return the tokens of all requests by dotted name: where they came from and why they were computed."""
-        counts = {"connector.recorded_requests": float(self.num_requests)}
-        for origin, num_tokens in self.tokens_by_origin.items():
-            counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
-        for (cause, tier), num_tokens in self.missed_tokens.items():
-            name = f"connector.missed_tokens.{cause.value}"
-            counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
-        return counts
+        self._read()
+        with self._lock:
+            counts = {"connector.recorded_requests": float(self._num_requests)}
+            for origin, num_tokens in self._tokens_by_origin.items():
+                counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
+            for (cause, tier), num_tokens in self._missed_tokens.items():
+                name = f"connector.missed_tokens.{cause.value}"
+                counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
+            return counts
 
     def _explain(
         self, state: RequestState, first_token: int, num_external_tokens: int
