@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import FakeSpec, make_config
 from tests.observe.conftest import MakeControlled
-from tests.observe.controlled import Background, Engine, connect, is_dropped
+from tests.observe.controlled import GUARD_S, Background, Engine, connect, is_dropped
 
 from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
@@ -142,8 +142,9 @@ def test_an_engine_that_is_dropped_without_shutdown_closes_its_socket(folder: Pa
         del engine
         gc.collect()
         assert is_dropped(client)
-    server.close()
+    server._thread.join(GUARD_S)
 
+    assert not server._thread.is_alive()
     assert not path.exists()
 
 
