@@ -70,6 +70,7 @@ COMMANDS = (
     ),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
+    Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),
 )
 
 
