@@ -81,6 +81,7 @@ COMMANDS = (
     Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
     Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
     Command("unpin", "kvtier.cli.live.steer", "End the lease of a prefix, or every lease."),
+    Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),
 )
 
 

@@ -9,10 +9,12 @@ What is missing has the cause that the manager gives for the first missing block
 has ended: a load that failed turns its tokens into missed ones.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -96,6 +98,7 @@ class RequestRecords:
         self._num_requests = 0
         self._unstored: DepartedBlocks | None = None
         self._kinds: dict[NotStored, int] = {}
+        self._salt_key = os.urandom(16)
         self._excluded: dict[str, tuple[int, Miss]] = {}
 
     @property
@@ -236,11 +239,25 @@ class RequestRecords:
                 miss = self._explainer.explain(key, state.context)
             if self._unstored is not None and (miss is None or miss.cause is MissCause.NEVER_SEEN):
                 miss = self._unstored.explain(key)
-        miss = NEVER_SEEN if miss is None else miss
+        if miss is None or miss.cause is MissCause.NEVER_SEEN:
+            miss = self._describe_unknown(state)
         if short is None:
             return miss
         detail = {**miss.detail, **short.detail, "cause": miss.cause.value}
         return Miss(short.cause, miss.tier, MappingProxyType(detail))
+
+    def _describe_unknown(self, state: RequestState) -> Miss:
+        """Return the miss of a block of which nothing is known, with what sets its request apart from others.
+
+        A salt may be a secret: its id is made with a key of this process and is of no use elsewhere.
+        """
+        salt = getattr(state.request, "cache_salt", None)  # only vLLM's requests have one
+        detail: dict[str, str | float] = {}
+        if salt:
+            detail["cache_salt"] = blake2b(str(salt).encode(), key=self._salt_key, digest_size=4).hexdigest()
+        if state.key_salt:
+            detail["adapter"] = "yes"
+        return Miss(MissCause.NEVER_SEEN, "", MappingProxyType(detail)) if detail else NEVER_SEEN
 
     def _remember(self, keys: Sequence[OffloadKey], reason: NotStored) -> None:
         if not keys:
