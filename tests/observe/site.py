@@ -1,7 +1,7 @@
 """A scheduler half over real tiers, as an operator has configured it, and requests that it serves."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -55,19 +55,25 @@ class Site:
         make_tiers: builds the tiers behind it.
         config: what the engine says of itself.
         deadline_s: how long a request may wait for tiers.
-        options: further settings of host memory.
+        cache_policy: eviction policy of host memory.
+        store_threshold: accesses of a key before host memory stores it.
     """
 
     num_blocks: int = 64
     make_tiers: Sequence[MakeTier] = ()
     config: OffloadingConfig = CONFIG
     deadline_s: float = 5.0
-    options: dict[str, str | int] = field(default_factory=dict)
+    cache_policy: str = "lru"
+    store_threshold: int = 1
 
     def __post_init__(self) -> None:
         self.clock = ManualClock(100.0)
         primary = CPUPrimaryTierOffloadingManager(
-            self.num_blocks, ArrayRegion(self.num_blocks), clock=self.clock, **self.options
+            self.num_blocks,
+            ArrayRegion(self.num_blocks),
+            cache_policy=self.cache_policy,
+            store_threshold=self.store_threshold,
+            clock=self.clock,
         )
         view = primary.get_kv_memoryview()
         self.tiers = [make(self.config, view, self.clock) for make in self.make_tiers]
@@ -134,14 +140,13 @@ class Site:
         self.half.shutdown()
 
 
-def fs(root: Path, num_blocks: int = 1000, settings: TierSettings | None = None, **own: object) -> MakeTier:
+def fs(root: Path, num_blocks: int = 1000, settings: TierSettings | None = None) -> MakeTier:
     """Return what builds a tier in a directory."""
     capacity_bytes = num_blocks * (ROW_BYTES + 4096)
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        values: dict[str, object] = {"root_dir": str(root), "capacity_bytes": capacity_bytes, **own}
-        return FSTier(config, view, common, clock=clock, **values)
+        return FSTier(config, view, common, clock=clock, root_dir=str(root), capacity_bytes=capacity_bytes)
 
     return make
 

@@ -154,7 +154,7 @@ def test_a_salt_for_each_user_is_named(make_site: MakeSite) -> None:
 
 
 def test_a_store_threshold_is_named(make_site: MakeSite) -> None:
-    site = make_site(options={"store_threshold": 3})
+    site = make_site(store_threshold=3)
     site.serve(PROMPT)
     site.serve(PROMPT)
 
@@ -163,7 +163,7 @@ def test_a_store_threshold_is_named(make_site: MakeSite) -> None:
 
 
 def test_an_admission_is_named(make_site: MakeSite) -> None:
-    site = make_site(options={"cache_policy": "tests.observe.test_misconfigurations:RefusingPolicy"})
+    site = make_site(cache_policy="tests.observe.test_misconfigurations:RefusingPolicy")
     site.serve(PROMPT)
     site.serve(PROMPT)
 

@@ -290,11 +290,49 @@ class RequestRecords:
                 record = make_record(unread.popleft())
                 self._num_requests += 1
                 self._latest.append(record)
-                for origin, num_tokens in record.tokens_by_origin.items():
-                    self._tokens_by_origin[origin] = self._tokens_by_origin.get(origin, 0) + num_tokens
+                add_tokens(self._tokens_by_origin, record.tokens_by_origin)
                 for _, num_tokens, miss in record.missed:
                     label = miss.cause, miss.tier
                     self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
+
+
+def count_tokens_by_tier(
+    layouts: Sequence[GroupLayout],
+    keys: Sequence[Sequence[OffloadKey]],
+    promoted: Mapping[OffloadKey, str],
+    first_token: int,
+    end_token: int,
+) -> dict[str, int]:
+    """Return how many tokens of a load come from each tier, none of them zero. Pure.
+
+    Args:
+        layouts: the KV groups.
+        keys: for each group the keys of the request's full blocks.
+        promoted: blocks that were promoted while the request waited for them, by their tier's type.
+        first_token: leading tokens that device memory has.
+        end_token: one past the last token of the load.
+    """
+    num_tokens = end_token - first_token
+    tokens_by_tier: dict[str, int] = {}
+    if promoted:
+        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
+        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
+        for block in range(span.first_block, span.end_block):
+            tier = promoted.get(keys[layout.idx][block])
+            if tier is not None:
+                begin = max(first_token, block * block_tokens)
+                end = min(end_token, (block + 1) * block_tokens)
+                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
+    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
+    return (
+        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
+    )
+
+
+def add_tokens(totals: dict[str, int], tokens: Mapping[str, int]) -> None:
+    """Add ``tokens`` to the totals of the same names."""
+    for name, num_tokens in tokens.items():
+        totals[name] = totals.get(name, 0) + num_tokens
 
 
 def make_record(ended: EndedRequest) -> RequestRecord:

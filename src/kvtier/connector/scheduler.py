@@ -28,7 +28,7 @@ from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
 from kvtier.connector.load_or_compute import make_load_or_compute
-from kvtier.connector.metrics import SchedulerCounters, count_tokens_by_tier
+from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
@@ -50,6 +50,8 @@ from kvtier.connector.request_records import (
     LOAD_LOST,
     LOAD_RESET,
     RequestRecords,
+    add_tokens,
+    count_tokens_by_tier,
     make_record,
 )
 from kvtier.connector.request_state import (
@@ -470,7 +472,7 @@ class OffloadingConnectorScheduler:
             )
             return
         self.records.on_load_ended(state, None)
-        self.counters.count_loaded(state.load.tokens_by_tier)
+        add_tokens(self.counters.loaded_tokens, state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
             self._touch(state, state.request.num_tokens)
 
