@@ -9,9 +9,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvtier.base import OffloadKey
 
-HOST = "host"
-"""The name of host memory among the tiers."""
-
 
 class PinnedBlocks(NamedTuple):
     """What a pin has done.

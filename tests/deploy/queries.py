@@ -1,6 +1,5 @@
 """The queries of the dashboard, as Grafana sends them."""
 
-
 from scripts.dashboard import ROWS, Query, expression_of
 
 QUERIES = [query for panels in ROWS.values() for panel in panels for query in panel.queries]

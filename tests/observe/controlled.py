@@ -4,8 +4,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.connector.fakes import (
@@ -35,13 +36,11 @@ GUARD_S = 60.0
 MakeServer = Callable[[RequestHandler], ControlServer]
 
 
-class RecordedHalf(OffloadingConnectorScheduler):
-    """A scheduler half whose records a test gives."""
+@dataclass(frozen=True)
+class GivenRecords:
+    """Records that a test gives."""
 
-    given_records: tuple[RequestRecord, ...] = ()
-
-    def latest_records(self) -> Sequence[RequestRecord]:
-        return self.given_records
+    latest: tuple[RequestRecord, ...]
 
 
 class Engine:
@@ -67,12 +66,15 @@ class Engine:
         self.control = EngineControl(config, hash_tokens, clock=clock)
         self.control.listen(lambda handler: self._serve(folder, instance_id, handler))
         spec = FakeSpec(config, self.manager)
-        self.half = RecordedHalf(spec, control=self.control)
+        self.half = OffloadingConnectorScheduler(spec, control=self.control)
         self._next_block = 0
 
     def _serve(self, folder: Path, instance_id: str, handler: RequestHandler) -> ControlServer:
         self.server = ControlServer(folder, instance_id, handler)
         return self.server
+
+    def give_records(self, *records: RequestRecord) -> None:
+        self.half.records = GivenRecords(records)  # type: ignore[assignment]  # only read by clients
 
     @property
     def path(self) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import FakeSpec, make_config
 from tests.observe.conftest import MakeControlled
-from tests.observe.controlled import Background, Engine, connect, is_dropped
+from tests.observe.controlled import GUARD_S, Background, Engine, connect, is_dropped
 
 from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
@@ -75,7 +75,7 @@ def test_a_step_that_no_client_waits_for_does_not_gather_numbers(make_controlled
 
 def test_the_last_records_come_back_as_they_were(make_controlled: MakeControlled) -> None:
     engine = make_controlled()
-    engine.half.given_records = tuple(record(number) for number in range(30))
+    engine.give_records(*map(record, range(30)))
 
     assert read_records(engine.path, 20) == [record(number) for number in range(10, 30)]
 
@@ -142,8 +142,9 @@ def test_an_engine_that_is_dropped_without_shutdown_closes_its_socket(folder: Pa
         del engine
         gc.collect()
         assert is_dropped(client)
-    server.close()
+    server._thread.join(GUARD_S)
 
+    assert not server._thread.is_alive()
     assert not path.exists()
 
 

@@ -17,7 +17,7 @@ from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
 from kvtier.observe.control_wire import Message
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.testing.wrapped_tier import WrappedTier
-from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 PROMPT = list(range(17))
@@ -160,6 +160,18 @@ def test_a_purge_of_all_reaches_the_tiers_that_can(tiered: Engine, driver: Tieri
         ("example", sorted(keys_of(PROMPT))),
     ]
     assert tiered.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0) == (0, False)
+
+
+def test_what_a_purged_tier_was_still_to_get_is_lost_to_it(make_controlled: MakeControlled) -> None:
+    settings = TierSettings(cascade=CascadeMode.ON_EVICT)
+    driver = TieringDriver(40, lambda view: [ExampleSecondaryTier(make_config(), view, settings=settings)])
+    engine = make_controlled("engine", driver.manager)
+    engine.store("a", PROMPT)
+    assert engine.half.stats()["tier.0.example.pending_blocks"] == 4.0
+    carry_out(engine, "purge", tiers=["host"])
+    driver.manager.check()
+
+    assert engine.half.stats()["tier.0.example.pending_blocks"] == 0.0
 
 
 def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> None:

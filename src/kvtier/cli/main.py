@@ -86,6 +86,7 @@ COMMANDS = (
     Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
     Command("unpin", "kvtier.cli.live.steer", "End the lease of a prefix, or every lease."),
     Command("verify", "kvtier.cli.place.verify", "Read what a tier has stored and check every checksum."),
+    Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),
 )
 
 

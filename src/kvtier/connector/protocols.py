@@ -164,6 +164,14 @@ class RequestRecorder(Protocol):
         """Write the queued requests and close the file; idempotent."""
 
 
+class LatestRecords(Protocol):
+    """Records of requests."""
+
+    @property
+    def latest(self) -> Sequence[RequestRecord]:
+        """The latest, oldest first. Thread: any."""
+
+
 class ControlledHalf(Protocol):
     """The scheduler half of a connector, as its operators see it."""
 
@@ -175,8 +183,9 @@ class ControlledHalf(Protocol):
     def layouts(self) -> Sequence[GroupLayout]:
         """The KV groups."""
 
-    def latest_records(self) -> Sequence[RequestRecord]:
-        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
+    @property
+    def records(self) -> LatestRecords:
+        """Where the prompts of the latest requests came from. Thread: any."""
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name."""

@@ -9,10 +9,12 @@ What is missing has the cause that the manager gives for the first missing block
 has ended: a load that failed turns its tokens into missed ones.
 """
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -65,9 +67,11 @@ class Segment(NamedTuple):
 
 
 class RequestRecords:
-    """The records of one scheduler half. They are made on one thread, and read on any.
+    """The records of one scheduler half. Requests come from its thread; any thread may read.
 
-    A request costs a tuple on the way of its step; records and counts are made of it when they are read.
+    The records and counts made so far are mutable. A lock guards them, which only readers take, and the scheduler's
+    thread when nothing has read for a thousand requests. A request costs a tuple on the way of its step; records and
+    counts are made of it when they are read.
 
     Args:
         layouts: the KV groups, by index.
@@ -90,19 +94,20 @@ class RequestRecords:
         self._wall_clock = wall_clock
         self._latest: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self._unread: deque[EndedRequest] = deque()
-        self._reading = threading.Lock()
+        self._lock = threading.Lock()
         self._tokens_by_origin: dict[str, int] = {}
         self._missed_tokens: dict[tuple[MissCause, str], int] = {}
         self._num_requests = 0
         self._unstored: DepartedBlocks | None = None
         self._kinds: dict[NotStored, int] = {}
+        self._salt_key = os.urandom(16)
         self._excluded: dict[str, tuple[int, Miss]] = {}
 
     @property
     def latest(self) -> Sequence[RequestRecord]:
         """The records of the latest requests, oldest first; at most MAX_RECORDS."""
         self._read()
-        with self._reading:
+        with self._lock:
             return tuple(self._latest)
 
     @property
@@ -115,14 +120,14 @@ class RequestRecords:
     def tokens_by_origin(self) -> Mapping[str, int]:
         """Prompt tokens of all requests that were not computed, by origin."""
         self._read()
-        with self._reading:
+        with self._lock:
             return dict(self._tokens_by_origin)
 
     @property
     def missed_tokens(self) -> Mapping[tuple[MissCause, str], int]:
         """Prompt tokens of all requests that were computed, by cause and tier."""
         self._read()
-        with self._reading:
+        with self._lock:
             return dict(self._missed_tokens)
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
@@ -195,13 +200,15 @@ class RequestRecords:
 
     def stats(self) -> dict[str, float]:
         """Return the tokens of all requests by dotted name: where they came from and why they were computed."""
-        counts = {"connector.recorded_requests": float(self.num_requests)}
-        for origin, num_tokens in self.tokens_by_origin.items():
-            counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
-        for (cause, tier), num_tokens in self.missed_tokens.items():
-            name = f"connector.missed_tokens.{cause.value}"
-            counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
-        return counts
+        self._read()
+        with self._lock:
+            counts = {"connector.recorded_requests": float(self._num_requests)}
+            for origin, num_tokens in self._tokens_by_origin.items():
+                counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
+            for (cause, tier), num_tokens in self._missed_tokens.items():
+                name = f"connector.missed_tokens.{cause.value}"
+                counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
+            return counts
 
     def _explain(
         self, state: RequestState, first_token: int, num_external_tokens: int
@@ -237,11 +244,25 @@ class RequestRecords:
                 miss = self._explainer.explain(key, state.context)
             if self._unstored is not None and (miss is None or miss.cause is MissCause.NEVER_SEEN):
                 miss = self._unstored.explain(key)
-        miss = NEVER_SEEN if miss is None else miss
+        if miss is None or miss.cause is MissCause.NEVER_SEEN:
+            miss = self._describe_unknown(state)
         if short is None:
             return miss
         detail = {**miss.detail, **short.detail, "cause": miss.cause.value}
         return Miss(short.cause, miss.tier, MappingProxyType(detail))
+
+    def _describe_unknown(self, state: RequestState) -> Miss:
+        """Return the miss of a block of which nothing is known, with what sets its request apart from others.
+
+        A salt may be a secret: its id is made with a key of this process and is of no use elsewhere.
+        """
+        salt = getattr(state.request, "cache_salt", None)  # only vLLM's requests have one
+        detail: dict[str, str | float] = {}
+        if salt:
+            detail["cache_salt"] = blake2b(str(salt).encode(), key=self._salt_key, digest_size=4).hexdigest()
+        if state.key_salt:
+            detail["adapter"] = "yes"
+        return Miss(MissCause.NEVER_SEEN, "", MappingProxyType(detail)) if detail else NEVER_SEEN
 
     def _remember(self, keys: Sequence[OffloadKey], reason: NotStored) -> None:
         if not keys:
@@ -268,16 +289,55 @@ class RequestRecords:
 
     def _read(self) -> None:
         """Make records and counts of the requests that have ended since the last call."""
-        with self._reading:
-            while self._unread:
-                record = make_record(self._unread.popleft())
+        unread = self._unread
+        with self._lock:
+            while unread:  # the scheduler's thread may append meanwhile
+                record = make_record(unread.popleft())
                 self._num_requests += 1
                 self._latest.append(record)
-                for origin, num_tokens in record.tokens_by_origin.items():
-                    self._tokens_by_origin[origin] = self._tokens_by_origin.get(origin, 0) + num_tokens
+                add_tokens(self._tokens_by_origin, record.tokens_by_origin)
                 for _, num_tokens, miss in record.missed:
                     label = miss.cause, miss.tier
                     self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
+
+
+def count_tokens_by_tier(
+    layouts: Sequence[GroupLayout],
+    keys: Sequence[Sequence[OffloadKey]],
+    promoted: Mapping[OffloadKey, str],
+    first_token: int,
+    end_token: int,
+) -> dict[str, int]:
+    """Return how many tokens of a load come from each tier, none of them zero. Pure.
+
+    Args:
+        layouts: the KV groups.
+        keys: for each group the keys of the request's full blocks.
+        promoted: blocks that were promoted while the request waited for them, by their tier's type.
+        first_token: leading tokens that device memory has.
+        end_token: one past the last token of the load.
+    """
+    num_tokens = end_token - first_token
+    tokens_by_tier: dict[str, int] = {}
+    if promoted:
+        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
+        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
+        for block in range(span.first_block, span.end_block):
+            tier = promoted.get(keys[layout.idx][block])
+            if tier is not None:
+                begin = max(first_token, block * block_tokens)
+                end = min(end_token, (block + 1) * block_tokens)
+                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
+    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
+    return (
+        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
+    )
+
+
+def add_tokens(totals: dict[str, int], tokens: Mapping[str, int]) -> None:
+    """Add ``tokens`` to the totals of the same names."""
+    for name, num_tokens in tokens.items():
+        totals[name] = totals.get(name, 0) + num_tokens
 
 
 def make_record(ended: EndedRequest) -> RequestRecord:

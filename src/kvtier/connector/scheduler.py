@@ -28,7 +28,7 @@ from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
 from kvtier.connector.load_or_compute import make_load_or_compute
-from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter, count_tokens_by_tier
+from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
@@ -45,7 +45,12 @@ from kvtier.connector.protocols import (
     SchedulerOutput,
     StepControl,
 )
-from kvtier.connector.request_records import RequestRecords, record_request
+from kvtier.connector.request_records import (
+    RequestRecords,
+    add_tokens,
+    count_tokens_by_tier,
+    record_request,
+)
 from kvtier.connector.request_state import (
     RequestState,
     follow_allocations,
@@ -55,7 +60,6 @@ from kvtier.connector.request_state import (
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
-from kvtier.misses import RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class OffloadingConnectorScheduler:
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
+        layouts: the KV groups.
         counters: what was decided so far.
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
@@ -304,10 +309,6 @@ class OffloadingConnectorScheduler:
         """Return the blocks stored and removed since the last call, oldest first."""
         return [make_block_event(event) for event in self.manager.take_events()]
 
-    def latest_records(self) -> Sequence[RequestRecord]:
-        """Return where the prompts of the latest requests came from, oldest first. Thread: any."""
-        return self.records.latest
-
     def has_open_stores(self) -> bool:
         """Return whether a worker still has to report a store; further steps, which may be empty, end them.
 
@@ -487,7 +488,7 @@ class OffloadingConnectorScheduler:
             state.load.has_failed = True
             self.counters.failed_load_jobs += 1
             return
-        self.counters.count_loaded(state.load.tokens_by_tier)
+        add_tokens(self.counters.loaded_tokens, state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
             self._touch(state, state.request.num_tokens)
 

@@ -32,7 +32,7 @@ from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
-from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
@@ -46,6 +46,7 @@ class HostDeparture(IntEnum):
     REUSE_FILTER = 2
     ADMISSION = 3
     JOB_FAILED = 4
+    PURGED = 5
 
 
 HOST_DEPARTURES = (
@@ -54,6 +55,7 @@ HOST_DEPARTURES = (
     not_stored(NotStored.REUSE_FILTER),
     not_stored(NotStored.ADMISSION),
     not_stored(NotStored.JOB_FAILED),
+    Miss(MissCause.PURGED, HOST_ORIGIN),
 )
 
 
@@ -252,9 +254,13 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return PrepareStoreOutput(missing, CPULoadStoreSpec(table.assign(missing)), evicted)
 
     def evict(
-        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
+        self,
+        num: int,
+        named: Collection[OffloadKey],
+        protected: Collection[OffloadKey],
+        why: HostDeparture = HostDeparture.EVICTED,
     ) -> list[OffloadKey] | None:
-        """Evict ``num`` blocks outside ``named`` and ``protected``; return which.
+        """Evict ``num`` blocks outside ``named`` and ``protected``; return which, and remember ``why``.
 
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
@@ -266,7 +272,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
-        self.departed.add(evicted, HostDeparture.EVICTED)
+        self.departed.add(evicted, why)
         if self._events is not None:
             self._events.record(evicted, removed=True)
         return evicted
@@ -296,18 +302,18 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
-                if name != HOST:
-                    raise UnknownNameError("tier", name, [HOST])
+                if name != HOST_ORIGIN:
+                    raise UnknownNameError("tier", name, [HOST_ORIGIN])
             if not tiers:
                 return PurgedBlocks()
         num_purged = len(self.purge_blocks())
-        return PurgedBlocks({HOST: num_purged}, {HOST: self.table.num_held})
+        return PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held})
 
     def purge_blocks(self) -> list[OffloadKey]:
         """End every lease and evict every block that is not in use; return their keys."""
         self.leases.unpin(None)
         num_evictable = self.table.num_evictable
-        return (self.evict(num_evictable, (), ()) or []) if num_evictable else []
+        return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
 
     def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
         del req_context

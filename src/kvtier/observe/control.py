@@ -12,16 +12,14 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, KVTierError
-from kvtier.misses import RequestRecord
 from kvtier.observe.control_commands import Command, PromptHasher, make_command, read_number
-from kvtier.observe.control_records import encode_record
 from kvtier.observe.control_server import Ask, ControlServer
 from kvtier.observe.control_wire import Message, make_control_folder
 
@@ -235,8 +233,8 @@ class EngineControl:
     def _list_records(self, request: Message) -> Message:
         half = self._half()
         num_wanted = int(read_number(request, "n", MAX_RECORDS, MAX_RECORDS))
-        records = [] if half is None else copy_records(half.latest_records)[-num_wanted:]
-        return {"ok": True, "records": [encode_record(record) for record in records]}
+        records = [] if half is None or not num_wanted else half.records.latest[-num_wanted:]
+        return {"ok": True, "records": [record.to_json() for record in records]}
 
     def _advance(self, pending: PendingCommand, half: ControlledHalf) -> bool:
         """Go on with a command; return whether it has ended."""
@@ -344,13 +342,3 @@ def describe_engine(config: OffloadingConfig, started_s: float) -> Message:
         "eviction_policy": settings.eviction_policy,
         "tiers": [str(tier.get("type", "")) for tier in settings.secondary_tiers],
     }
-
-
-def copy_records(read: Callable[[], Iterable[RequestRecord]]) -> list[RequestRecord]:
-    """Return what ``read`` returns; the scheduler's thread may add to it meanwhile."""
-    for _ in range(READ_TRIES):
-        try:
-            return list(read())
-        except RuntimeError:  # it grew under the reader
-            continue
-    return []

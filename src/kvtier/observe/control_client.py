@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from kvtier.errors import ControlError, UnknownNameError
 from kvtier.misses import RequestRecord
-from kvtier.observe.control_records import decode_record
 from kvtier.observe.control_wire import (
     MAX_REPLY_BYTES,
     SUFFIX,
@@ -111,9 +110,7 @@ class EngineConnection:
         except TimeoutError as error:
             raise ControlError(f"the engine at {self._path} has not answered in {timeout_s:g} s") from error
         except OSError as error:
-            raise ControlError(
-                f"the engine at {self._path} has hung up: {error.strerror or error}"
-            ) from error
+            raise ControlError(f"the engine at {self._path} has ended: {error.strerror or error}") from error
         reply = decode(line)
         if reply.get("ok") is not True:
             raise ControlError(str(reply.get("error", "the engine refuses and gives no reason")))
@@ -212,7 +209,7 @@ def read_records(path: Path, num_records: int, timeout_s: float = HELLO_S) -> li
     """
     with EngineConnection(path) as connection:
         reply = connection.ask("recent", timeout_s, n=num_records)
-    return [decode_record(record) for record in reply["records"]]
+    return [RequestRecord.from_json(record) for record in reply["records"]]
 
 
 def _is_own_socket(path: Path) -> bool:

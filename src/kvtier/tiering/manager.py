@@ -27,7 +27,7 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.errors import UnknownNameError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import HOST, PinnedBlocks, PurgedBlocks
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -305,7 +305,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
 
         A block that a tier was still to get is lost to it.
         """
-        known = [HOST, *(tier.name for tier in self._tiers)]
+        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
         wanted = known if tiers is None else list(tiers)
         for name in wanted:
             if name not in known:
@@ -313,10 +313,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         num_purged: dict[str, int] = {}
         num_in_use: dict[str, int] = {}
         unable: list[str] = []
-        if HOST in wanted:
+        if HOST_ORIGIN in wanted:
             keys = self._primary_manager.purge_blocks()
             self._cascades.on_evicted(keys)
-            num_purged[HOST], num_in_use[HOST] = len(keys), self._primary_manager.table.num_held
+            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
         for tier in self._tiers:
             if tier.name in wanted:
                 num_blocks = tier.purge()

@@ -315,6 +315,7 @@ class TierTransfers:
             tier.breaker.record_success(metadata.req_context)
         if tier.events is not None and not job.is_stale:
             record_event(tier.events, metadata, arrived, is_fault=result.is_fault)
+        remember_left_out(job, arrived, result)
         self._release(job, arrived, ended)
 
     def _release(
@@ -354,11 +355,16 @@ class TierTransfers:
                 tier.backoff.record_failure(key)
 
 
-def why_left_out(job: JobMetadata, result: JobResult) -> TierDeparture:
-    """Return why blocks of a reported job did not arrive. Pure."""
-    if job.is_promotion:
-        return TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
-    return TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
+def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobResult) -> None:
+    """Let the tier's memory know which blocks of a reported job did not arrive, and why."""
+    keys = job.metadata.keys
+    if len(arrived) == len(keys) or job.is_stale:
+        return
+    if job.metadata.is_promotion:
+        why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
+    else:
+        why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
+    job.tier.departed.add(left_out(keys, arrived), why)
 
 
 def record_event(

@@ -75,7 +75,7 @@ def test_recent_prints_origins_and_causes(engine: Engine, run: Run) -> None:
         MissedRun(8, 8, Miss(MissCause.EVICTED, "host", {"after_s": 4.5})),
         MissedRun(16, 1, Miss(MissCause.PARTIAL_BLOCK)),
     )
-    engine.half.given_records = (RequestRecord("r-1", 0.0, 17, {"device": 8}, runs),)
+    engine.give_records(RequestRecord("r-1", 0.0, 17, {"device": 8}, runs))
     status, out, _ = run("recent", "-n", "5")
 
     assert status == 0
@@ -84,7 +84,7 @@ def test_recent_prints_origins_and_causes(engine: Engine, run: Run) -> None:
     (record,) = json.loads(run("recent", "--json")[1])
     assert record["missed"][0] == {
         "first_token": 8,
-        "num_tokens": 8,
+        "tokens": 8,
         "cause": "evicted",
         "tier": "host",
         "detail": {"after_s": 4.5},

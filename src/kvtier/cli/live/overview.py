@@ -19,7 +19,6 @@ from kvtier.observe.control_client import (
     choose_instance,
     find_instances,
 )
-from kvtier.observe.control_records import decode_record, encode_record
 from kvtier.observe.control_wire import list_runtime_folders
 
 InstanceArgument = Annotated[
@@ -79,9 +78,9 @@ def recent(
     instance = choose_instance(instance_id)
     with EngineConnection(instance.path) as connection:
         sent = connection.ask("recent", n=num_records)["records"]
-    records = [decode_record(values) for values in sent]
+    records = [RequestRecord.from_json(values) for values in sent]
     if as_json:
-        print_json([encode_record(record) for record in records])
+        print_json([record.to_json() for record in records])
         return
     if not records:
         typer.echo(f"kvtier: {instance.id} has not begun a request yet")

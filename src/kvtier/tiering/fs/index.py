@@ -60,8 +60,10 @@ class KeyIndex:
         while batch := list(islice(rest, BATCH_KEYS)):
             with self._lock:
                 self._keys.update(dict.fromkeys(batch))
-                while len(self._keys) > self._max_keys:
-                    self._keys.popitem(last=False)
+                num_beyond = max(0, len(self._keys) - self._max_keys)
+                gone = [self._keys.popitem(last=False)[0] for _ in range(num_beyond)]
+            if self._losses is not None:
+                self._losses.report(gone, Loss.EVICTED)
 
     def evict(self, keys: Iterable[OffloadKey], loss: Loss = Loss.EVICTED) -> None:
         """Remove blocks that this process has lost, and record those it knew of for the next report."""

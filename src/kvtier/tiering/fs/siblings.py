@@ -69,6 +69,9 @@ class SiblingNamespaces:
     Args:
         root: the tier's directory.
         clock: seconds, monotonic.
+
+    Attributes:
+        found: blocks that this namespace misses and a sibling holds, with the cause; mostly empty.
     """
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
@@ -77,7 +80,7 @@ class SiblingNamespaces:
         self._listed_s: float | None = None
         self._listed_for = ""
         self._siblings: list[Sibling] = []
-        self._found: OrderedDict[OffloadKey, Miss] = OrderedDict()
+        self.found: OrderedDict[OffloadKey, Miss] = OrderedDict()
 
     def look_for(self, namespace: FSNamespace, missing: Sequence[OffloadKey]) -> None:
         """Look for blocks that ``namespace`` lacks. Thread: the lookup's; blocks for some system calls."""
@@ -88,20 +91,19 @@ class SiblingNamespaces:
             if any(_has(sibling, key) for key in missing[:MAX_LOOKED_FOR]):
                 for key in missing:
                     if _has(sibling, key):
-                        self._found[key] = sibling.miss
-                while len(self._found) > MAX_FOUND:
-                    self._found.popitem(last=False)
+                        self.found[key] = sibling.miss
+                while len(self.found) > MAX_FOUND:
+                    self.found.popitem(last=False)
                 return
 
     def explain(self, key: OffloadKey) -> Miss | None:
         """Return in what the namespace differs that holds ``key``; None when none of those looked into does."""
-        return self._found.get(key)
+        return self.found.get(key)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks that this namespace holds by now. Thread: any."""
-        if self._found:
-            for key in keys:
-                self._found.pop(key, None)
+        for key in keys:
+            self.found.pop(key, None)
 
     def _list(self, namespace: FSNamespace) -> None:
         is_first = self._listed_for != namespace.name

@@ -144,7 +144,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         outcomes = self._writer.write(namespace, todo)
         stored = [key for key, outcome in outcomes.items() if outcome in HELD]
         namespace.index.add(stored)
-        self.siblings.forget(stored)
+        if self.siblings.found:
+            self.siblings.forget(stored)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
         num_failed = reached.count(StoreOutcome.FAILED)
