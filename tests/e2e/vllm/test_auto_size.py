@@ -13,7 +13,7 @@ from tests.e2e.vllm.small_machine import ENVIRONMENT_NAME, write_machine
 from tests.e2e.vllm.test_fs_tier import settings_with
 from tests.e2e.vllm.test_tensor_parallel import ONE_CORE_EACH, PROMPTS, TWO_WORKERS
 
-from kvtier.cpu.auto_size import PROCESS_BYTES
+from kvtier.cpu.auto_size import MIN_RESERVE_BYTES, PROCESS_BYTES
 from kvtier.engines.checkpoint.files import find_files
 from kvtier.limits import count_usable_cores
 
@@ -29,7 +29,7 @@ def test_three_processes_agree_on_what_the_machine_leaves(llama: str, tmp_path: 
     weight_bytes = sum(file.stamp.size_bytes for file in find_files(Path(llama)))
     # The server, the engine core and two workers; weights and vLLM's own cache are in host memory on a CPU.
     engine_bytes = 4 * PROCESS_BYTES + weight_bytes + NUM_DEVICE_BLOCKS * BLOCK_BYTES
-    memory_bytes = (engine_bytes + LEFT_BYTES) * 10 // 9 // 1024 * 1024
+    memory_bytes = (engine_bytes + MIN_RESERVE_BYTES + LEFT_BYTES) // 1024 * 1024
     write_machine(tmp_path / "machine", memory_bytes)
     settings = {
         **settings_with(tmp_path / "blocks"),
@@ -52,6 +52,6 @@ def test_three_processes_agree_on_what_the_machine_leaves(llama: str, tmp_path: 
         stats = engine.call("stats")
         engine.call("check")
 
-    left_bytes = memory_bytes - memory_bytes // 10 - engine_bytes
+    left_bytes = memory_bytes - MIN_RESERVE_BYTES - engine_bytes
     assert stats["primary.capacity_blocks"] == left_bytes // BLOCK_BYTES
     assert [answer.num_cached_tokens for answer in from_host] == [WHOLE_TOKENS] * len(make_cycle(4))
