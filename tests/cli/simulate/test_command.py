@@ -1,5 +1,6 @@
 """``kvtier simulate`` prints what it found, writes it as JSON, and refuses wrong arguments with one line."""
 
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -286,8 +287,6 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--json", "/no/such/place/numbers.json"], "--json="),
         (["--json", "/proc/numbers.json"], "--json="),
         (["--json", "/"], "--json="),
-        (["--html", "/no/such/place/page.html"], "--html="),
-        (["--html", "/"], "--html="),
         (["--sweep", "host"], "--sweep='host': must be PLACE=SIZE"),
         (["--sweep", "hots=1GiB,2GiB"], "unknown place to sweep for --sweep 'hots': did you mean 'host'"),
         (["--tier-setting", "fs.cascade=on_evict"], "unknown tier for --tier-setting 'fs'"),
@@ -314,6 +313,32 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("place", ["/no/such/place/page.html", "/"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_simulation(
+    trace: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+
+    assert run(trace, "--html", place) == 2
+
+    printed = capsys.readouterr()
+    assert f"--html={place!r}" in printed.err
+    assert printed.out == ""
+
+
+def test_without_the_library_for_plots_the_extra_is_named(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "plotly" else find_spec(name)
+    )
+
+    assert run(trace, "--html", str(tmp_path / "page.html")) == 2
+    assert "pip install 'kvtier[plot]'" in capsys.readouterr().err
+    assert run(trace) == 0
 
 
 def test_a_trace_with_a_bad_line_is_refused_with_its_number(

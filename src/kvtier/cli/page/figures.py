@@ -1,5 +1,8 @@
 """Draws charts with plotly: values under the pointer, lines that can be hidden, one library in the page's own file.
 
+Plotly, because one script of five megabytes draws everything offline, and its package brings one small library. Bokeh's
+brings pandas and a server; Altair's needs a renderer of thirty megabytes to put its script into a file.
+
 A figure has no ground of its own, and its text and grid take their colours from the page's style sheet, so that it is
 legible on a light and on a dark one; lines have a contrast of at least 3 with both.
 

@@ -6,6 +6,7 @@ from tests.cli.simulate.compared import compare, compare_host_sizes
 
 from kvtier.cli.page.tables import Cell
 from kvtier.cli.simulate.report.tables import (
+    tabulate_misses,
     tabulate_results,
     tabulate_traffic,
     tabulate_watched,
@@ -75,4 +76,27 @@ def test_counters_are_shown_when_they_tell_of_work_left_out() -> None:
         ["lru", "tier.0.disk.declined_cascades", "7"],
         ["lru", "tier.0.disk.refused_by_admission", "3"],
         ["lru", "connector.not_loaded_tokens.disk", "40"],
+    ]
+
+
+def test_causes_of_computed_tokens_are_shares_of_each_simulation_the_largest_first() -> None:
+    comparison = compare(["lru", "arc"])
+    without, lru, arc = comparison.found
+    num_tokens = lru.total.num_prompt_tokens
+    counted = {"connector.missed_tokens.never_seen": num_tokens * 0.25, "primary.stored": 9.0}
+    evicted = {"connector.missed_tokens.evicted.host": num_tokens * 0.5}
+    found = (
+        dataclasses.replace(without, counters={}),
+        dataclasses.replace(lru, counters=counted),
+        dataclasses.replace(arc, counters=counted | evicted),
+    )
+
+    table = tabulate_misses(dataclasses.replace(comparison, found=found))
+
+    assert tabulate_misses(dataclasses.replace(comparison, found=(without, without, without))) is None
+    assert table is not None
+    assert table.headings == ("cause", "lru", "arc")
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["evicted host", "0.0%", "50.0%"],
+        ["never_seen", "25.0%", "25.0%"],
     ]

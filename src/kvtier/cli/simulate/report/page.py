@@ -18,7 +18,12 @@ from kvtier.cli.simulate.report.plots import (
     plot_origins,
     plot_writes,
 )
-from kvtier.cli.simulate.report.tables import tabulate_results, tabulate_traffic, tabulate_watched
+from kvtier.cli.simulate.report.tables import (
+    tabulate_misses,
+    tabulate_results,
+    tabulate_traffic,
+    tabulate_watched,
+)
 from kvtier.cli.simulate.table import breaker_openings, group_rejected
 from kvtier.cli.simulate.verdict import Verdict, chosen_size, make_verdict
 from kvtier.cli.traces import describe_rate
@@ -145,6 +150,8 @@ def make_page(comparison: Comparison) -> str:
     charts += [plot_writes(comparison, size), plot_occupancy(comparison, size)]
     heading = f"With {size.label} of {comparison.swept_place}" if size else "Details"
     document.add(heading, *map(document.figure, charts))
+    missed = tabulate_misses(comparison)
+    document.add("Why tokens were computed", render_table(missed) if missed else "")
     document.add("Traffic", render_table(tabulate_traffic(comparison)))
     watched = tabulate_watched(comparison)
     document.add("Counters", render_table(watched) if watched else "")

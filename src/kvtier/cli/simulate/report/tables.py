@@ -23,6 +23,10 @@ WATCHED = {
 """Counter without its place -> its meaning. Each counts work that was skipped or waited for."""
 
 
+MISSED = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
+
+
 def tabulate_results(comparison: Comparison) -> Table:
     """Return hits, the bound and times, one row per simulation. Pure."""
     sources = (DEVICE, HOST, *(tier.name for tier in comparison.host.tiers))
@@ -84,6 +88,31 @@ def tabulate_watched(comparison: Comparison) -> Table | None:
         return None
     headings = ("simulation", "counter", "value", "what it counts")
     return Table("watched", "Counters of the production code that are not zero", headings, tuple(rows))
+
+
+def tabulate_misses(comparison: Comparison) -> Table | None:
+    """Return why prompt tokens were computed, one row for each cause; None where no cause was counted. Pure."""
+    missed = {
+        label: {
+            name.removeprefix(MISSED): value
+            for name, value in one.counters.items()
+            if name.startswith(MISSED)
+        }
+        for label, one in comparison.by_label.items()
+    }
+    labels = [label for label, causes in missed.items() if causes]
+    causes = sorted(
+        {cause for label in labels for cause in missed[label]},
+        key=lambda cause: -max(missed[label].get(cause, 0.0) for label in labels),
+    )
+    if not causes:
+        return None
+    totals = {label: comparison.by_label[label].total.num_prompt_tokens for label in labels}
+    rows = []
+    for cause in causes:
+        ratios = [missed[label].get(cause, 0.0) / max(1, totals[label]) for label in labels]
+        rows.append((Cell(cause.replace(".", " ")), *(Cell(f"{ratio:.1%}", ratio) for ratio in ratios)))
+    return Table("misses", "Share of prompt tokens computed, by cause", ("cause", *labels), tuple(rows))
 
 
 def _size_cell(case: Case, comparison: Comparison) -> Cell:
