@@ -37,8 +37,8 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.testing.tier_driver import make_rows
-from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -49,7 +49,13 @@ NUM_TOKENS = NUM_BLOCKS * HASH_TOKENS + 1
 STEP_S = 0.01
 """Seconds between two steps of a request that waits. Shorter gives the tier's threads less of a busy processor."""
 
+WAIT_S = 60.0
+"""Seconds after which a tier that does not end its work is an error."""
+
 SOURCE = str(Path(kvtier.__file__).parent) + "/"
+COMPREHENSIONS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
+"""Lines of the function around them; newer Pythons make most of them no function at all."""
+
 LOOKUP = "TieringOffloadingManager.lookup"
 
 
@@ -128,7 +134,7 @@ class Tracer:
             self._depths.depth = max(0, depth - 1)
         elif event == "call":
             self._depths.depth = depth + 1
-            if not code.co_qualname.endswith(("<genexpr>", "<listcomp>")):
+            if not code.co_qualname.endswith(COMPREHENSIONS):
                 calls = section.threads.setdefault(threading.current_thread().name, [])
                 calls.append(Call(depth, code.co_filename[len(SOURCE) :], code.co_qualname))
 
@@ -166,7 +172,10 @@ class Engine:
         config = OffloadingConfig("engine", ModelIdentity("model"), (group,), HASH_TOKENS)
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, Rows())
         settings = {"type": "fs", "root_dir": str(root), "capacity_bytes": "64MiB", "direct_io": False}
-        self.tier: SecondaryTierManager = create_secondary_tier(settings, primary.get_kv_memoryview(), config)
+        self.tier = create_secondary_tier(settings, primary.get_kv_memoryview(), config)
+        # Before it has counted what is in the directory a store has to wait for room, another way.
+        if not (isinstance(self.tier, FSTier) and self.tier.wait_indexed(WAIT_S)):
+            raise RuntimeError(f"the fs tier has not read its empty directory in {WAIT_S} s")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.connector = OffloadingConnectorScheduler(FakeSpec(config, self.manager))
 
@@ -244,7 +253,7 @@ def trace_miss_and_store(tracer: Tracer, engine: Engine) -> None:
         TracedPath.STORE, "update_connector_output: the worker has stored, the blocks cascade"
     ):
         connector.update_connector_output(FakeOutput(report))
-    engine.manager.drain(60.0)
+    engine.manager.drain(WAIT_S)
     connector.build_connector_meta(FakeStep())
     connector.request_finished(request)
 
@@ -256,7 +265,7 @@ def trace_load(tracer: Tracer, engine: Engine) -> None:
         connector.get_num_new_matched_tokens(request, 0)
     with tracer.record(TracedPath.LOAD, "build_connector_meta: the promotion starts"):
         connector.build_connector_meta(FakeStep())
-    engine.tier.drain(60.0)
+    engine.tier.drain(WAIT_S)
     with tracer.record(TracedPath.LOAD, "get_num_new_matched_tokens: the blocks have arrived"):
         num_tokens, _ = connector.get_num_new_matched_tokens(request, 0)
     if not num_tokens:

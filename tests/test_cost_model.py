@@ -65,7 +65,7 @@ def test_a_token_costs_its_own_time_and_that_of_each_token_it_attends_to(
 def test_streams_hide_the_latency_of_all_parts_but_the_first(
     latency_s: float, num_streams: int, num_parts: int, expected_s: float
 ) -> None:
-    link = make_link_rate(100.0, latency_s, part_bytes=100, num_streams=num_streams)
+    link = make_link_rate(100.0, latency_s, block_bytes=100, num_streams=num_streams)
 
     assert link.time_s(num_parts * 100) == pytest.approx(expected_s)
 
@@ -122,9 +122,9 @@ def test_a_position_before_the_prompt_is_refused() -> None:
         break_even_tokens(1.0, [], PrefillRate(1.0), first_token=-1)
 
 
-@pytest.mark.parametrize("name", ["part_bytes", "num_streams"])
+@pytest.mark.parametrize("name", ["block_bytes", "num_streams"])
 def test_a_link_without_parts_or_streams_is_refused(name: str) -> None:
-    sizes = {"part_bytes": 1, "num_streams": 1} | {name: 0}
+    sizes = {"block_bytes": 1, "num_streams": 1} | {name: 0}
     with pytest.raises(ConfigError, match=name):
         make_link_rate(1.0, 0.0, **sizes)
 
@@ -170,9 +170,9 @@ def test_a_faster_link_never_needs_a_longer_prefix(
 
 @given(RATES, LATENCIES, st.integers(1, 10**9), st.integers(1, 64))
 def test_a_link_of_parts_is_right_for_one_part_and_never_above_its_bandwidth(
-    bytes_per_s: float, latency_s: float, part_bytes: int, num_streams: int
+    bytes_per_s: float, latency_s: float, block_bytes: int, num_streams: int
 ) -> None:
-    link = make_link_rate(bytes_per_s, latency_s, part_bytes=part_bytes, num_streams=num_streams)
+    link = make_link_rate(bytes_per_s, latency_s, block_bytes=block_bytes, num_streams=num_streams)
 
     assert link.bytes_per_s <= bytes_per_s
-    assert link.time_s(part_bytes) == pytest.approx(LinkRate(bytes_per_s, latency_s).time_s(part_bytes))
+    assert link.time_s(block_bytes) == pytest.approx(LinkRate(bytes_per_s, latency_s).time_s(block_bytes))

@@ -39,7 +39,7 @@ from kvtier.namespace import make_namespace
 from kvtier.tiering.mooncake import MooncakeTier
 from kvtier.tiering.mooncake.settings import DEFAULT_NUM_THREADS
 from kvtier.tiering.mooncake.store import MooncakeNamespace
-from kvtier.tiering.mooncake.tier import MAX_PART_BLOCKS, MAX_PART_BYTES
+from kvtier.tiering.mooncake.tier import MAX_TASK_BLOCKS, MAX_TASK_BYTES
 
 MAX_BLOCKS, MAX_BYTES = 512, 128 * 2**20
 """Limits of a round; the first keeps small blocks from taking most of the run."""
@@ -216,4 +216,4 @@ def name_of(number: int) -> str:
 
 def batch_blocks(block_bytes: int) -> int:
     """Return how many blocks the tier moves in one call. Pure."""
-    return min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // block_bytes))
+    return min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // block_bytes))

@@ -34,7 +34,7 @@ from benchmarks.tiers.suite import Place, labels_of
 from benchmarks.tiers.valkey_clients import TIMEOUT_S, Client, Part, PathClient, RawClient, RedisPyClient
 from kvtier.cli.demo.backends import open_backend
 from kvtier.tiering.valkey.settings import DEFAULT_NUM_THREADS
-from kvtier.tiering.valkey.tier import MAX_PART_BLOCKS, MAX_PART_BYTES, ValkeyTier
+from kvtier.tiering.valkey.tier import MAX_TASK_BLOCKS, MAX_TASK_BYTES, ValkeyTier
 
 NUM_BLOCKS = 64
 BLOCK_SIZES_BYTES = (64 * 2**10, 2**20, 2 * 2**20)
@@ -121,7 +121,7 @@ def run_size(block_bytes: int, url: str, num_rounds: RoundCount) -> dict[str, di
 
 def make_parts(block_bytes: int) -> list[Part]:
     """Return the blocks in batches, at most as large as the tier's. Pure."""
-    size = min(MAX_PART_BLOCKS, MAX_PART_BYTES // block_bytes, NUM_BLOCKS // DEFAULT_NUM_THREADS)
+    size = min(MAX_TASK_BLOCKS, MAX_TASK_BYTES // block_bytes, NUM_BLOCKS // DEFAULT_NUM_THREADS)
     return [range(begin, min(begin + size, NUM_BLOCKS)) for begin in range(0, NUM_BLOCKS, size)]
 
 

@@ -23,7 +23,7 @@ class LinkRate:
 
     Attributes:
         bytes_per_s: bandwidth of one load after the latency, all streams of the link together.
-        latency_s: seconds before the first byte, once per load of any size; 0 when parts follow without a pause.
+        latency_s: seconds before the first byte, once per load of any size; 0 when blocks follow without a pause.
 
     Raises:
         ConfigError: the rate is not a finite number above zero, or the latency not one from zero.
@@ -67,29 +67,29 @@ class PrefillRate:
 
 
 def make_link_rate(
-    bytes_per_s: float, latency_s: float, *, part_bytes: int, num_streams: int = 1
+    bytes_per_s: float, latency_s: float, *, block_bytes: int, num_streams: int = 1
 ) -> LinkRate:
-    """Return the rate of a link that moves parts, each after a latency, several at the same time. Pure.
+    """Return the rate of a link that moves blocks, each after a latency, several at the same time. Pure.
 
-    One stream waits for the latency of each part; enough streams hide it behind the bytes of other parts. The result is
-    exact for one part and for very many; between them it is off by less than one part.
+    One stream waits for the latency of each block; enough streams hide it behind the bytes of other blocks. The result
+    is exact for one block and for very many; between them it is off by less than one block.
 
     Args:
         bytes_per_s: bandwidth of all streams together.
-        latency_s: seconds before the first byte of a part.
-        part_bytes: bytes of a part, which is a block.
-        num_streams: parts in flight at the same time.
+        latency_s: seconds before the first byte of a block.
+        block_bytes: bytes of a block.
+        num_streams: blocks in flight at the same time.
 
     Raises:
         ConfigError: a value is not above zero, or the latency is negative.
     """
-    for name, value in (("part_bytes", part_bytes), ("num_streams", num_streams)):
+    for name, value in (("block_bytes", block_bytes), ("num_streams", num_streams)):
         if value < 1:
             raise ConfigError(name, value, "must be a whole number from 1")
     link = LinkRate(bytes_per_s, latency_s)
-    part_s = link.time_s(part_bytes)
-    sustained_bytes_per_s = min(bytes_per_s, num_streams * part_bytes / part_s)
-    return LinkRate(sustained_bytes_per_s, max(0.0, part_s - part_bytes / sustained_bytes_per_s))
+    block_s = link.time_s(block_bytes)
+    sustained_bytes_per_s = min(bytes_per_s, num_streams * block_bytes / block_s)
+    return LinkRate(sustained_bytes_per_s, max(0.0, block_s - block_bytes / sustained_bytes_per_s))
 
 
 def load_s(num_bytes: float, links: Sequence[LinkRate]) -> float:
@@ -180,7 +180,7 @@ class PrefillEstimator:
         self._begun_s: dict[int, tuple[float, int]] = {}
         self._num_steps = 0
         self._reported_s = float("-inf")
-        self._is_told = False
+        self._is_engine_timed = False
         self._rate: PrefillRate | None = None
 
     def begin_step(self, num_prompt_tokens: int, now_s: float) -> int | None:
@@ -190,7 +190,7 @@ class PrefillEstimator:
             num_prompt_tokens: prompt tokens that it computes.
             now_s: the clock's reading.
         """
-        if self._is_told or num_prompt_tokens < MIN_STEP_TOKENS:
+        if self._is_engine_timed or num_prompt_tokens < MIN_STEP_TOKENS:
             return None
         self._num_steps += 1
         self._begun_s[self._num_steps] = (now_s, num_prompt_tokens)
@@ -211,15 +211,15 @@ class PrefillEstimator:
             self._add(num_tokens, now_s - max(begun_s, self._reported_s))
         self._reported_s = now_s
 
-    def tell(self, num_tokens: int, time_s: float) -> None:
-        """Learn from an engine that measures its computing time itself.
+    def observe(self, num_tokens: int, time_s: float) -> None:
+        """Learn from a prefill time that the engine has measured; steps are not timed from then on.
 
         Args:
             num_tokens: prompt tokens.
             time_s: seconds for them alone.
         """
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_engine_timed:
+            self._is_engine_timed = True
             self._begun_s.clear()
             self._samples.clear()
             self._rate = None
@@ -275,7 +275,7 @@ class BandwidthEstimator:
         self._was_slow = False
         self._rate: LinkRate | None = None
 
-    def add(self, num_bytes: float, time_s: float) -> None:
+    def observe(self, num_bytes: float, time_s: float) -> None:
         """Learn from one load; loads without bytes or without time are ignored.
 
         Args:

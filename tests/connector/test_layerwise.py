@@ -52,10 +52,10 @@ class Bench:
         self.half.update_connector_output(report_jobs(metadata, num_workers=num_workers))
         self.half.request_finished(request)
 
-    def take_spoiled_blocks(self) -> set[int]:
+    def drain_invalid_blocks(self) -> set[int]:
         """Return the device blocks to forget."""
         assert self.half.layerwise is not None
-        return self.half.layerwise.take_spoiled_blocks()
+        return self.half.layerwise.drain_invalid_blocks()
 
     def report(self, metadata: OffloadingWorkerMetadata) -> None:
         """Let the workers report."""
@@ -165,8 +165,8 @@ def test_what_was_computed_with_a_failed_load_is_forgotten_and_stored_when_compu
 
     bench.half.update_connector_output(report_jobs(metadata, failed=[load_id, store_id]))
 
-    assert bench.take_spoiled_blocks() == set(range(20, 27))
-    assert bench.take_spoiled_blocks() == set()
+    assert bench.drain_invalid_blocks() == set(range(20, 27))
+    assert bench.drain_invalid_blocks() == set()
     assert bench.manager.lookup(keys_of(LONGER)[4], ReqContext("?")) is False
     assert bench.ask(request) == (0, False)
     # It keeps its blocks, and is computed from its first token on.
@@ -178,7 +178,7 @@ def test_what_was_computed_with_a_failed_load_is_forgotten_and_stored_when_compu
     bench.manager.check()
 
 
-def test_the_failed_load_of_an_aborted_request_still_names_what_it_spoiled() -> None:
+def test_the_failed_load_of_an_aborted_request_still_names_the_invalid_blocks() -> None:
     bench = Bench()
     request = FakeRequest("r", PROMPT)
     metadata = bench.begin(request, list(range(20, 25)))
@@ -186,11 +186,11 @@ def test_the_failed_load_of_an_aborted_request_still_names_what_it_spoiled() -> 
 
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 
-    assert bench.take_spoiled_blocks() == set(range(20, 25))
+    assert bench.drain_invalid_blocks() == set(range(20, 25))
     bench.manager.check()
 
 
-def test_a_failed_load_beside_the_steps_spoils_nothing() -> None:
+def test_a_failed_load_beside_the_steps_makes_no_block_invalid() -> None:
     bench = Bench()
     request = FakeRequest("r", PROMPT)
     assert bench.ask(request, can_wait=False) == (16, True)
@@ -199,4 +199,4 @@ def test_a_failed_load_beside_the_steps_spoils_nothing() -> None:
 
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 
-    assert bench.take_spoiled_blocks() == set()
+    assert bench.drain_invalid_blocks() == set()

@@ -1,4 +1,4 @@
-"""The scheduler half against the real books of the primary tier."""
+"""The scheduler half against the real primary tier."""
 
 from tests.connector.fakes import (
     FakeBlocks,
@@ -32,7 +32,7 @@ PROMPT = list(range(17))
 
 
 class Bench:
-    """A scheduler half with real books, and the calls an engine makes."""
+    """A scheduler half with a real primary tier, and the calls an engine makes."""
 
     def __init__(self, num_blocks: int = 16, num_workers: int = 1, cache_policy: str = "lru") -> None:
         self.manager = CPUOffloadingManager(num_blocks, cache_policy, enable_events=True)

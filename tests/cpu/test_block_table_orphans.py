@@ -10,85 +10,85 @@ from kvtier.testing.policy_suite import key_of
 KEY = key_of(1)
 
 
-def make_ledger() -> tuple[OrphanedSlots, list[int]]:
+def make_orphans() -> tuple[OrphanedSlots, list[int]]:
     freed: list[int] = []
     return OrphanedSlots(freed.extend), freed
 
 
-def test_an_empty_ledger_is_empty_and_keeps_every_key() -> None:
-    ledger, freed = make_ledger()
-    assert not ledger.by_slot
-    assert ledger.settle_keys(keys_of(1, 2), is_write=True) == keys_of(1, 2)
-    ledger.settle_slots([1], is_write=True)
+def test_an_empty_table_is_empty_and_keeps_every_key() -> None:
+    orphans, freed = make_orphans()
+    assert not orphans.by_slot
+    assert orphans.settle_keys(keys_of(1, 2), is_write=True) == keys_of(1, 2)
+    orphans.settle_slots([1], is_write=True)
     assert freed == []
 
 
 def test_reports_by_key_go_to_the_oldest_orphan() -> None:
-    ledger, freed = make_ledger()
+    orphans, freed = make_orphans()
     for slot in (5, 3):
-        ledger.adopt(slot, KEY, is_write=True, num_reports=1)
-    assert ledger.settle_keys([KEY], is_write=True) == []
-    assert (freed, list(ledger.by_slot)) == ([5], [3])
-    ledger.check()
+        orphans.adopt(slot, KEY, is_write=True, num_reports=1)
+    assert orphans.settle_keys([KEY], is_write=True) == []
+    assert (freed, list(orphans.by_slot)) == ([5], [3])
+    orphans.check()
 
 
 def test_reads_and_writes_of_a_key_are_told_apart() -> None:
-    ledger, freed = make_ledger()
-    ledger.adopt(5, KEY, is_write=True, num_reports=1)
-    assert ledger.settle_keys([KEY], is_write=False) == [KEY]
-    ledger.settle_slots([5], is_write=False)
+    orphans, freed = make_orphans()
+    orphans.adopt(5, KEY, is_write=True, num_reports=1)
+    assert orphans.settle_keys([KEY], is_write=False) == [KEY]
+    orphans.settle_slots([5], is_write=False)
     assert freed == []
 
 
 def test_a_repeated_key_in_one_report_settles_once() -> None:
-    ledger, freed = make_ledger()
-    ledger.adopt(5, KEY, is_write=False, num_reports=2)
-    ledger.settle_keys([KEY, KEY], is_write=False)
+    orphans, freed = make_orphans()
+    orphans.adopt(5, KEY, is_write=False, num_reports=2)
+    orphans.settle_keys([KEY, KEY], is_write=False)
     assert freed == []
-    ledger.settle_keys([KEY], is_write=False)
+    orphans.settle_keys([KEY], is_write=False)
     assert freed == [5]
 
 
 def test_a_slot_report_takes_the_slots_place_in_the_keys_queue() -> None:
-    ledger, freed = make_ledger()
+    orphans, freed = make_orphans()
     for slot in (5, 3):
-        ledger.adopt(slot, KEY, is_write=False, num_reports=1)
-    ledger.settle_slots([3], is_write=False)
+        orphans.adopt(slot, KEY, is_write=False, num_reports=1)
+    orphans.settle_slots([3], is_write=False)
     assert freed == [3]
-    ledger.settle_keys([KEY], is_write=False)
-    assert ledger.settle_keys([KEY], is_write=False) == [KEY]
+    orphans.settle_keys([KEY], is_write=False)
+    assert orphans.settle_keys([KEY], is_write=False) == [KEY]
     assert freed == [3, 5]
 
 
 def test_a_claimed_report_is_not_settled_by_key() -> None:
-    ledger, freed = make_ledger()
-    ledger.adopt(5, KEY, is_write=False, num_reports=2)
-    ledger.claim([5, 9], is_write=False)
-    ledger.check()
-    ledger.settle_keys([KEY], is_write=False)
-    assert ledger.settle_keys([KEY], is_write=False) == [KEY]
+    orphans, freed = make_orphans()
+    orphans.adopt(5, KEY, is_write=False, num_reports=2)
+    orphans.claim([5, 9], is_write=False)
+    orphans.check()
+    orphans.settle_keys([KEY], is_write=False)
+    assert orphans.settle_keys([KEY], is_write=False) == [KEY]
     assert freed == []
-    ledger.settle_slots([5], is_write=False)
+    orphans.settle_slots([5], is_write=False)
     assert freed == [5]
 
 
 def test_a_slot_can_be_claimed_once_for_each_report() -> None:
-    ledger, freed = make_ledger()
-    ledger.adopt(5, KEY, is_write=False, num_reports=2)
+    orphans, freed = make_orphans()
+    orphans.adopt(5, KEY, is_write=False, num_reports=2)
     for _ in range(3):
-        ledger.claim([5], is_write=False)
+        orphans.claim([5], is_write=False)
     for _ in range(3):
-        ledger.settle_slots([5], is_write=False)
+        orphans.settle_slots([5], is_write=False)
     assert freed == [5]
-    assert not ledger.by_slot
+    assert not orphans.by_slot
 
 
 def test_check_finds_an_orphan_that_waits_for_nothing() -> None:
-    ledger, _ = make_ledger()
-    ledger.adopt(5, KEY, is_write=True, num_reports=1)
-    ledger.by_slot[5].num_by_key = 0
+    orphans, _ = make_orphans()
+    orphans.adopt(5, KEY, is_write=True, num_reports=1)
+    orphans.by_slot[5].num_by_key = 0
     with pytest.raises(InvariantError, match="orphans expect"):
-        ledger.check()
-    ledger._by_key.clear()
+        orphans.check()
+    orphans._by_key.clear()
     with pytest.raises(InvariantError, match="wait for no report"):
-        ledger.check()
+        orphans.check()

@@ -31,7 +31,7 @@ def test_an_event_is_not_changed_by_its_caller() -> None:
 
 
 def test_the_oldest_are_dropped_and_counted_when_nobody_takes_them() -> None:
-    log = EventLog("CPU", max_pending_keys=4)
+    log = EventLog("CPU", max_untaken_keys=4)
     for number in range(5):
         log.record(keys_of(number, number + 100), removed=False)
     assert log.num_dropped == 3
@@ -39,7 +39,7 @@ def test_the_oldest_are_dropped_and_counted_when_nobody_takes_them() -> None:
 
 
 def test_the_newest_event_is_kept_whatever_its_size() -> None:
-    log = EventLog("CPU", max_pending_keys=2)
+    log = EventLog("CPU", max_untaken_keys=2)
     log.record(keys_of(9), removed=False)
     log.record(keys_of(*range(5)), removed=True)
     assert [event.keys for event in log.take()] == [keys_of(*range(5))]

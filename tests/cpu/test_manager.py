@@ -225,9 +225,9 @@ def test_orphans_settled_by_slot_in_any_order_are_freed() -> None:
     manager = CPUOffloadingManager(3)
     prepared(manager, keys_of(1, 2, 3))
     manager.reset()
-    manager.settle_orphans([2, 0], is_write=True)
-    manager.settle_orphans([2, 7], is_write=True)
-    manager.settle_orphans([1], is_write=False)
+    manager.table.orphans.settle_slots([2, 0], is_write=True)
+    manager.table.orphans.settle_slots([2, 7], is_write=True)
+    manager.table.orphans.settle_slots([1], is_write=False)
     manager.check()
     assert slots_of(prepared(manager, keys_of(4, 5)).store_spec) == [0, 2]
     assert manager.prepare_store(keys_of(6), REQUEST) is None
@@ -238,12 +238,12 @@ def test_a_claimed_slot_is_not_freed_by_a_newer_load_of_its_key() -> None:
     store(manager, keys_of(1))
     manager.prepare_load(keys_of(1), REQUEST)
     manager.reset()
-    manager.claim_orphans([0], is_write=False)
+    manager.table.orphans.claim([0], is_write=False)
     store(manager, keys_of(1))
     manager.prepare_load(keys_of(1), REQUEST)
     manager.complete_load(keys_of(1), REQUEST)
     assert (manager.num_evictable, manager.num_free) == (1, 0)
-    manager.settle_orphans([0], is_write=False)
+    manager.table.orphans.settle_slots([0], is_write=False)
     assert (manager.num_evictable, manager.num_free) == (1, 1)
     manager.check()
 

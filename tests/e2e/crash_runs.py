@@ -81,7 +81,7 @@ def choose_instants(draw: random.Random) -> list[Instant]:
         Instant("posix_fallocate"),
         Instant("posix_fallocate", is_after=True),
         Instant("pwrite", is_after=True),
-        # The tier removes its first probe of the directory; then both halves have mapped the region and seal it.
+        # The tier removes its first scratch file; then both halves have mapped the region and seal it.
         Instant("unlink"),
         Instant("unlink", number=2),
     ]

@@ -2,7 +2,7 @@
 
 It knows no server; ``tier_servers`` does. Several requests at a time search, load, give up and store through the
 manager, as an engine would, on the real clock. What must hold is checked as it goes: the bytes of each load follow
-from its key, each search is answered, the manager's books are right after each call, what failed to be stored is never
+from its key, each search is answered, the manager's invariants hold after each call, what failed to be stored is never
 served, memory stays bounded, and after each outage the tier serves again.
 """
 

@@ -164,7 +164,7 @@ class ConnectorDriver:
                     (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
                 )
             ]
-            self.manager = MoodyTieringManager(primary, tiers, clock=self.clock)
+            self.manager = MoodyTieringManager(primary, tiers, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
             config,
@@ -351,7 +351,7 @@ class ConnectorDriver:
                 self._check_found(request)
 
     def check(self) -> None:
-        """Look at the books, and at what the handlers have noticed."""
+        """Check the invariants, and look at what the handlers have noticed."""
         self.manager.check()
         for worker in self.engine.workers:
             assert not worker.broken_laws

@@ -151,7 +151,7 @@ class SimEngine:
         # Requests that ended by these tokens are finished by now: vLLM hands on the workers' reports last.
         self.scheduler.update_connector_output(FakeOutput(step.report))
         if self.scheduler.layerwise is not None:
-            self.cache.pool.forget(self.scheduler.layerwise.take_spoiled_blocks())
+            self.cache.pool.forget(self.scheduler.layerwise.drain_invalid_blocks())
         for rank, req_id, failed_blocks in step.ended_loads:
             self._note_load(rank, req_id, has_failed=failed_blocks is not None)
         self._may_move = True

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
 from tests.property.connector_device import SlowHandler
 from tests.property.connector_driver import (
     LAYOUTS,
@@ -14,6 +13,7 @@ from tests.property.connector_driver import (
     EngineOptions,
     ResetKind,
 )
+from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
 
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, TierSettings
@@ -37,7 +37,7 @@ CHOOSY = [
     TierSettings(store_threshold=2, fill=True),
     TierSettings(),
 ]
-POLICIES = ["lru", "hazard", "hazard", LRU_ASIDE, ARC_ASIDE]
+POLICIES = ["lru", "hazard", "hazard", LRU_PARKING, ARC_PARKING]
 SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 
 
@@ -96,7 +96,7 @@ class Walk:
         self._num_arrived = 0
 
     def go(self, num_operations: int) -> None:
-        """Do so many operations, look at the books after each, and let everything run out."""
+        """Do so many operations, check the invariants after each, and let everything run out."""
         often: list[Callable[[], None]] = [self._arrive, self._step, self._step, self._advance, self._copy]
         sometimes = [self._serve, self._run_out, self._abort, self._preempt, self._change_pace, self._wait]
         sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]

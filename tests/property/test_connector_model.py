@@ -3,7 +3,7 @@
 The engine of ``connector_engine`` checks each byte before it computes with it, and each job before it is sent. Here
 its steps, the copies, the failures and the requests come in random order: drawn by Hypothesis, which makes a failure
 small, and by seeded walks, which show that each kind of event is really reached. At the end everything is let run out:
-each request has ended, no job is open, no slot is pinned, the books are whole, and what was computed is found again.
+each request has ended, no job is open, no slot is pinned, the invariants hold, and what was computed is found again.
 """
 
 from collections import Counter
@@ -201,7 +201,7 @@ class ConnectorModel(RuleBasedStateMachine):
             self.driver.clock.advance(seconds)
 
     @invariant()
-    def books_are_whole(self) -> None:
+    def invariants_hold(self) -> None:
         """No slot leaks, whatever happened."""
         if hasattr(self, "driver"):
             self.driver.check()

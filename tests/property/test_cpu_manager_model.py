@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
+from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -126,7 +126,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
     def forget_evicted(self, evicted: list[OffloadKey], evictable: set[OffloadKey], num: int) -> None:
         assert len(evicted) == len(set(evicted)) == num
         assert set(evicted) <= evictable
-        if self.policy in ("lru", LRU_ASIDE):
+        if self.policy in ("lru", LRU_PARKING):
             assert evicted == [key for key in self.model.held if key in evictable][:num]
         for key in evicted:
             del self.model.held[key]
@@ -197,7 +197,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
         else:
             self.read(job)
         if job.is_before_reset:
-            self.manager.settle_orphans(list(job.slots.values()), is_write=job.is_write)
+            self.manager.table.orphans.settle_slots(list(job.slots.values()), is_write=job.is_write)
         elif job.is_write:
             finished = self.manager.finish_writes(list(job.slots), success=success, may_settle_orphans=False)
             assert finished == list(job.slots)
@@ -245,7 +245,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
         self.manager.reset()
         for job in self.model.tier_jobs:
             if not job.is_before_reset:
-                self.manager.claim_orphans(list(job.slots.values()), is_write=job.is_write)
+                self.manager.table.orphans.claim(list(job.slots.values()), is_write=job.is_write)
         for job in self.model.transfers():
             job.is_before_reset = True
         self.model.held.clear()
@@ -267,9 +267,9 @@ class CPUManagerMachine(RuleBasedStateMachine):
                 assert max(block.ref_cnt, 0) == expected.num_pins
         policy = self.manager.table.policy
         if isinstance(policy, LRUCachePolicy):
-            aside = policy.parked._places
-            in_place = [key for key in policy.blocks if key not in aside]
-            assert sorted(aside, key=aside.__getitem__) + in_place == list(self.model.held)
+            parked = policy.parked.places
+            in_place = [key for key in policy.blocks if key not in parked]
+            assert sorted(parked, key=parked.__getitem__) + in_place == list(self.model.held)
         if self.store_threshold >= 2:
             assert self.manager.counts == self.accesses
 
@@ -292,16 +292,16 @@ class ARCMachine(CPUManagerMachine):
     policy = "arc"
 
 
-class AsideLRUMachine(CPUManagerMachine):
+class ParkingLRUMachine(CPUManagerMachine):
     """The same on LRU with busy blocks out of the way."""
 
-    policy = LRU_ASIDE
+    policy = LRU_PARKING
 
 
-class AsideARCMachine(CPUManagerMachine):
+class ParkingARCMachine(CPUManagerMachine):
     """The same on ARC with busy blocks out of the way."""
 
-    policy = ARC_ASIDE
+    policy = ARC_PARKING
 
 
 class HazardMachine(CPUManagerMachine):
@@ -332,10 +332,10 @@ MODEL_SETTINGS = settings(
 TestLRUModel = CPUManagerMachine.TestCase
 TestARCModel = ARCMachine.TestCase
 TestHazardModel = HazardMachine.TestCase
-TestAsideLRUModel = AsideLRUMachine.TestCase
-TestAsideARCModel = AsideARCMachine.TestCase
+TestParkingLRUModel = ParkingLRUMachine.TestCase
+TestParkingARCModel = ParkingARCMachine.TestCase
 TestFilteredModel = FilteredMachine.TestCase
 TestFilteredARCModel = FilteredARCMachine.TestCase
 TestLRUModel.settings = TestARCModel.settings = TestHazardModel.settings = MODEL_SETTINGS
 TestFilteredModel.settings = TestFilteredARCModel.settings = MODEL_SETTINGS
-TestAsideLRUModel.settings = TestAsideARCModel.settings = MODEL_SETTINGS
+TestParkingLRUModel.settings = TestParkingARCModel.settings = MODEL_SETTINGS

@@ -71,7 +71,7 @@ class Twins(CachePolicy, EvictionPreview):
 
 
 class ToldOfIdleBlocks(PolicyMachine):
-    """A policy that is told which blocks become idle beside one that is not; the first sets every busy block aside."""
+    """A policy that is told which blocks become idle beside one that is not; the first parks every busy block."""
 
     policy_name: ClassVar[str]
 

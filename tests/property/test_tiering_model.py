@@ -1,6 +1,6 @@
 """Random operations on the tiering manager, with real bytes and failing tiers, never break its laws.
 
-Blocks have the bytes that their key and the number of resets stand for. After every operation the books are
+Blocks have the bytes that their key and the number of resets stand for. After every operation the invariants are
 checked; every load compares bytes, and again when it ends; at the end every request must have an answer, every
 job its report, and every slot must be free to take.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.property.aside_policies import ARC_ASIDE, LRU_ASIDE
+from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
 
 from kvtier.base import ReqContext
 from kvtier.connector.load_or_compute import list_unwanted
@@ -65,7 +65,7 @@ class OpenLoad:
     context: ReqContext
 
 
-POLICIES = ("lru", "arc", "hazard", LRU_ASIDE, ARC_ASIDE)
+POLICIES = ("lru", "arc", "hazard", LRU_PARKING, ARC_PARKING)
 DEMANDING = TierAdmission(min_reuse_probability=0.7, horizon_s=10.0)
 """Lets through what is named again and again within ten seconds and refuses the rest."""
 
@@ -315,7 +315,7 @@ class TieringModel(RuleBasedStateMachine):
         self.driver.manager.request_finished(request)
 
     @invariant()
-    def the_books_are_right(self) -> None:
+    def the_invariants_hold(self) -> None:
         """The manager's own check, after every rule."""
         if hasattr(self, "driver"):
             self.driver.manager.check()
@@ -339,7 +339,7 @@ class TieringModel(RuleBasedStateMachine):
         assert self.driver.manager.stats()["open_jobs"] == 0, "a job was never settled"
         self.driver.clock.advance(OPEN_S)
         self.driver.evict_everything()
-        assert self.driver.primary.num_free == NUM_SLOTS, "a slot leaked"
+        assert self.driver.primary.table.slots.num_free == NUM_SLOTS, "a slot leaked"
 
     def tell(self, numbers: list[int], request: ReqContext) -> None:
         """Tell everybody of a request."""

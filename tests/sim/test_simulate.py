@@ -491,7 +491,7 @@ def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, tr
     assert simulated.spec is not None
     simulated.spec.get_manager().check()
     for tier in simulated.spec.tiers:
-        books = tier._directory.stats()
+        counts = tier._directory.stats()
         assert (
-            books["primary.evictable_blocks"] == books["primary.held_blocks"] == tier.stats()["held_blocks"]
+            counts["primary.evictable_blocks"] == counts["primary.held_blocks"] == tier.stats()["held_blocks"]
         )

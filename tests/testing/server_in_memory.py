@@ -127,11 +127,11 @@ class MemoryBlockStore(BlockStore[Namespace]):
         value = self.server.values.get(name)
         if value is None:
             return TierFailure.ABSENT
-        verdict = self.judge(namespace, key, value, row)
-        if verdict is HeaderCheck.OK:
+        header_check = self.judge(namespace, key, value, row)
+        if header_check is HeaderCheck.OK:
             row[:] = value[ENVELOPE_BYTES:]
             return None
-        reason = FAILURE_OF_CHECK[verdict]
+        reason = FAILURE_OF_CHECK[header_check]
         if reason is TierFailure.DAMAGED:
             self.remove(name)
         return reason
@@ -164,7 +164,7 @@ class MemoryTier(ThreadedTier[Namespace]):
 
     def __init__(self, config: OffloadingConfig, rows: memoryview, block_store: MemoryBlockStore) -> None:
         self.server = block_store.server
-        options = ThreadOptions(2, max_part_blocks=4, positive_ttl_s=2.0)
+        options = ThreadOptions(2, max_task_blocks=4, positive_ttl_s=2.0)
         super().__init__(config, rows, block_store=block_store, options=options)
 
     @staticmethod

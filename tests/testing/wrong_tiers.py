@@ -221,19 +221,19 @@ class BelievesAnything(WrongSuite):
 
     class _Store(MemoryBlockStore):
         def judge(self, namespace: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
-            verdict = super().judge(namespace, key, value, row)
+            header_check = super().judge(namespace, key, value, row)
             has_length = len(value) == ENVELOPE_BYTES + len(row)
-            return HeaderCheck.OK if has_length else verdict
+            return HeaderCheck.OK if has_length else header_check
 
 
 class HasNoChecksum(WrongSuite):
     """Believes every row under the right key and namespace."""
 
     class _Store(MemoryBlockStore):
-        def judge(self, space: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
-            verdict = super().judge(space, key, value, row)
+        def judge(self, namespace: Namespace, key: OffloadKey, value: bytes, row: memoryview) -> HeaderCheck:
+            header_check = super().judge(namespace, key, value, row)
             has_length = len(value) == ENVELOPE_BYTES + len(row)
-            return HeaderCheck.OK if has_length and verdict is HeaderCheck.DAMAGED else verdict
+            return HeaderCheck.OK if has_length and header_check is HeaderCheck.DAMAGED else header_check
 
 
 class StaysInItsEpoch(WrongSuite):

@@ -1,4 +1,4 @@
-"""The breaker opens, probes and closes by the manual clock; the budget and the back-off keep their bounds."""
+"""The breaker opens, is tried and closes by the manual clock; the back-off keeps its bounds."""
 
 import pytest
 
@@ -10,15 +10,14 @@ from kvtier.tiering.breaker import (
     MAX_BACKOFF_KEYS,
     MAX_BACKOFF_S,
     OPEN_S,
-    PROBE_TIMEOUT_S,
+    TRIAL_TIMEOUT_S,
     BreakerState,
     CircuitBreaker,
-    InFlightBudget,
     LoadBackoff,
 )
 
 OLD, PROBE, OTHER = object(), object(), object()
-"""Owners of work: begun before the breaker opened, the probe, and anybody else."""
+"""Owners of work: begun before the breaker opened, the trial, and anybody else."""
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def test_a_success_between_failures_starts_the_count_again(breaker: CircuitBreak
     assert breaker.state is BreakerState.CLOSED
 
 
-def test_after_the_pause_one_probe_and_only_one_gets_through(
+def test_after_the_pause_one_trial_and_only_one_gets_through(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
@@ -73,7 +72,7 @@ def test_after_the_pause_one_probe_and_only_one_gets_through(
     assert breaker.begin(PROBE)
 
 
-def test_a_good_probe_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_good_trial_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     breaker.begin(PROBE)
@@ -82,7 +81,7 @@ def test_a_good_probe_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> 
     assert breaker.begin(OTHER)
 
 
-def test_a_bad_probe_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
+def test_a_bad_trial_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     breaker.begin(PROBE)
@@ -98,7 +97,7 @@ def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: Ci
     assert breaker.state is BreakerState.OPEN
 
 
-def test_reports_of_older_work_decide_nothing_while_a_probe_is_out(
+def test_reports_of_older_work_decide_nothing_while_a_trial_is_out(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
@@ -110,13 +109,13 @@ def test_reports_of_older_work_decide_nothing_while_a_probe_is_out(
     assert not breaker.allows(OTHER)
 
 
-def test_a_probe_that_nobody_reports_makes_room_for_the_next(
+def test_a_trial_that_nobody_reports_makes_room_for_the_next(
     breaker: CircuitBreaker, clock: ManualClock
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     breaker.begin(PROBE)
-    clock.advance(PROBE_TIMEOUT_S)
+    clock.advance(TRIAL_TIMEOUT_S)
     assert breaker.begin(OTHER)
     breaker.record_success(PROBE)
     assert breaker.state is BreakerState.HALF_OPEN
@@ -129,21 +128,6 @@ def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> N
     breaker.trip()
     assert breaker.state is BreakerState.OPEN
     assert breaker.num_openings == 1
-
-
-def test_a_budget_counts_what_is_in_flight() -> None:
-    budget = InFlightBudget(limit_bytes=100)
-    assert budget.room_for(30) == 3
-    budget.used_bytes += 90
-    assert budget.room_for(30) == 0
-    budget.used_bytes -= 60
-    assert budget.room_for(30) == 2
-
-
-def test_an_overdrawn_budget_has_room_for_nothing() -> None:
-    budget = InFlightBudget(limit_bytes=10)
-    budget.used_bytes += 50
-    assert budget.room_for(1) == 0
 
 
 def test_a_failed_key_is_left_alone_for_a_doubling_while(clock: ManualClock) -> None:
@@ -178,9 +162,9 @@ def test_the_back_off_is_bounded(clock: ManualClock) -> None:
 def test_a_late_failure_of_nobody_s_does_not_prolong_the_pause() -> None:
     clock = ManualClock()
     breaker = CircuitBreaker(clock, failures_to_open=1, open_s=5.0)
-    breaker.record_silence()
+    breaker.record_no_response()
     clock.advance(4.0)
-    breaker.record_silence()
+    breaker.record_no_response()
     breaker.record_failure(None)
     clock.advance(1.0)
     assert breaker.state is BreakerState.HALF_OPEN

@@ -226,6 +226,34 @@ def test_a_key_whose_load_failed_is_not_asked_for() -> None:
     assert guard.lookup(key_of(2), ReqContext("a")) is True
 
 
+def test_unfinished_stores_leave_room_for_whole_rows_and_for_none_when_they_hold_too_much() -> None:
+    tier = BrokenTier()
+    guard = GuardedTier(tier, primary_bytes=8 * 100, row_bytes=30, clock=ManualClock())
+    assert guard.num_storable_rows() == 3
+    guard.in_flight_store_bytes += 90
+    assert guard.num_storable_rows() == 0
+    guard.in_flight_store_bytes -= 60
+    assert guard.num_storable_rows() == 2
+    guard.in_flight_store_bytes += 500
+    assert guard.num_storable_rows() == 0
+
+
+def test_the_budget_lets_one_row_through_however_small_it_is_and_none_out_of_service() -> None:
+    tier = BrokenTier()
+    guard = GuardedTier(tier, primary_bytes=8, row_bytes=30, clock=ManualClock())
+    assert guard.num_storable_rows() == 1
+    tier.raising = {"reset"}
+    guard.reset(b"")
+    assert guard.num_storable_rows() == 0
+
+
+def test_how_fast_a_tier_loads_is_in_its_stats_only_where_it_is_measured() -> None:
+    for measures_loads in (False, True):
+        guard = GuardedTier(BrokenTier(), 2**20, 2**12, ManualClock(), measures_loads=measures_loads)
+        assert ("load_bytes_per_s" in guard.stats()) is measures_loads
+        assert ("load_latency_s" in guard.stats()) is measures_loads
+
+
 def test_raising_lookups_open_the_breaker() -> None:
     tier = BrokenTier()
     tier.raising = {"lookup"}

@@ -39,7 +39,7 @@ class Tier:
     def end(self, *loads: Load, is_whole: bool = True, took_s: float | None = None) -> None:
         for load in loads:
             self.times.end(load.num_bytes, load.started_s, is_whole=is_whole, took_s=took_s)
-        self.times.settle()
+        self.times.learn()
 
     def load(self, num_rows: int, time_s: float) -> None:
         job = self.begin(num_rows)
@@ -255,6 +255,6 @@ def test_of_loads_that_overlap_the_last_to_end_counts() -> None:
     tier.times.end(*second, is_whole=True, took_s=3.0)
     tier.times.end(*first, is_whole=True, took_s=2.0)
 
-    tier.times.settle()
+    tier.times.learn()
 
     assert tier.describe() == TierLoad("tier", ROW, LinkRate(20.0))

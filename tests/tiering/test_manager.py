@@ -81,10 +81,10 @@ def test_a_second_lookup_in_the_step_neither_promotes_twice_nor_differs() -> Non
     driver, request = make_driver(), ReqContext("a")
     driver.store([1])
     driver.evict_everything()
-    num_free = driver.primary.num_free
+    num_free = driver.primary.table.slots.num_free
     assert [driver.search([1], request), driver.search([1], request)] == [None, None]
     assert driver.search([1], ReqContext("b")) is None
-    assert driver.primary.num_free == num_free - 1
+    assert driver.primary.table.slots.num_free == num_free - 1
 
 
 def test_a_prefix_one_block_longer_than_the_primary_is_answered_with_what_fits() -> None:

@@ -93,12 +93,12 @@ class GatedStore(BlockStore[str]):
 
 
 class GatedTier(ThreadedTier[str]):
-    """A tier over such a place, which believes no verdict for longer than it takes to hear it."""
+    """A tier over such a place, whose answers expire as soon as they are read."""
 
     def __init__(self, rows: memoryview) -> None:
         self.clock = ManualClock()
         self.place = GatedStore(rows_of(rows))
-        options = ThreadOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=0.0)
+        options = ThreadOptions(num_threads=2, max_task_blocks=4, positive_ttl_s=0.0)
         settings = TierSettings(max_in_flight_store_bytes=BUDGET_BLOCKS * ROW_BYTES)
         config = make_config(row_bytes=ROW_BYTES)
         super().__init__(config, rows, settings, block_store=self.place, options=options, clock=self.clock)

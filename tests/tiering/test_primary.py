@@ -6,7 +6,7 @@ from kvtier.base import ReqContext
 from kvtier.errors import BlockNotReadyError
 from kvtier.testing.manager_suite import keys_of
 from kvtier.testing.tiering_driver import ArrayRegion
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager, ReservedSlot
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 REQUEST = ReqContext("a")
 
@@ -52,20 +52,21 @@ def test_the_reuse_filter_keeps_a_store_out_and_no_promotion() -> None:
     assert primary.is_ready(keys_of(1)[0])
 
 
-def test_a_reserved_slot_comes_with_what_was_evicted_for_it() -> None:
+def test_a_prepared_write_names_what_was_evicted_for_it_and_spares_what_is_protected() -> None:
     primary = make_primary()
-    promote(primary, 1)
-    (first, second, third) = keys_of(1, 2, 3)
+    promote(primary, 1, 2)
+    (first, second) = keys_of(1, 2)
 
-    assert primary.reserve_slot(second, ()) == ReservedSlot(1)
-    assert primary.reserve_slot(third, (first,)) is None
-    assert primary.reserve_slot(third, ()) == ReservedSlot(0, [first])
+    assert primary.prepare_write(keys_of(3, 4), REQUEST, (first,)) is None
+    output = primary.prepare_write(keys_of(3), REQUEST, (first,))
+    assert output is not None
+    assert output.evicted_keys == [second]
 
 
 def test_a_hold_of_a_block_in_flight_begins_when_it_is_ready() -> None:
     primary = make_primary(num_blocks=1)
     (key,) = keys_of(1)
-    assert primary.reserve_slot(key, ()) is not None
+    assert primary.prepare_write([key], REQUEST) is not None
     for _ in range(2):
         primary.table.hold(key)
     primary.complete_write([key], REQUEST)

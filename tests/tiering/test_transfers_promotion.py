@@ -51,9 +51,9 @@ def test_promotions_are_batched_per_tier_and_request() -> None:
 def test_cancelled_promotions_give_their_slots_back() -> None:
     one = Transfers()
     assert one.plan(one.near, ReqContext("a"), 1)
-    assert one.primary.num_free == 7
+    assert one.primary.table.slots.num_free == 7
     assert one.transfers.cancel_promotions() == [key_of(1)]
-    assert one.primary.num_free == 8
+    assert one.primary.table.slots.num_free == 8
     assert not one.transfers.promoting
     assert one.transfers.start_promotions() == []
 

@@ -52,7 +52,7 @@ class LayerwiseChoice:
         self._num_workers = spec.config.world_size
         self._num_able_workers = 0
         self._load: _LayerLoad | None = None
-        self._spoiled_blocks: set[int] = set()
+        self._invalid_blocks: set[int] = set()
 
     def count_workers(self, change: int) -> None:
         """Add to the number of workers that can load by layer."""
@@ -104,15 +104,15 @@ class LayerwiseChoice:
         if job.has_failed:
             job.state.stores.offer_again()
             first_block = load.first_token // self._device_block_tokens
-            self._spoiled_blocks.update(job.state.blocks.block_ids[0][first_block:])
+            self._invalid_blocks.update(job.state.blocks.block_ids[0][first_block:])
 
-    def take_spoiled_blocks(self) -> set[int]:
+    def drain_invalid_blocks(self) -> set[int]:
         """Return, once, the device blocks with wrong bytes from a failed load by layer or its computation.
 
         They hold wrong bytes under the right hashes: an engine with a prefix cache must forget these.
         """
-        spoiled, self._spoiled_blocks = self._spoiled_blocks, set()
-        return spoiled
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
 
 
 class LayerLoads:
@@ -136,7 +136,7 @@ class LayerLoads:
         self.is_able = num_refs > 1 and set(kv_caches.ref_of_layer.values()) == set(range(num_refs))
         self._open: set[TransferJobId] = set()
         self._unread_layers: set[str] = set()
-        self._is_spoiled = False
+        self._has_failed = False
 
     def __contains__(self, job_id: object) -> bool:
         return job_id in self._open
@@ -153,7 +153,7 @@ class LayerLoads:
         else:
             is_begun = self._worker.transfer_async(job_id, spec)
             self._worker.wait({job_id})
-        self._is_spoiled |= not is_begun
+        self._has_failed |= not is_begun
         return is_begun
 
     def wait_for_layer(self, layer_name: str) -> bool:
@@ -166,8 +166,8 @@ class LayerLoads:
             return True
         self._unread_layers.discard(layer_name)
         ref_idx = self._ref_of_layer.get(layer_name, self._last_ref)
-        self._is_spoiled |= not self._worker.wait_for_ref(self._open, ref_idx)
-        return not self._is_spoiled
+        self._has_failed |= not self._worker.wait_for_ref(self._open, ref_idx)
+        return not self._has_failed
 
     def end(self, *, is_computed: bool) -> tuple[list[TransferResult], bool]:
         """Wait until every load has ended, and forget which layers were read; ``close`` forgets the loads.
@@ -182,7 +182,7 @@ class LayerLoads:
             return [], False
         self._worker.wait(self._open)
         results = self._worker.get_finished()
-        has_failed = any(result.job_id in self._open and not result.success for result in results)
+        self._has_failed |= any(result.job_id in self._open and not result.success for result in results)
         is_unread = is_computed and bool(self._unread_layers)
         if is_unread:
             logger.error(
@@ -191,10 +191,10 @@ class LayerLoads:
                 sorted(self._unread_layers),
             )
             self.is_able = False
-        is_spoiled = is_computed and (self._is_spoiled or has_failed or is_unread)
+        is_invalid = is_computed and (self._has_failed or is_unread)
         self._unread_layers = set()
-        self._is_spoiled = False
-        return results, is_spoiled
+        self._has_failed = False
+        return results, is_invalid
 
     def close(self, job_id: TransferJobId) -> None:
         """Forget a load that has ended."""

@@ -238,11 +238,11 @@ class LoadOrCompute:
                 num_tokens += max(0, min(num_scheduled, num_left))
         return self._prefill_estimator.begin_step(num_tokens, self._clock())
 
-    def take_report(self, report: OffloadingWorkerMetadata | None) -> None:
+    def on_worker_report(self, report: OffloadingWorkerMetadata | None) -> None:
         """Learn from the workers' reports of a step."""
         self._prefill_estimator.end_step(None if report is None else report.measured_step, self._clock())
         if report is not None:
-            self._bandwidth_estimator.add(report.load_bytes, report.load_time_s)
+            self._bandwidth_estimator.observe(report.load_bytes, report.load_time_s)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
         """Learn from a prefill time that the engine has measured; steps are not timed then.
@@ -251,7 +251,7 @@ class LoadOrCompute:
             num_tokens: prompt tokens.
             time_s: seconds for them, without what the engine waited for.
         """
-        self._prefill_estimator.tell(num_tokens, time_s)
+        self._prefill_estimator.observe(num_tokens, time_s)
 
     def stats(self) -> dict[str, float]:
         """Return the measured rates by dotted name; 0 means not measured yet."""

@@ -225,7 +225,7 @@ class OffloadingConnectorScheduler:
         """Process the workers' reports; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
         if self.load_or_compute is not None:
-            self.load_or_compute.take_report(report)
+            self.load_or_compute.on_worker_report(report)
         if report is None:
             return
         if self._handshake is not None:

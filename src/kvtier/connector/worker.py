@@ -81,7 +81,7 @@ class OffloadingConnectorWorker:
         self._failed_loads: dict[str, list[int]] = {}
         self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
         self._results: list[TransferResult] = []
-        self._is_spoiled = False
+        self._is_step_invalid = False
         self._report = OffloadingWorkerMetadata()
         self._stats = OffloadingConnectorStats()
 
@@ -154,7 +154,7 @@ class OffloadingConnectorWorker:
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start the loads of this step, after ``handle_preemptions`` if the engine has not called it."""
         self.handle_preemptions(metadata)
-        self._is_spoiled = False
+        self._is_step_invalid = False
         for job_id, job in metadata.load_jobs.items():
             # A declined load is reported in get_finished like any other: the engine looks nowhere else.
             is_lost = isinstance(job.transfer_spec.source, LostLoadStoreSpec)
@@ -197,11 +197,11 @@ class OffloadingConnectorWorker:
         Thread: blocks.
         """
         was_able = self._layer_loads.is_able
-        results, is_spoiled = self._layer_loads.end(is_computed=is_computed)
+        results, is_invalid = self._layer_loads.end(is_computed=is_computed)
         self._report.layerwise_workers += self._layer_loads.is_able - was_able
         self._results += results
-        self._is_spoiled |= is_spoiled
-        return not self._is_spoiled
+        self._is_step_invalid |= is_invalid
+        return not self._is_step_invalid
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Prepare the stores of this step, which start in the next one; call it when the step has computed.
@@ -285,7 +285,7 @@ class OffloadingConnectorWorker:
         req_id = load.job.req_id
         is_layerwise = job_id in self._layer_loads
         self._layer_loads.close(job_id)
-        is_good = success and not load.is_void and not (is_layerwise and self._is_spoiled)
+        is_good = success and not load.is_void and not (is_layerwise and self._is_step_invalid)
         self._report.mark_completed(job_id, is_good)
         if not is_good:
             destination = load.job.transfer_spec.destination

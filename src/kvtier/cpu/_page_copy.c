@@ -19,7 +19,7 @@
 
 #define LINE_BYTES 64
 
-/* A page's place: which device block, which slot, which part of the slot. */
+/* A page's place: which device block, which slot, which sub-block of the slot. */
 typedef struct {
     int64_t block, slot, sub_block;
 } Place;
@@ -77,7 +77,7 @@ static void copy_past_cache(char *target, const char *source, size_t num_bytes)
     memcpy(target + at, source + at, num_bytes - at);
 }
 
-/* Writes past the cache are weakly ordered: whoever is told that the bytes are there must find them. */
+/* Writes past the cache are weakly ordered: a thread that learns that the bytes are there must find them. */
 static void finish_past_cache(void)
 {
     _mm_sfence();
@@ -110,7 +110,7 @@ static int check_places(const Place *places, Py_ssize_t num_places, const Py_buf
         const Place *place = &places[i];
         if (place->block < 0 || place->block >= pages->shape[0] || place->slot < 0 || place->slot >= rows->shape[0] ||
             place->sub_block < 0 || place->sub_block >= num_sub_blocks) {
-            PyErr_Format(PyExc_IndexError, "block %lld or part %lld of slot %lld is outside of pages or rows",
+            PyErr_Format(PyExc_IndexError, "block %lld or sub-block %lld of slot %lld is outside of pages or rows",
                          (long long)place->block, (long long)place->sub_block, (long long)place->slot);
             return -1;
         }
@@ -118,12 +118,12 @@ static int check_places(const Place *places, Py_ssize_t num_places, const Py_buf
     return 0;
 }
 
-/* The pages of one tensor that move, with views that keep everything alive, cut into parts of some pages. */
+/* The pages of one tensor that move, with views that keep everything alive, cut into tasks of some pages. */
 typedef struct {
     Py_buffer pages, rows, moves;
     int is_past_cache;
-    Py_ssize_t part_pages;
-    int64_t end_part; /* number of the first part behind this tensor's */
+    Py_ssize_t task_pages;
+    int64_t end_task; /* number of the first task behind this tensor's */
 } Share;
 
 typedef struct {
@@ -136,32 +136,32 @@ static Py_ssize_t count_places(const Share *share)
     return share->moves.len / (Py_ssize_t)sizeof(Place);
 }
 
-static void move_part(const Share *share, Py_ssize_t first, Py_ssize_t end, int to_rows)
+static void move_task(const Share *share, Py_ssize_t first, Py_ssize_t end, int to_rows)
 {
     const Place *places = share->moves.buf;
     CopyPage copy = share->is_past_cache ? copy_past_cache : copy_cached;
     Py_ssize_t page_bytes = share->pages.shape[1];
     for (const Place *place = places + first; place < places + end; place++) {
         char *page = (char *)share->pages.buf + place->block * share->pages.strides[0];
-        char *part = (char *)share->rows.buf + place->slot * share->rows.strides[0] + place->sub_block * page_bytes;
-        copy(to_rows ? part : page, to_rows ? page : part, (size_t)page_bytes);
+        char *in_row = (char *)share->rows.buf + place->slot * share->rows.strides[0] + place->sub_block * page_bytes;
+        copy(to_rows ? in_row : page, to_rows ? page : in_row, (size_t)page_bytes);
     }
 }
 
-/* Takes part after part until none is left; whoever shares the counter takes the others. */
+/* Takes task after task until none is left; threads that share the counter take the others. */
 static void work_off(const Transfer *transfer, int64_t *turn, int to_rows)
 {
     const Share *share = transfer->shares, *end = share + transfer->num_shares;
-    int64_t first_part = 0;
+    int64_t first_task = 0;
     for (;;) {
-        int64_t part = __atomic_fetch_add(turn, 1, __ATOMIC_RELAXED);
-        for (; share < end && part >= share->end_part; share++)
-            first_part = share->end_part;
-        if (share == end || part < first_part)
+        int64_t task = __atomic_fetch_add(turn, 1, __ATOMIC_RELAXED);
+        for (; share < end && task >= share->end_task; share++)
+            first_task = share->end_task;
+        if (share == end || task < first_task)
             break;
-        Py_ssize_t first = (Py_ssize_t)(part - first_part) * share->part_pages, num_places = count_places(share);
+        Py_ssize_t first = (Py_ssize_t)(task - first_task) * share->task_pages, num_places = count_places(share);
         Py_ssize_t rest = num_places - first;
-        move_part(share, first, first + (rest < share->part_pages ? rest : share->part_pages), to_rows);
+        move_task(share, first, first + (rest < share->task_pages ? rest : share->task_pages), to_rows);
     }
     finish_past_cache();
 }
@@ -226,8 +226,8 @@ static void release_transfer(Transfer *transfer)
     PyMem_Free(transfer->shares);
 }
 
-/* Takes every share and numbers their parts; on failure an exception is set and nothing is held. */
-static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t part_bytes, int to_rows)
+/* Takes every share and numbers their tasks; on failure an exception is set and nothing is held. */
+static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t task_bytes, int to_rows)
 {
     Py_ssize_t num_items = PySequence_Size(items);
     if (num_items < 0)
@@ -238,7 +238,7 @@ static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t part_by
         PyErr_NoMemory();
         return -1;
     }
-    int64_t end_part = 0;
+    int64_t end_task = 0;
     for (Py_ssize_t i = 0; i < num_items; i++) {
         Share *share = &transfer->shares[i];
         PyObject *item = PySequence_GetItem(items, i);
@@ -248,10 +248,10 @@ static int take_transfer(Transfer *transfer, PyObject *items, Py_ssize_t part_by
             release_transfer(transfer);
             return -1;
         }
-        Py_ssize_t part_pages = part_bytes / share->pages.shape[1], num_places = count_places(share);
-        share->part_pages = part_pages > 0 ? part_pages : 1;
-        end_part += num_places / share->part_pages + (num_places % share->part_pages != 0);
-        share->end_part = end_part;
+        Py_ssize_t task_pages = task_bytes / share->pages.shape[1], num_places = count_places(share);
+        share->task_pages = task_pages > 0 ? task_pages : 1;
+        end_task += num_places / share->task_pages + (num_places % share->task_pages != 0);
+        share->end_task = end_task;
         transfer->num_shares++;
     }
     return 0;
@@ -271,16 +271,16 @@ static int take_turn(PyObject *object, Py_buffer *turn)
 static PyObject *move_pages(PyObject *module, PyObject *args)
 {
     PyObject *items, *turn_object;
-    Py_ssize_t part_bytes;
+    Py_ssize_t task_bytes;
     int to_rows;
     Py_buffer turn;
     Transfer transfer;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOnp", &items, &turn_object, &part_bytes, &to_rows))
+    if (!PyArg_ParseTuple(args, "OOnp", &items, &turn_object, &task_bytes, &to_rows))
         return NULL;
     if (take_turn(turn_object, &turn) < 0)
         return NULL;
-    int failed = take_transfer(&transfer, items, part_bytes, to_rows) < 0;
+    int failed = take_transfer(&transfer, items, task_bytes, to_rows) < 0;
     if (!failed) {
         Py_BEGIN_ALLOW_THREADS
         work_off(&transfer, turn.buf, to_rows);

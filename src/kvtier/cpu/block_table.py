@@ -28,13 +28,13 @@ class SlotAllocator:
 
     Attributes:
         num_free: slots that can be taken now.
-        num_used_once: slots that have ever been taken; they are numbered 0 to ``num_used_once - 1``.
+        high_water_mark: slots that have ever been taken; they are numbered 0 to ``high_water_mark - 1``.
         freed: slots that were taken and given back, in the order of giving.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_free = num_slots
-        self.num_used_once = 0
+        self.high_water_mark = 0
         self.freed: list[int] = []
         self._num_slots = num_slots
         self._blocks = [BlockStatus(slot) for slot in range(num_slots)]
@@ -48,8 +48,8 @@ class SlotAllocator:
             The slots and their blocks, in flight, in the order of ``keys``.
         """
         self.num_free -= len(keys)
-        start = self.num_used_once
-        end = self.num_used_once = min(start + len(keys), self._num_slots)
+        start = self.high_water_mark
+        end = self.high_water_mark = min(start + len(keys), self._num_slots)
         # The block of a slot that was never taken is in flight from the beginning.
         slots, taken = list(range(start, end)), self._blocks[start:end]
         self._last_keys[start:end] = islice(keys, end - start)
@@ -69,9 +69,9 @@ class SlotAllocator:
     def take_one(self, key: OffloadKey) -> BlockStatus:
         """Take a slot for ``key``, as ``take`` does, and return its block."""
         self.num_free -= 1
-        if self.num_used_once < self._num_slots:
-            slot = self.num_used_once
-            self.num_used_once += 1
+        if self.high_water_mark < self._num_slots:
+            slot = self.high_water_mark
+            self.high_water_mark += 1
         else:
             slot = self.freed.pop()
         self._last_keys[slot] = key
@@ -89,7 +89,7 @@ class SlotAllocator:
     ) -> dict[OffloadKey, BlockStatus]:
         """Return every block that a slot's last key still holds, in the order of slots. Pure; visits each slot."""
         held: dict[OffloadKey, BlockStatus] = {}
-        for slot, key in enumerate(self._last_keys[: self.num_used_once]):
+        for slot, key in enumerate(self._last_keys[: self.high_water_mark]):
             block = None if key is None else get_block(key)
             if key is not None and block is not None and block.block_id == slot:
                 held[key] = block
@@ -137,7 +137,10 @@ class OrphanedSlots:
         self._by_key.setdefault((key, is_write), deque()).append(orphan)
 
     def claim(self, slots: Iterable[int], *, is_write: bool) -> None:
-        """Expect one report of each of ``slots`` by slot instead of by key; other slots are ignored."""
+        """Right after a reset: expect one report of each of ``slots`` by slot; other slots are ignored.
+
+        Without this call the report is expected by key, from complete_load or complete_store.
+        """
         for slot in slots:
             orphan = self._find(slot, is_write=is_write)
             if orphan is not None and orphan.num_by_key:
@@ -158,7 +161,7 @@ class OrphanedSlots:
         return others
 
     def settle_slots(self, slots: Iterable[int], *, is_write: bool) -> None:
-        """Take one report for each of ``slots`` that is an orphan of this kind."""
+        """Take one report for each of ``slots`` that is an orphan of this kind; others are ignored."""
         for slot in slots:
             orphan = self._find(slot, is_write=is_write)
             if orphan is None:
@@ -175,9 +178,9 @@ class OrphanedSlots:
         found = [orphan.slot for waiting in self._by_key.values() for orphan in waiting]
         if sorted(expected) != sorted(found) or not all(self._by_key.values()):
             raise InvariantError(f"orphans expect reports by key for slots {expected}, indexed are {found}")
-        idle = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
-        if idle:
-            raise InvariantError(f"orphans wait for no report: {idle}")
+        done = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
+        if done:
+            raise InvariantError(f"orphans wait for no report: {done}")
 
     def _find(self, slot: int, *, is_write: bool) -> Orphan | None:
         orphan = self.by_slot.get(slot)
@@ -409,12 +412,12 @@ class BlockTable:
         self.policy.check(held)
         self.orphans.check()
         used = [block.block_id for block in held.values()] + self.slots.freed + list(self.orphans.by_slot)
-        num_used_once = self.slots.num_used_once
-        if sorted(used) != list(range(num_used_once)):
+        high_water_mark = self.slots.high_water_mark
+        if sorted(used) != list(range(high_water_mark)):
             raise InvariantError(
-                f"slots held, freed, orphaned: {sorted(used)}, expected {num_used_once} from 0"
+                f"slots held, freed, orphaned: {sorted(used)}, expected {high_water_mark} from 0"
             )
-        num_free = self.num_blocks - num_used_once + len(self.slots.freed)
+        num_free = self.num_blocks - high_water_mark + len(self.slots.freed)
         if num_free != self.slots.num_free:
             raise InvariantError(f"{num_free} slots are free, counted were {self.slots.num_free}")
         ref_counts = [block.ref_cnt for block in held.values()]

@@ -14,7 +14,7 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return "CPU"
 
 
-MAX_PENDING_KEYS = 262_144
+MAX_UNTAKEN_KEYS = 262_144
 """Keys in events that were not taken yet, about 20 MB. Fewer lose events of a reader that takes them once a
 minute at two thousand stores and evictions a second; more only cost memory."""
 
@@ -24,15 +24,15 @@ class EventLog:
 
     Args:
         medium: what the events say of where the blocks are.
-        max_pending_keys: keys in waiting events; the newest event is kept whatever its size.
+        max_untaken_keys: keys in events that were not taken yet; the newest event is kept whatever its size.
 
     Attributes:
         num_dropped: events that were dropped because they were not taken in time.
     """
 
-    def __init__(self, medium: str, *, max_pending_keys: int = MAX_PENDING_KEYS) -> None:
+    def __init__(self, medium: str, *, max_untaken_keys: int = MAX_UNTAKEN_KEYS) -> None:
         self._medium = medium
-        self._max_pending_keys = max_pending_keys
+        self._max_untaken_keys = max_untaken_keys
         self._events: deque[OffloadingEvent] = deque()
         self._num_keys = 0
         self.num_dropped = 0
@@ -43,7 +43,7 @@ class EventLog:
             return
         self._events.append(OffloadingEvent(list(keys), self._medium, removed))
         self._num_keys += len(keys)
-        while self._num_keys > self._max_pending_keys and len(self._events) > 1:
+        while self._num_keys > self._max_untaken_keys and len(self._events) > 1:
             self._num_keys -= len(self._events.popleft().keys)
             self.num_dropped += 1
 

@@ -234,17 +234,6 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.clear()
 
-    def claim_orphans(self, block_ids: Collection[int], *, is_write: bool) -> None:
-        """Right after a reset: one transfer of each of ``block_ids`` will be reported by settle_orphans.
-
-        Without this call the report is expected by key, from complete_load or complete_store.
-        """
-        self.table.orphans.claim(map(int, block_ids), is_write=is_write)
-
-    def settle_orphans(self, block_ids: Collection[int], *, is_write: bool) -> None:
-        """Report transfers of before a reset by slot; slots that no reset left in use are ignored."""
-        self.table.orphans.settle_slots(map(int, block_ids), is_write=is_write)
-
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)

@@ -135,14 +135,14 @@ class PageCalls(Protocol):
     """Moves many pages with one call."""
 
     def move_pages(
-        self, shares: Sequence[Share], turn: npt.NDArray[np.int64], part_bytes: int, to_rows: bool, /
+        self, shares: Sequence[Share], turn: npt.NDArray[np.int64], task_bytes: int, to_rows: bool, /
     ) -> None:
-        """Copy pages to their places in rows, or back; returns when all parts have been taken by a thread.
+        """Copy pages to their places in rows, or back; returns when all tasks have been taken by a thread.
 
         Args:
             shares: what to copy; must not change meanwhile.
-            turn: number of the next part, shape (1,), zero at first; threads that share it share the work.
-            part_bytes: bytes that a thread takes at a time.
+            turn: number of the next task, shape (1,), zero at first; threads that share it share the work.
+            task_bytes: bytes that a thread takes at a time.
             to_rows: the direction.
 
         Raises:

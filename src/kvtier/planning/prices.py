@@ -116,7 +116,7 @@ class Medium:
     def read_rate(self, block_bytes: int) -> LinkRate:
         """Return the rate of reading blocks from it, for the cost model. Pure."""
         return make_link_rate(
-            self.read_gb_s * GB, self.latency_ms / 1000, part_bytes=block_bytes, num_streams=self.streams
+            self.read_gb_s * GB, self.latency_ms / 1000, block_bytes=block_bytes, num_streams=self.streams
         )
 
     def sold_bytes(self, num_bytes: int) -> int:

@@ -134,7 +134,7 @@ class SimulatedEngine:
     def _take_reports(self) -> None:
         if self._connector is None or self.worker is None or not self.worker.has_report:
             return
-        self._connector.update_connector_output(WorkerOutput(self.worker.take_report()))
+        self._connector.update_connector_output(WorkerOutput(self.worker.drain_report()))
         for req_id, is_good in self.worker.drain_ended_loads().items():
             request = self._loading.pop(req_id)
             if is_good:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingSpec
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import KVGroup, LoadIf, ModelIdentity, OffloadingConfig
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.tier import SimulatedTier, make_tier
 from kvtier.sim.timeline import Timeline
@@ -102,6 +102,7 @@ class SimulatedSpec(OffloadingSpec):
             primary,
             self.tiers,
             lookup_deadline_s=host.lookup_deadline_s,
+            measures_loads=host.load_if is LoadIf.FASTER,
             clock=timeline,
             make_epoch=lambda: bytes(16),
         )

@@ -66,7 +66,7 @@ class SimulatedWorker:
         else:
             action()
 
-    def take_report(self) -> OffloadingWorkerMetadata:
+    def drain_report(self) -> OffloadingWorkerMetadata:
         """Return the jobs that ended since the last call."""
         report, self._report = self._report, OffloadingWorkerMetadata()
         self.has_report = False

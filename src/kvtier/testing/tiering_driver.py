@@ -100,6 +100,7 @@ class TieringDriver:
             enable_events=True,
             lookup_deadline_s=lookup_deadline_s,
             shutdown_timeout_s=shutdown_timeout_s,
+            measures_loads=True,
             clock=self.clock,
             make_epoch=lambda: bytes(16),
         )
@@ -155,11 +156,11 @@ class TieringDriver:
 
     def locate(self, numbers: Sequence[int], req_context: ReqContext) -> LocatedRun | None:
         """Ask where the leading blocks of a prefix are; no slot is taken for that."""
-        num_free = self.primary.num_free
+        num_free = self.primary.table.slots.num_free
         run = self.manager.locator.locate([key_of(number) for number in numbers], req_context)
         self.manager.check()
         # It polls the tiers, and a load that failed gives its slot back.
-        assert self.primary.num_free >= num_free, "a question has taken a slot"
+        assert self.primary.table.slots.num_free >= num_free, "a question has taken a slot"
         return run
 
     def probe(self, tier: int, numbers: Sequence[int]) -> None:

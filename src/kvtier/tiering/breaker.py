@@ -1,7 +1,7 @@
-"""Limits of what a failing or overloaded tier can cost: a circuit breaker, a byte budget, a back-off per key.
+"""Limits of what a failing or overloaded tier can cost: a circuit breaker, and a back-off for each key.
 
 The breaker is closed (all work may start), open (none may, for a pause) or half-open (one owner's work may, the
-probe). Failures in a row open it, the probe's success closes it, the probe's failure opens it again.
+trial). Failures in a row open it, the trial's success closes it, the trial's failure opens it again.
 
 Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
 """
@@ -15,12 +15,12 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.base import FAILURES_TO_OPEN
 
 OPEN_S = 5.0
-"""Seconds a tier is left out before one probe. Shorter probes a dead server more often; longer misses its
+"""Seconds a tier is left out before one trial. Shorter tries a dead server more often; longer misses its
 hits after it came back."""
 
-PROBE_TIMEOUT_S = 30.0
-"""Seconds after which a probe without an outcome makes room for the next: as long as a job may take by default.
-Without it a lost probe would leave a tier out for ever."""
+TRIAL_TIMEOUT_S = 30.0
+"""Seconds after which a trial without an outcome makes room for the next: as long as a job may take by default.
+Without it a lost trial would leave a tier out for ever."""
 
 MAX_WAITING_S = 10.0
 """Seconds that the oldest job may wait unattended before the tier counts as overloaded. A disk behind by more
@@ -45,19 +45,21 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Opens after consecutive failures, lets one probe through after a pause, closes when it succeeds.
+    """Opens after consecutive failures, lets one trial through after a pause, closes when it succeeds.
 
-    Work is identified by its owner, any object: while the breaker is not closed only the probe's outcome counts,
-    so that late reports of older work neither close it nor let a second probe through.
+    Work is identified by its owner, any object: while the breaker is not closed only the trial's outcome counts,
+    so that late reports of older work neither close it nor let a second trial through.
 
     Args:
         clock: seconds, monotonic.
         failures_to_open: consecutive failures that open it.
-        open_s: pause before the probe.
-        probe_timeout_s: seconds after which a probe without an outcome counts as failed.
+        open_s: pause before the trial.
+        trial_timeout_s: seconds after which a trial without an outcome counts as failed.
 
     Attributes:
         is_closed: whether all work may start; callers read it before they call ``allows`` or ``begin``.
+        has_failures: whether something has failed since the last success that counted; a success changes nothing
+            without, and callers read it before they record one.
         num_openings: how often it has opened.
     """
 
@@ -66,17 +68,18 @@ class CircuitBreaker:
         clock: Callable[[], float],
         failures_to_open: int = FAILURES_TO_OPEN,
         open_s: float = OPEN_S,
-        probe_timeout_s: float = PROBE_TIMEOUT_S,
+        trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
         self._clock = clock
         self._failures_to_open = failures_to_open
         self._open_s = open_s
-        self._probe_timeout_s = probe_timeout_s
+        self._trial_timeout_s = trial_timeout_s
         self._num_failures = 0
+        self.has_failures = False
         self.is_closed = True
         self._opened_s = 0.0
-        self._probe: object | None = None
-        self._probe_began_s = 0.0
+        self._trial_owner: object | None = None
+        self._trial_began_s = 0.0
         self.num_openings = 0
 
     @property
@@ -93,73 +96,56 @@ class CircuitBreaker:
             return True
         if self.state is BreakerState.OPEN:
             return False
-        is_lapsed = self._clock() - self._probe_began_s >= self._probe_timeout_s
-        return self._probe is None or self._probe is owner or is_lapsed
+        is_lapsed = self._clock() - self._trial_began_s >= self._trial_timeout_s
+        return self._trial_owner is None or self._trial_owner is owner or is_lapsed
 
     def begin(self, owner: object) -> bool:
-        """Try to start work; when half-open, the first owner's work becomes the probe."""
+        """Try to start work; when half-open, the first owner's work becomes the trial."""
         if not self.allows(owner):
             return False
-        if not self.is_closed and self._probe is not owner:
-            self._probe = owner
-            self._probe_began_s = self._clock()
+        if not self.is_closed and self._trial_owner is not owner:
+            self._trial_owner = owner
+            self._trial_began_s = self._clock()
         return True
 
     def record_success(self, owner: object) -> None:
-        """Record that work has succeeded; the probe's success closes the breaker."""
-        if self.is_closed or self._probe is owner:
+        """Record that work has succeeded; the trial's success closes the breaker."""
+        if self.is_closed or self._trial_owner is owner:
             self._num_failures = 0
+            self.has_failures = False
             self.is_closed = True
-            self._probe = None
+            self._trial_owner = None
 
     def record_failure(self, owner: object) -> None:
-        """Record that work has failed; enough failures in a row, or the probe's, open the breaker."""
+        """Record that work has failed; enough failures in a row, or the trial's, open the breaker."""
+        self.has_failures = True
         if self.is_closed:
             self._num_failures += 1
             if self._num_failures >= self._failures_to_open:
                 self.trip()
-        elif self._probe is not None and self._probe is owner:
+        elif self._trial_owner is not None and self._trial_owner is owner:
             self.trip()
 
-    def record_silence(self) -> None:
-        """Record that some work got no answer; while half-open it counts as the probe's failure."""
+    def record_no_response(self) -> None:
+        """Record that some work got no answer; while half-open it counts as the trial's failure."""
         if self.state is not BreakerState.OPEN:
-            self.record_failure(self._probe)
+            self.record_failure(self._trial_owner)
 
     def end_lookup(self, owner: object) -> None:
-        """Record that a lookup was answered: if it was the probe, another probe may follow at once."""
-        if self._probe is owner:
-            self._probe = None
+        """Record that a lookup was answered: if it was the trial, another trial may follow at once."""
+        if self._trial_owner is owner:
+            self._trial_owner = None
 
     def trip(self) -> None:
         """Open now, or stay open for another pause."""
         if self.state is not BreakerState.OPEN:
             self.num_openings += 1
-        self.is_closed = False
+        self.is_closed, self.has_failures = False, True
         self._opened_s = self._clock()
-        self._probe = None
+        self._trial_owner = None
 
     def __repr__(self) -> str:
         return f"CircuitBreaker({self.state.value}, failures={self._num_failures})"
-
-
-class InFlightBudget:
-    """Bytes of primary slots that a tier's unfinished stores may hold.
-
-    Args:
-        limit_bytes: the most that may be in flight at once.
-
-    Attributes:
-        used_bytes: bytes in flight; the owner of the jobs adds and subtracts.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def room_for(self, size_bytes: int) -> int:
-        """Return how many pieces of ``size_bytes`` still fit. Pure."""
-        return max(0, self.limit_bytes - self.used_bytes) // size_bytes
 
 
 class Pause(NamedTuple):

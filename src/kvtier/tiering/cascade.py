@@ -7,11 +7,13 @@ unlikely to be used again; with its next use a refused block is pending again.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, islice
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import MIN_STORE_THRESHOLD
+from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast, ReuseForecaster
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import InvariantError
@@ -36,6 +38,22 @@ MAX_REMEMBERED_BLOCKS = 2**18
 none; more serve longer horizons."""
 
 
+class OwnWork(Enum):
+    """What the manager stores on behalf of no request: the ``req_id`` that a tier sees then.
+
+    Each time with a ``ReqContext`` of its own, because a breaker that is half open lets one context through.
+    """
+
+    BACKLOG = "backlog"
+    """What a tier could not take when it was stored: at the end of a step."""
+
+    DRAIN = "drain"
+    """The same, while ``drain`` waits for the tiers."""
+
+    FILL = "fill"
+    """Blocks of a slower tier, once promoted, for tiers that copy them (``TierSettings.fill``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedCascade:
     """What one tier gets.
@@ -58,7 +76,8 @@ class StoreBacklog:
 
     Attributes:
         tier: the same.
-        pending: blocks to be stored, those that wait longest first. INVARIANT: each is ready in the primary.
+        pending: blocks to be stored, those that wait longest first. INVARIANT: each is ready in the
+            primary. The same object for the life of this one.
         is_write_back: whether blocks are stored only shortly before they leave the primary.
         counts_uses: whether on_used has an effect.
     """
@@ -106,8 +125,8 @@ class StoreBacklog:
 
     def take(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
         """Return those of ``keys`` that are pending, admitted, and fit into the tier's budget; remove them."""
-        tier, pending = self.tier, self.pending
-        num_fitting = 0 if tier.is_out_of_service else tier.budget.room_for(tier.row_bytes)
+        pending = self.pending
+        num_fitting = self.tier.num_storable_rows()
         candidates = filter(pending.__contains__, keys)
         refused: list[OffloadKey] = []
         if self._admission is None:
@@ -191,6 +210,7 @@ class CascadePlanner:
         clock: seconds, monotonic; the times of arrival that a forecaster learns from.
 
     Attributes:
+        pending: for each tier the blocks that it is still to get; most steps of an engine have none to plan.
         is_learning: whether note_request has an effect.
         counts_uses: whether on_used has an effect.
         follows_requests: whether request_finished has an effect.
@@ -203,7 +223,7 @@ class CascadePlanner:
         primary: CPUPrimaryTierOffloadingManager,
         clock: Callable[[], float],
     ) -> None:
-        self._primary = primary
+        self._table = primary.table
         self._clock = clock
         self._learner: ReuseForecaster | None = None
         forecast = primary.manager.forecast
@@ -211,6 +231,7 @@ class CascadePlanner:
         if num_remembered and (forecast is None or forecast.num_remembered_blocks < num_remembered):
             forecast = self._learner = primary.create_forecaster(num_remembered)
         self._backlogs = [StoreBacklog(tier, forecast) for tier in tiers]
+        self.pending = tuple(backlog.pending for backlog in self._backlogs)
         self.is_learning = self._learner is not None
         self.counts_uses = any(backlog.counts_uses for backlog in self._backlogs)
         self.follows_requests = self.is_learning or self.counts_uses
@@ -236,16 +257,12 @@ class CascadePlanner:
 
         The copy below stays: dropping it would write the block again each time it leaves the primary.
         """
-        req_context = ReqContext("fill")
+        req_context = ReqContext(OwnWork.FILL.value)
         for backlog in self._backlogs:
             if backlog.tier is source:
                 return
             if backlog.tier.tier.settings.fill:
                 backlog.offer(keys, req_context)
-
-    def has_pending(self) -> bool:
-        """Return whether a tier is still to get a block; most steps of an engine have nothing to plan."""
-        return any(backlog.pending for backlog in self._backlogs)
 
     def on_used(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Count a use of ``keys`` for the tiers that want blocks used more than once."""
@@ -261,7 +278,7 @@ class CascadePlanner:
         """Return what the tiers get now, and remove it from their backlogs.
 
         Args:
-            req_context: on whose behalf; it owns the probe of a tier that is being tried again.
+            req_context: on whose behalf; it owns the trial of a tier that is being tried again.
             is_step_over: whether blocks that would leave next are written ahead too.
         """
         planned = []
@@ -308,17 +325,18 @@ class CascadePlanner:
         """Raise InvariantError when a tier waits for a block that is not in the primary."""
         for backlog in self._backlogs:
             for key in backlog.waiting_keys():
-                if not self._primary.is_ready(key):
+                if not self._table.is_ready(key):
                     message = f"{key.hex()} is pending for {backlog.tier.name} but not in the primary"
                     raise InvariantError(message)
 
     def _leaving(self, backlog: StoreBacklog) -> Iterable[OffloadKey]:
         """Return what would be evicted next, soonest first; of a policy that cannot say it, the oldest stores."""
-        primary = self._primary
-        num_clean = max(1, primary.num_blocks // AHEAD_DIVISOR) - primary.num_free
+        table = self._table
+        num_clean = max(1, table.num_blocks // AHEAD_DIVISOR) - table.slots.num_free
         num_ahead = max(0, min(num_clean, MAX_AHEAD_BLOCKS))
-        victims = primary.next_victims(num_ahead)
-        return list(islice(backlog.pending, num_ahead)) if victims is None else victims
+        if isinstance(table.policy, EvictionPreview):
+            return table.policy.next_victims(num_ahead)
+        return list(islice(backlog.pending, num_ahead))
 
 
 def plan_num_remembered(tiers: Iterable[SecondaryTierManager]) -> int:

@@ -21,7 +21,7 @@ from kvtier.tiering.base import (
     RequestAware,
     SecondaryTierManager,
 )
-from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, InFlightBudget, LoadBackoff
+from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ STORE_BUDGET_DIVISOR = 8
 """A tier's stores in flight hold at most an eighth of the primary unless set otherwise, so that the slowest
 tier cannot pin it; a larger share would let stores crowd out what requests load."""
 
-MAX_PENDING_LOOKUPS = 65_536
+MAX_OPEN_LOOKUPS = 65_536
 """Keys remembered per tier whose lookup was answered None. A request that waits for one more is woken by its
 deadline alone."""
 
@@ -67,30 +67,40 @@ class GuardedTier:
         primary_bytes: size of the primary tier, from which the default budget follows.
         row_bytes: bytes of one row; a budget below that would never let anything through.
         clock: seconds, monotonic.
+        measures_loads: whether to measure how fast the tier loads.
 
     Attributes:
         is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
-        pending: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
-        was_active: whether jobs or lookups of the tier were pending before the last poll.
+        open_lookups: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
+        was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
         events: what the tier has gained and lost, as its jobs report it; None unless its settings ask for it.
-        load_times: how fast it loads.
+        load_times: how fast it loads; None unless it is measured.
+        max_in_flight_store_bytes: bytes of primary slots that its unfinished stores may hold.
+        in_flight_store_bytes: what they hold; the owner of the jobs adds and subtracts.
     """
 
     def __init__(
-        self, tier: SecondaryTierManager, primary_bytes: int, row_bytes: int, clock: Callable[[], float]
+        self,
+        tier: SecondaryTierManager,
+        primary_bytes: int,
+        row_bytes: int,
+        clock: Callable[[], float],
+        *,
+        measures_loads: bool = False,
     ) -> None:
         self.tier = tier
         self.name = tier.get_tier_type()
         self.row_bytes = row_bytes
         limit_bytes = tier.settings.max_in_flight_store_bytes or primary_bytes // STORE_BUDGET_DIVISOR
-        self.budget = InFlightBudget(max(limit_bytes, row_bytes))
-        self.breaker = CircuitBreaker(clock, probe_timeout_s=tier.settings.job_timeout_s)
+        self.max_in_flight_store_bytes = max(limit_bytes, row_bytes)
+        self.in_flight_store_bytes = 0
+        self.breaker = CircuitBreaker(clock, trial_timeout_s=tier.settings.job_timeout_s)
         self.backoff = LoadBackoff(clock)
-        self.load_times = LoadTimes(clock)
+        self.load_times = LoadTimes(clock) if measures_loads else None
         self.is_out_of_service = False
-        self.pending: dict[OffloadKey, ReqContext] = {}
+        self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.events = EventLog(self.name) if tier.settings.emit_events else None
         self.num_declined_cascades = 0
@@ -130,11 +140,17 @@ class GuardedTier:
             breaker.record_failure(req_context)
             return False
         if not breaker.is_closed:
-            # A lookup is a probe too: otherwise every request would wait for a backend that still hangs.
+            # A lookup is a trial too: otherwise every request would wait for a backend that still hangs.
             breaker.begin(req_context)
-        if len(self.pending) < MAX_PENDING_LOOKUPS:
-            self.pending[key] = req_context
+        if len(self.open_lookups) < MAX_OPEN_LOOKUPS:
+            self.open_lookups[key] = req_context
         return None
+
+    def num_storable_rows(self) -> int:
+        """Return how many blocks more the tier's unfinished stores may hold; 0 once it is out of service. Pure."""
+        if self.is_out_of_service:
+            return 0
+        return max(0, self.max_in_flight_store_bytes - self.in_flight_store_bytes) // self.row_bytes
 
     def submit(self, job: JobMetadata) -> Submission:
         """Submit a job to the tier, unless it is left out by now."""
@@ -160,7 +176,7 @@ class GuardedTier:
         if self._reachable is not None:
             num_unanswered = self._call("drain_unanswered", self._reachable.drain_unanswered)
             for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
-                self.breaker.record_silence()
+                self.breaker.record_no_response()
         return results
 
     def check_age(self, oldest_s: float) -> None:
@@ -173,11 +189,11 @@ class GuardedTier:
         # No job waits longer than the oldest job is old, and a tier walks its queue to answer.
         if age_s <= min(MAX_WAITING_S, self.tier.settings.job_timeout_s) or self.is_out_of_service:
             return
-        is_stale = age_s > self.tier.settings.job_timeout_s
-        if not is_stale:
+        is_overdue = age_s > self.tier.settings.job_timeout_s
+        if not is_overdue:
             waiting_s = self._call("waiting_s", lambda: float(self.tier.waiting_s()))
-            is_stale = not isinstance(waiting_s, CallFailure) and waiting_s > MAX_WAITING_S
-        if is_stale:
+            is_overdue = not isinstance(waiting_s, CallFailure) and waiting_s > MAX_WAITING_S
+        if is_overdue:
             self.breaker.trip()
 
     def record_overdue(self, keys: Collection[OffloadKey], *, is_loading: bool) -> None:
@@ -185,9 +201,9 @@ class GuardedTier:
 
         Without it a tier that hangs would cost every request its whole deadline.
         """
-        if is_loading or any(key in self.pending for key in keys):
+        if is_loading or any(key in self.open_lookups for key in keys):
             self.num_overdue_requests += 1
-            self.breaker.record_silence()
+            self.breaker.record_no_response()
 
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
@@ -198,17 +214,19 @@ class GuardedTier:
         Args:
             is_awaited: whether a request still waits for a key; such a tier is not called for the others again.
         """
-        if not self.pending:
+        if not self.open_lookups:
             return ()
         if self.is_out_of_service:
-            answered: Collection[OffloadKey] | None = list(self.pending)
+            answered: Collection[OffloadKey] | None = list(self.open_lookups)
         else:
             outcome = self._call("drain_answered", drain_answered_keys, self.tier)
             answered = None if isinstance(outcome, CallFailure) else outcome
         if answered is None:
-            self.pending = {key: context for key, context in self.pending.items() if is_awaited(key)}
-            answered = [key for key, context in self.pending.items() if self._has_answer(key, context)]
-        pending = self.pending
+            self.open_lookups = {
+                key: context for key, context in self.open_lookups.items() if is_awaited(key)
+            }
+            answered = [key for key, context in self.open_lookups.items() if self._has_answer(key, context)]
+        pending = self.open_lookups
         for owner in {pending.pop(key, None) for key in answered}:  # a request has looked for many keys
             self.breaker.end_lookup(owner)
         return answered
@@ -247,7 +265,7 @@ class GuardedTier:
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
-        self.pending.clear()
+        self.open_lookups.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
@@ -262,21 +280,27 @@ class GuardedTier:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
-        rate = self.load_times.rate
-        return ({} if isinstance(own, CallFailure) else own) | {
-            "declined_cascades": float(self.num_declined_cascades),
-            "refused_by_admission": float(self.num_refused_by_admission),
-            "promoted_blocks": float(self.num_promoted_blocks),
-            "lookups_left_out": float(self.num_lookups_left_out),
-            "overdue_requests": float(self.num_overdue_requests),
-            "probe_blocks": float(self.num_probe_blocks),
-            "load_bytes_per_s": rate.bytes_per_s if rate is not None else 0.0,
-            "load_latency_s": rate.latency_s if rate is not None else 0.0,
-            "errors": float(self.num_errors),
-            "breaker_openings": float(self.breaker.num_openings),
-            "in_flight_store_bytes": float(self.budget.used_bytes),
-            "out_of_service": float(self.is_out_of_service),
-        }
+        speed = {}
+        if self.load_times is not None:
+            rate = self.load_times.rate
+            speed["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
+            speed["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+        return (
+            speed
+            | ({} if isinstance(own, CallFailure) else own)
+            | {
+                "declined_cascades": float(self.num_declined_cascades),
+                "refused_by_admission": float(self.num_refused_by_admission),
+                "promoted_blocks": float(self.num_promoted_blocks),
+                "lookups_left_out": float(self.num_lookups_left_out),
+                "overdue_requests": float(self.num_overdue_requests),
+                "probe_blocks": float(self.num_probe_blocks),
+                "errors": float(self.num_errors),
+                "breaker_openings": float(self.breaker.num_openings),
+                "in_flight_store_bytes": float(self.in_flight_store_bytes),
+                "out_of_service": float(self.is_out_of_service),
+            }
+        )
 
     def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Look ``key`` up once more; a raise is an answer: the block is absent."""
@@ -303,7 +327,7 @@ class GuardedTier:
 
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
-        return f"GuardedTier({self.name}: {state}, {self.budget.used_bytes} B of stores in flight)"
+        return f"GuardedTier({self.name}: {state}, {self.in_flight_store_bytes} B of stores in flight)"
 
 
 def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:

@@ -84,7 +84,7 @@ class LoadTimes:
         ended_s = now_s if took_s is None else min(now_s, started_s + took_s)
         self._ended_s = max(self._ended_s, ended_s)
 
-    def settle(self) -> None:
+    def learn(self) -> None:
         """Learn from the reports of one poll; they came together, whenever each load ended."""
         if self._num_ended == 0 or (self._num_open and self._num_ended < MAX_BUSY_JOBS):
             return
@@ -93,7 +93,7 @@ class LoadTimes:
         busy_s = (now_s if self._num_open else self._ended_s) - self._busy_since_s
         moved_bytes = self._busy_bytes - self._open_bytes
         if not self._is_spoiled or self._is_slow_failure(moved_bytes, busy_s):
-            self._meter.add(moved_bytes, busy_s)
+            self._meter.observe(moved_bytes, busy_s)
         self._rested_s = now_s + max(MIN_PROBE_REST_S, PROBE_REST_RATIO * busy_s if self._is_probing else 0.0)
         self._is_probing = False
         self._begin_busy_period()

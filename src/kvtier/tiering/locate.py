@@ -35,6 +35,8 @@ class StepMoment(NamedTuple):
 class TierBlockLocator(BlockLocator):
     """Locates blocks in the primary tier and in the secondary ones.
 
+    How fast a tier loads is unknown, and no tier is probed, unless the manager measures loads.
+
     Args:
         tiers: the secondary tiers, in the order of lookups; the manager's own list.
         primary: host memory.
@@ -63,14 +65,14 @@ class TierBlockLocator(BlockLocator):
     def locate(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> LocatedRun | None:
         step, now_s = self._open_step()
         waiting = self._waiting
-        waiter = waiting.waiters.get(req_context)
+        waiter = waiting.by_request.get(req_context)
         is_expired = waiter is not None and waiter.is_expired
         if waiter is not None and not (
             is_expired or waiter.search_step == step or waiting.begin_search(waiter, step)
         ):
             return None
         places: list[BlockPlace] = []
-        is_pending = False
+        is_unanswered = False
         for key in keys:
             is_ready = self._primary.manager.lookup(key, req_context)
             if is_ready:
@@ -85,23 +87,26 @@ class TierBlockLocator(BlockLocator):
                 if position is not None:
                     places.append(BlockPlace(position))
                 elif answer is None:
-                    waiting.wait_for(key, req_context, now_s, step, is_held=False)
-                    is_pending = True
+                    waiting.wait_for(key, req_context, now_s, step, has_slot=False)
+                    is_unanswered = True
                 else:
                     break
-        return None if is_pending else LocatedRun(places, self._describe(places), self._deadline_s)
+        return None if is_unanswered else LocatedRun(places, self._describe(places), self._deadline_s)
 
     def probe(self, tier: int, keys: Iterable[OffloadKey]) -> None:
         self._open_step()
         guarded_tier, table = self._tiers[tier], self._primary.table
         if self._transfers.num_planned_blocks(guarded_tier):
             return
-        for key in islice(keys, guarded_tier.load_times.plan_probe(guarded_tier.row_bytes)):
+        load_times = guarded_tier.load_times
+        num_rows = 0 if load_times is None else load_times.plan_probe(guarded_tier.row_bytes)
+        for key in islice(keys, num_rows):
             if table.get_block(key) is not None or not guarded_tier.lookup(key, PROBE):
                 continue
             if not self._transfers.prepare_promotion(guarded_tier, key, PROBE, ()):
                 return
-            guarded_tier.load_times.on_probe()
+            if load_times is not None:
+                load_times.on_probe()
             guarded_tier.num_probe_blocks += 1
 
     def end_wait(self, req_context: ReqContext) -> None:
@@ -125,7 +130,7 @@ class TierBlockLocator(BlockLocator):
         used = {place.tier for place in places}
         return [
             tier.load_times.describe(tier.name, tier.row_bytes, self._transfers.num_planned_blocks(tier))
-            if position in used
+            if position in used and tier.load_times is not None
             else TierLoad(tier.name, tier.row_bytes)
             for position, tier in enumerate(self._tiers)
         ]

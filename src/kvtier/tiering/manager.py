@@ -24,7 +24,7 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.cascade import CascadePlanner
+from kvtier.tiering.cascade import CascadePlanner, OwnWork
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -53,6 +53,7 @@ class TieringOffloadingManager(OffloadingManager):
         enable_events: whether take_events returns what the primary has recorded.
         lookup_deadline_s: seconds a request may wait for promotions.
         shutdown_timeout_s: seconds that shutdown gives the tiers.
+        measures_loads: whether to measure how fast each tier loads, which the locator reports.
         clock: seconds, monotonic.
         make_epoch: gives the 16 random bytes of a new epoch.
 
@@ -69,15 +70,19 @@ class TieringOffloadingManager(OffloadingManager):
         *,
         lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
         shutdown_timeout_s: float = DEFAULT_SHUTDOWN_S,
+        measures_loads: bool = False,
         clock: Callable[[], float] = time.monotonic,
         make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
     ) -> None:
         self.primary = primary_tier
         # Calls on the way of a step go to the wrapped manager itself: one frame less for each key.
-        self._host = primary_tier.manager
+        self._primary_manager = primary_tier.manager
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
-        self._tiers = [GuardedTier(tier, view.nbytes, row_bytes, clock) for tier in secondary_tiers or ()]
+        self._tiers = [
+            GuardedTier(tier, view.nbytes, row_bytes, clock, measures_loads=measures_loads)
+            for tier in secondary_tiers or ()
+        ]
         self._enable_events = enable_events
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
@@ -85,12 +90,12 @@ class TieringOffloadingManager(OffloadingManager):
         self._now_s = clock()
         self._step = 0
         self._is_polled = False
-        self._is_stepped = False
+        self._caller_ends_steps = False
         self._is_shut_down = False
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
         self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
-        own_admission = self._host.admission
+        own_admission = self._primary_manager.admission
         self._admission = (
             PassThroughAdmission(own_admission, self._cascades.wanted)
             if self._tiers and own_admission is not None
@@ -98,7 +103,8 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
         def open_step() -> StepMoment:
-            self._poll()
+            if not self._is_polled:
+                self._poll()
             return StepMoment(self._step, self._now_s)
 
         self.locator = TierBlockLocator(
@@ -106,8 +112,8 @@ class TieringOffloadingManager(OffloadingManager):
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self._host.is_learning:
-            self._host.note_request(chains, req_context)
+        if self._primary_manager.is_learning:
+            self._primary_manager.note_request(chains, req_context)
         if self._cascades.is_learning:
             self._cascades.note_request(chains, req_context)
         for tier in self._tiers:
@@ -116,22 +122,22 @@ class TieringOffloadingManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if not self._tiers:
-            return self._host.lookup(key, req_context)
+            return self._primary_manager.lookup(key, req_context)
         if not self._is_polled:
             self._poll()
         waiting = self._waiting
-        waiter = waiting.waiters.get(req_context)
+        waiter = waiting.by_request.get(req_context)
         if waiter is not None:
             if waiter.is_expired:
-                return self._host.lookup(key, req_context) is True
+                return self._primary_manager.lookup(key, req_context) is True
             if waiter.search_step != self._step and not waiting.begin_search(waiter, self._step):
                 return None
-        answer = self._host.lookup(key, req_context)
+        answer = self._primary_manager.lookup(key, req_context)
         if answer is False:
             return self._lookup_in_tiers(key, req_context)
         if answer is None:
-            waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
-        elif waiter is None or key not in waiter.held:
+            waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
+        elif waiter is None or key not in waiter.holds:
             waiting.on_found(key, req_context)
         return answer
 
@@ -139,7 +145,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._is_polled:
             self._poll()
         try:
-            return self._host.prepare_load(keys, req_context)
+            return self._primary_manager.prepare_load(keys, req_context)
         finally:
             self._waiting.end_wait(req_context)
 
@@ -149,15 +155,15 @@ class TieringOffloadingManager(OffloadingManager):
         if not self._is_polled:
             self._poll()
         if self._admission is None:
-            output = self._host.prepare_store(keys, req_context)
+            output = self._primary_manager.prepare_store(keys, req_context)
         else:
-            output = self._host.prepare_admitted_store(keys, req_context, self._admission)
+            output = self._primary_manager.prepare_admitted_store(keys, req_context, self._admission)
         if output is not None and output.evicted_keys and self._tiers:
             self._cascades.on_evicted(output.evicted_keys)
         return output
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._host.touch(keys, req_context)
+        self._primary_manager.touch(keys, req_context)
         if self._cascades.counts_uses:
             self._cascades.on_used(keys, req_context)
         for tier in self._tiers:
@@ -165,7 +171,7 @@ class TieringOffloadingManager(OffloadingManager):
                 tier.touch(keys, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._host.complete_load(keys, req_context)
+        self._primary_manager.complete_load(keys, req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -174,9 +180,9 @@ class TieringOffloadingManager(OffloadingManager):
         promoting = self._transfers.promoting
         if promoting and not promoting.keys().isdisjoint(keys):
             old_stores = [key for key in keys if key in promoting]
-            self._host.table.orphans.settle_keys(old_stores, is_write=True)
+            self._primary_manager.table.orphans.settle_keys(old_stores, is_write=True)
             keys = [key for key in keys if key not in promoting]
-        finished = self._host.finish_writes(keys, success=success)
+        finished = self._primary_manager.finish_writes(keys, success=success)
         if self._waiting.by_key:
             self._waiting.notify(finished)
         if not self._tiers:
@@ -189,7 +195,7 @@ class TieringOffloadingManager(OffloadingManager):
     def is_waiting(self, req_context: ReqContext) -> bool:
         if not self._is_polled:
             self._poll()
-        return req_context in self._waiting.idle
+        return req_context in self._waiting.unchanged
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
         """Return the blocks that were promoted while the request waited for them, each with its tier's type.
@@ -197,31 +203,31 @@ class TieringOffloadingManager(OffloadingManager):
         Called before prepare_load, which ends the wait. Blocks that were in the primary, or were written to it by the
         device, are not among them; neither are blocks that arrived after the request's deadline.
         """
-        waiter: Waiter | None = self._waiting.waiters.get(req_context)
+        waiter: Waiter | None = self._waiting.by_request.get(req_context)
         return {} if waiter is None else waiter.promoted
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if not self._is_stepped:
+        if not self._caller_ends_steps:
             self.end_step()
-            self._is_stepped = False  # by this call, not by the caller
+            self._caller_ends_steps = False
         if not self._enable_events:
             return ()
-        events = self._host.take_events()
+        events = self._primary_manager.take_events()
         for tier in self._tiers:
             if tier.events is not None:
                 events += tier.take_events()
         return events
 
     def end_step(self) -> None:
-        self._is_stepped = True
+        self._caller_ends_steps = True
         if not self._is_polled:
             self._poll()
         if self._transfers.planned:
             failed = self._transfers.start_promotions()
             if failed:
                 self._waiting.notify(failed)
-        if self._cascades.has_pending():
-            backlog = ReqContext("backlog")
+        if any(self._cascades.pending):
+            backlog = ReqContext(OwnWork.BACKLOG.value)
             for cascade in self._cascades.take(backlog, is_step_over=True):
                 self._transfers.cascade(cascade, backlog)
         for tier in self._tiers:
@@ -233,8 +239,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def request_finished(self, req_context: ReqContext) -> None:
         self._waiting.end_wait(req_context)
-        if self._host.follows_requests:
-            self._host.request_finished(req_context)
+        if self._primary_manager.follows_requests:
+            self._primary_manager.request_finished(req_context)
         if self._cascades.follows_requests:
             self._cascades.request_finished(req_context)
         for tier in self._tiers:
@@ -247,9 +253,9 @@ class TieringOffloadingManager(OffloadingManager):
     def reset(self) -> None:
         self._transfers.cancel_promotions()
         self._waiting.interrupt()
-        self._host.reset()
+        self._primary_manager.reset()
         self._cascades.clear()
-        self._transfers.orphan()
+        self._transfers.on_reset()
         epoch = self._make_epoch()
         for tier in self._tiers:
             tier.reset(epoch)
@@ -260,21 +266,20 @@ class TieringOffloadingManager(OffloadingManager):
         Blocks that write-back keeps for their eviction stay where they are.
         """
         end_s = self._clock() + timeout_s
-        backlog = ReqContext("drain")
+        draining = ReqContext(OwnWork.DRAIN.value)
         while True:
             is_drained = True
             for tier in self._tiers:
                 is_drained &= tier.drain(max(0.0, end_s - self._clock()))
-            self._is_polled = False
             self._poll()
-            cascades = self._cascades.take(backlog, is_step_over=False) if is_drained else ()
+            cascades = self._cascades.take(draining, is_step_over=False) if is_drained else ()
             if not cascades:
                 return is_drained
             for cascade in cascades:
-                self._transfers.cascade(cascade, backlog)
+                self._transfers.cascade(cascade, draining)
 
     def stats(self) -> dict[str, float]:
-        stats = self._host.stats() | {
+        stats = self._primary_manager.stats() | {
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
@@ -294,7 +299,6 @@ class TieringOffloadingManager(OffloadingManager):
         self._waiting.notify(self._transfers.cancel_promotions())
         self.drain(self._shutdown_timeout_s)
         are_gone = [tier.shutdown(max(0.0, end_s - self._clock())) for tier in self._tiers]
-        self._is_polled = False
         self._poll()
         self._tiers.clear()  # a tier that is still referred to would keep the rows mapped
         if all(are_gone):
@@ -310,53 +314,52 @@ class TieringOffloadingManager(OffloadingManager):
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.table.check_holds(self._waiting.holds())
+        self.primary.table.check_holds(self._waiting.count_holds())
         self._transfers.check()
         self._cascades.check()
 
     def _lookup_in_tiers(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look up a key that the primary does not hold; the first tier that has it promotes it."""
         waiting = self._waiting
-        is_pending = False
+        is_unanswered = False
         for tier in self._tiers:
             answer = tier.lookup(key, req_context)
             if answer:
                 protected = waiting.found_this_step.get(req_context, NOTHING_FOUND)
                 if not self._transfers.prepare_promotion(tier, key, req_context, protected):
                     return False
-                waiting.wait_for(key, req_context, self._now_s, self._step, is_held=True)
+                waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
                 return None
-            is_pending |= answer is None
-        if not is_pending:
+            is_unanswered |= answer is None
+        if not is_unanswered:
             return False
-        waiting.wait_for(key, req_context, self._now_s, self._step, is_held=False)
+        waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=False)
         return None
 
     def _poll(self) -> None:
-        """Take the tiers' reports, once a step, and wake the requests that wait for them."""
-        if self._is_polled:
-            return
+        """Take the tiers' reports, and wake the requests that wait for them.
+
+        The first call in a step that needs them comes here, unless ``_is_polled``.
+        """
         self._is_polled = True
         self._now_s = self._clock()
         waiting, transfers = self._waiting, self._transfers
         for tier in self._tiers:
-            is_active = bool(tier.pending or transfers.jobs.of_tier[tier])
+            is_active = bool(tier.open_lookups or transfers.jobs.of_tier[tier])
             # One poll more after the last answer takes what the tier counted meanwhile.
-            if is_active or tier.was_active:
-                tier.was_active = is_active
-                self._poll_tier(tier)
+            if not (is_active or tier.was_active):
+                continue
+            tier.was_active = is_active
+            ended = transfers.poll(tier)
+            if ended.arrived:
+                if self._cascades.fills_tiers:
+                    self._cascades.offer_promoted(ended.arrived, tier)
+                waiting.notify(ended.arrived, promoted_from=tier.name)
+            if ended.failed:
+                waiting.notify(ended.failed)
+            if tier.open_lookups:
+                waiting.notify(tier.drain_answered(waiting.by_key.__contains__))
         by_deadline = waiting.by_deadline
         if by_deadline and by_deadline[0].deadline_s <= self._now_s:
             for overdue in waiting.expire(self._now_s):
                 transfers.record_overdue(overdue, self._tiers)
-
-    def _poll_tier(self, tier: GuardedTier) -> None:
-        ended = self._transfers.poll(tier)
-        if ended.arrived:
-            if self._cascades.fills_tiers:
-                self._cascades.offer_promoted(ended.arrived, tier)
-            self._waiting.notify(ended.arrived, promoted_from=tier.name)
-        if ended.failed:
-            self._waiting.notify(ended.failed)
-        if tier.pending:
-            self._waiting.notify(tier.drain_answered(self._waiting.by_key.__contains__))

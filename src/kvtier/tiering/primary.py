@@ -1,14 +1,14 @@
 """The primary tier as secondary tiers see it: the manager of host memory together with its rows.
 
-``prepare_read`` and its siblings are the tiers' words for load and store. They pin and complete like the engine's
-calls, but a cascade is not counted as a load, and neither the reuse filter nor the policy's admission applies to a
-promotion.
+It is a manager without tiers for callers that want one; ``TieringOffloadingManager`` takes ``manager`` and ``table``
+out of it. ``prepare_read`` and its siblings are the tiers' words for load and store. They pin and complete like the
+engine's calls, but a read is not counted as a load, and neither the reuse filter nor the policy's admission applies to
+a write.
 """
 
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -22,23 +22,10 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.learning import ReuseForecaster
 from kvtier.cpu.policies.registry import create_reuse_forecaster
 
 logger = logging.getLogger(__name__)
-
-
-class ReservedSlot(NamedTuple):
-    """A slot that a promotion will fill.
-
-    Attributes:
-        slot: its number.
-        evicted: what was evicted to make room, one key at most.
-    """
-
-    slot: int
-    evicted: Sequence[OffloadKey] = ()
 
 
 class CPUPrimaryTierOffloadingManager(OffloadingManager):
@@ -76,16 +63,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self._region = mmap_region
         self._view = mmap_region.create_kv_memoryview()
 
-    @property
-    def num_blocks(self) -> int:
-        """Slots of the primary tier."""
-        return self.table.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Slots that a store can take without evicting."""
-        return self.table.slots.num_free
-
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
         return self.table.is_ready(key)
@@ -120,27 +97,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         del req_context
         return self.manager.reserve(keys, protected)
 
-    def reserve_slot(self, key: OffloadKey, protected: Collection[OffloadKey]) -> ReservedSlot | None:
-        """Do what prepare_write does for one key that is not held; None when there is no room.
-
-        A prefix is promoted block by block as it is searched, so this is called as often as a lookup.
-        """
-        if self.table.slots.num_free:
-            return ReservedSlot(self.table.assign_one(key))
-        evicted = self.manager.evict(1, (), protected)
-        return None if evicted is None else ReservedSlot(self.table.assign_one(key), evicted)
-
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make the in-flight ones of ``keys`` ready after a tier has filled them, or drop them."""
         del req_context
         self.manager.finish_writes(keys, success=success, may_settle_orphans=False)
-
-    def next_victims(self, n: int) -> list[OffloadKey] | None:
-        """Return at most ``n`` idle blocks that would leave next, in that order; None when the policy cannot say."""
-        policy = self.table.policy
-        return policy.next_victims(n) if isinstance(policy, EvictionPreview) else None
 
     def create_forecaster(self, max_blocks: int) -> ReuseForecaster:
         """Build what estimates reuse in place of the policy, remembering at most ``max_blocks`` blocks."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager
-from kvtier.config import OffloadingConfig
+from kvtier.config import LoadIf, OffloadingConfig
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import remove_dead_regions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
@@ -110,6 +110,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self._make_tiers(primary.get_kv_memoryview()),
             self.config.enable_events,
             lookup_deadline_s=self.config.settings.lookup_deadline_s,
+            measures_loads=self.config.settings.load_if is LoadIf.FASTER,
         )
 
     def _make_tiers(self, primary_kv_view: memoryview) -> list[SecondaryTierManager]:

@@ -2,8 +2,8 @@
 
 A promotion is prepared (its slot is reserved and its write in flight), started at the end of the step as one job for
 each tier and request, and ends with the tier's report. A cascade is pinned and started at once. Each job has one
-record, ``TierJob``, from its submit to its report; a reset makes the record stale, and then only its slots are settled.
-A report of a job that the tier does not have, or no longer has, is counted and ignored.
+record, ``TierJob``, from its submit to its report; a reset makes the record stale, and then only its slots
+are released. A report of a job that the tier does not have, or no longer has, is counted and ignored.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
+from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.cpu.common import EventLog
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
@@ -59,7 +60,7 @@ class JobTable:
         self,
         tier: GuardedTier,
         keys: Iterable[OffloadKey],
-        block_ids: Sequence[int] | BlockIds,
+        block_ids: Sequence[int],
         req_context: ReqContext,
         *,
         is_promotion: bool,
@@ -144,7 +145,7 @@ class TierTransfers:
         on_evicted: Callable[[Collection[OffloadKey]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._primary = primary
+        self._manager = primary.manager
         self._table = primary.table
         self._on_evicted = on_evicted
         self._clock = clock
@@ -158,18 +159,19 @@ class TierTransfers:
     ) -> bool:
         """Reserve a slot for ``key`` and plan its load; False when nothing can make room.
 
-        A tier that is being probed is reserved for this request: lookups of others do not find its blocks.
+        A tier that is being tried again is reserved for this request: lookups of others do not find its blocks.
         """
         table, breaker = self._table, tier.breaker
         if not (table.slots.num_free or table.num_evictable):
             return False
         if not (breaker.is_closed or breaker.allows(req_context)):
             return False
-        reserved = self._primary.reserve_slot(key, protected)
-        if reserved is None:
-            return False
-        if reserved.evicted:
-            self._on_evicted(reserved.evicted)
+        if not table.slots.num_free:
+            evicted = self._manager.evict(1, (), protected)
+            if evicted is None:
+                return False
+            self._on_evicted(evicted)
+        slot = table.assign_one(key)
         if not breaker.is_closed:
             breaker.begin(req_context)
         self.promoting[key] = tier
@@ -178,7 +180,7 @@ class TierTransfers:
         if planned is None:
             planned = self.planned[batch] = PlannedPromotion(tier, req_context)
         planned.keys.append(key)
-        planned.block_ids.append(reserved.slot)
+        planned.block_ids.append(slot)
         return True
 
     def num_planned_blocks(self, tier: GuardedTier) -> int:
@@ -201,14 +203,15 @@ class TierTransfers:
         for batch in planned.values():
             for key in batch.keys:
                 self.promoting.pop(key, None)
-            self._primary.complete_write(batch.keys, batch.req_context, success=False)
+            self._manager.finish_writes(batch.keys, success=False, may_settle_orphans=False)
         return [key for batch in planned.values() for key in batch.keys]
 
     def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
         """Pin the blocks, take their bytes from the tier's budget and submit the store."""
-        slots = self._primary.prepare_read(planned.keys, req_context).block_ids
-        planned.tier.budget.used_bytes += len(slots) * planned.tier.row_bytes
-        self._start(planned.tier, planned.keys, slots, req_context, is_promotion=False)
+        tier, keys = planned.tier, planned.keys
+        slots = self._table.pin_ready(keys)
+        tier.in_flight_store_bytes += len(slots) * tier.row_bytes
+        self._start(tier, keys, slots, req_context, is_promotion=False)
 
     def poll(self, tier: GuardedTier) -> EndedPromotions:
         """Take a tier's reports; return the blocks whose promotion has ended by them."""
@@ -218,8 +221,8 @@ class TierTransfers:
             job = self.jobs.close(result.job_id, tier)
             if job is not None:
                 self._finish(job, result, ended)
-        if results:
-            tier.load_times.settle()
+        if results and tier.load_times is not None:
+            tier.load_times.learn()
         jobs = self.jobs.of_tier[tier]
         if jobs:
             tier.check_age(next(iter(jobs.values())).started_s)
@@ -227,15 +230,15 @@ class TierTransfers:
                 # The tier is gone for good: no thread of it writes any more, and its slots are given back.
                 for job in list(jobs.values()):
                     self.jobs.close(job.metadata.job_id, tier)
-                    self._settle(job, (), ended)
+                    self._release(job, (), ended)
         return ended
 
-    def orphan(self) -> None:
-        """Right after the primary was reset: from now on the open jobs only settle their slots."""
+    def on_reset(self) -> None:
+        """Right after the primary was reset: from now on the open jobs are stale, and only release their slots."""
         for job in self.jobs:
             if not job.is_stale:
                 is_write = job.metadata.is_promotion
-                self._primary.manager.claim_orphans(job.metadata.block_ids.tolist(), is_write=is_write)
+                self._table.orphans.claim(job.metadata.block_ids.tolist(), is_write=is_write)
         self.promoting.clear()
         self.jobs.mark_stale()
 
@@ -255,7 +258,7 @@ class TierTransfers:
         self,
         tier: GuardedTier,
         keys: Sequence[OffloadKey],
-        block_ids: Sequence[int] | BlockIds,
+        block_ids: Sequence[int],
         req_context: ReqContext,
         *,
         is_promotion: bool,
@@ -266,39 +269,36 @@ class TierTransfers:
         submission = tier.submit(job.metadata)
         ended = EndedPromotions([], [])
         if submission is Submission.STARTED:
-            if is_promotion:
+            if is_promotion and tier.load_times is not None:
                 tier.load_times.begin(job.num_bytes)
             return ended
         self.jobs.close(job.metadata.job_id, tier)
         is_declined = submission is Submission.DECLINED
         if is_declined and not is_promotion:
             tier.num_declined_cascades += len(keys)
-        self._settle(job, (), ended, is_tried=not is_declined)
+        self._release(job, (), ended, is_tried=not is_declined)
         return ended
 
     def _finish(self, job: TierJob, result: JobResult, ended: EndedPromotions) -> None:
-        """Settle a reported job, and record what it means for the tier."""
+        """Release what a reported job used, and record what it means for the tier."""
         tier, metadata = job.tier, job.metadata
         keys = metadata.keys
         arrived: Sequence[OffloadKey] = keys
         if not result.success:
             successful = result.successful_keys or ()
             arrived = [key for key in keys if key in successful]
-        if metadata.is_promotion:
+        if metadata.is_promotion and tier.load_times is not None:
             is_whole = len(arrived) == len(keys)
             tier.load_times.end(job.num_bytes, job.started_s, is_whole=is_whole, took_s=result.took_s)
-        if result.success or arrived or not result.is_fault:
-            tier.breaker.record_success(metadata.req_context)
-        else:
+        if result.is_fault and not (result.success or arrived):
             tier.breaker.record_failure(metadata.req_context)
+        elif tier.breaker.has_failures:
+            tier.breaker.record_success(metadata.req_context)
         if tier.events is not None and not job.is_stale:
-            if not metadata.is_promotion:
-                tier.events.record(arrived, removed=False)
-            elif not result.is_fault:
-                tier.events.record(left_out(keys, arrived), removed=True)
-        self._settle(job, arrived, ended)
+            record_event(tier.events, metadata, arrived, is_fault=result.is_fault)
+        self._release(job, arrived, ended)
 
-    def _settle(
+    def _release(
         self, job: TierJob, arrived: Sequence[OffloadKey], ended: EndedPromotions, *, is_tried: bool = True
     ) -> None:
         """Give back what a closed job pinned or reserved.
@@ -311,17 +311,17 @@ class TierTransfers:
         """
         tier, metadata = job.tier, job.metadata
         if not metadata.is_promotion:
-            tier.budget.used_bytes -= job.num_bytes
+            tier.in_flight_store_bytes -= job.num_bytes
         if job.is_stale:
-            slots = metadata.block_ids.tolist()
-            self._primary.manager.settle_orphans(slots, is_write=metadata.is_promotion)
+            self._table.orphans.settle_slots(metadata.block_ids.tolist(), is_write=metadata.is_promotion)
             return
         if not metadata.is_promotion:
-            self._primary.complete_read(metadata.keys, metadata.req_context)
+            self._table.unpin_each(metadata.keys)
             return
         for key in metadata.keys:
             self.promoting.pop(key, None)
-        self._primary.complete_write(arrived, metadata.req_context, success=True)
+        finish_writes = self._manager.finish_writes
+        finish_writes(arrived, success=True, may_settle_orphans=False)
         tier.num_promoted_blocks += len(arrived)
         ended.arrived.extend(arrived)
         if tier.backoff.pauses:
@@ -329,10 +329,27 @@ class TierTransfers:
         if len(arrived) < len(metadata.keys):
             failed = left_out(metadata.keys, arrived)
             ended.failed.extend(failed)
-            self._primary.complete_write(failed, metadata.req_context, success=False)
+            finish_writes(failed, success=False, may_settle_orphans=False)
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
+
+
+def record_event(
+    events: EventLog, metadata: JobMetadata, arrived: Sequence[OffloadKey], *, is_fault: bool
+) -> None:
+    """Record what a tier has gained by a store, or what a load that is no fault of it has turned out to miss.
+
+    Args:
+        events: the tier's.
+        metadata: the job.
+        arrived: which of its keys arrived.
+        is_fault: whether a failure counts against the tier; then its blocks may still be there.
+    """
+    if not metadata.is_promotion:
+        events.record(arrived, removed=False)
+    elif not is_fault:
+        events.record(left_out(metadata.keys, arrived), removed=True)
 
 
 def left_out(keys: Sequence[OffloadKey], arrived: Collection[OffloadKey]) -> list[OffloadKey]:

@@ -42,8 +42,8 @@ class Waiter:
         search_step: the step in which its present search began.
         has_changed: True when searching again may give another answer.
         is_expired: True once it may wait no longer: what is not ready is then absent for it.
-        is_renewed: True in its second wait, when its first deadline passed while it waited for nothing.
-        held: keys it holds.
+        is_second_wait: True when its first deadline passed while it waited for nothing.
+        holds: keys it has a hold of.
         awaited: keys that it waits for.
         promoted: keys that a tier has promoted while it waited for them, each with the tier's type.
     """
@@ -53,8 +53,8 @@ class Waiter:
     search_step: int
     has_changed: bool = False
     is_expired: bool = False
-    is_renewed: bool = False
-    held: set[OffloadKey] = field(default_factory=set)
+    is_second_wait: bool = False
+    holds: set[OffloadKey] = field(default_factory=set)
     awaited: set[OffloadKey] = field(default_factory=set)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
 
@@ -67,8 +67,9 @@ class WaitingRequests:
         lookup_deadline_s: seconds from a request's first None to its deadline.
 
     Attributes:
-        waiters: the requests that wait and those that have expired.
-        idle: the requests that wait for something that has not changed: searching again could not change anything yet.
+        by_request: the requests that wait and those that have expired.
+        unchanged: the requests that wait for something that has not changed: searching again could not give another
+            answer yet.
         by_key: the waiters of each key that is waited for. INVARIANT: the same object for the life of this one.
         by_deadline: the waiters, soonest deadline first. One that has ended stays until its deadline has passed.
         found_this_step: what requests that do not wait have found in the present step.
@@ -78,14 +79,14 @@ class WaitingRequests:
     def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
         self._holder = holder
         self._lookup_deadline_s = lookup_deadline_s
-        self.waiters: dict[ReqContext, Waiter] = {}
+        self.by_request: dict[ReqContext, Waiter] = {}
         self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self._stopped: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self.by_key: dict[OffloadKey, set[Waiter]] = {}
         self.found_this_step: dict[ReqContext, dict[OffloadKey, None]] = {}
         self.by_deadline: deque[Waiter] = deque()
         # A set: an engine looks up each of a thousand waiting requests in every step, for one membership test each.
-        self.idle: set[ReqContext] = set()
+        self.unchanged: set[ReqContext] = set()
         self.num_expired = 0
 
     def begin_search(self, waiter: Waiter, step: int) -> bool:
@@ -94,7 +95,7 @@ class WaitingRequests:
         A request that waits for nothing may search too. What the new search does not wait for again is no longer
         awaited.
         """
-        if waiter.req_context in self.idle:
+        if waiter.req_context in self.unchanged:
             return False
         waiter.has_changed = False
         waiter.search_step = step
@@ -104,15 +105,15 @@ class WaitingRequests:
 
     def on_found(self, key: OffloadKey, req_context: ReqContext) -> None:
         """Record a ready key: held at once for a waiting request, remembered for one that may start to wait."""
-        waiter = self.waiters.get(req_context)
+        waiter = self.by_request.get(req_context)
         if waiter is None or waiter.is_expired:
             self.found_this_step.setdefault(req_context, {})[key] = None
-        elif key not in waiter.held:
-            waiter.held.add(key)
+        elif key not in waiter.holds:
+            waiter.holds.add(key)
             self._holder.hold(key)
 
     def wait_for(
-        self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, is_held: bool
+        self, key: OffloadKey, req_context: ReqContext, now_s: float, step: int, *, has_slot: bool
     ) -> None:
         """Make a request that has not expired wait for ``key``; its first wait holds what it has found so far.
 
@@ -121,16 +122,16 @@ class WaitingRequests:
             req_context: the request.
             now_s: the clock's reading.
             step: the manager's present step.
-            is_held: whether the primary has a slot for the key, so that it can be held there.
+            has_slot: whether the primary has a slot for the key, so that a hold of it can be counted there.
         """
-        waiter = self.waiters.get(req_context)
+        waiter = self.by_request.get(req_context)
         if waiter is None:
-            waiter = self.waiters[req_context] = self._begin_wait(req_context, now_s, step)
+            waiter = self.by_request[req_context] = self._begin_wait(req_context, now_s, step)
             for found in self.found_this_step.pop(req_context, ()):
-                waiter.held.add(found)
+                waiter.holds.add(found)
                 self._holder.hold(found)
-        if is_held and key not in waiter.held:
-            waiter.held.add(key)
+        if has_slot and key not in waiter.holds:
+            waiter.holds.add(key)
             self._holder.hold(key)
         waiter.awaited.add(key)
         waiters = self.by_key.get(key)
@@ -139,7 +140,7 @@ class WaitingRequests:
         else:
             waiters.add(waiter)
         if not waiter.has_changed:
-            self.idle.add(req_context)
+            self.unchanged.add(req_context)
 
     def notify(self, keys: Iterable[OffloadKey], promoted_from: str | None = None) -> None:
         """Wake the requests that wait for one of ``keys``, which have changed.
@@ -155,9 +156,9 @@ class WaitingRequests:
             for waiter in by_key.pop(key, ()):
                 waiter.has_changed = True
                 waiter.awaited.discard(key)
-                self.idle.discard(waiter.req_context)
+                self.unchanged.discard(waiter.req_context)
                 # A key that is not held may leave again, and come back from elsewhere.
-                if promoted_from is not None and key in waiter.held:
+                if promoted_from is not None and key in waiter.holds:
                     waiter.promoted[key] = promoted_from
 
     def expire(self, now_s: float) -> list[frozenset[OffloadKey]]:
@@ -171,11 +172,11 @@ class WaitingRequests:
         overdue: list[frozenset[OffloadKey]] = []
         while self.by_deadline and self.by_deadline[0].deadline_s <= now_s:
             waiter = self.by_deadline.popleft()
-            if self.waiters.get(waiter.req_context) is not waiter:
+            if self.by_request.get(waiter.req_context) is not waiter:
                 continue
             if waiter.awaited:
                 overdue.append(frozenset(waiter.awaited))
-            is_last = bool(waiter.awaited) or waiter.is_renewed
+            is_last = bool(waiter.awaited) or waiter.is_second_wait
             self._stop(waiter)
             if is_last:
                 self._expire(waiter)
@@ -185,7 +186,7 @@ class WaitingRequests:
 
     def end_wait(self, req_context: ReqContext) -> None:
         """Forget the request and release what it holds."""
-        waiter = self.waiters.get(req_context)
+        waiter = self.by_request.get(req_context)
         if waiter is not None:
             self._stop(waiter)
         self._expired.pop(req_context, None)
@@ -194,28 +195,28 @@ class WaitingRequests:
 
     def interrupt(self) -> None:
         """End every wait and release every hold, as a reset does; deadlines stay what they were."""
-        for waiter in list(self.waiters.values()):
+        for waiter in list(self.by_request.values()):
             if not waiter.is_expired:
                 self._stop(waiter)
                 self._remember_stopped(waiter)
         self.by_deadline.clear()
         self.found_this_step.clear()
 
-    def holds(self) -> dict[OffloadKey, int]:
+    def count_holds(self) -> dict[OffloadKey, int]:
         """Return how many waiting requests hold each key."""
         counts: dict[OffloadKey, int] = {}
-        for waiter in self.waiters.values():
-            for key in waiter.held:
+        for waiter in self.by_request.values():
+            for key in waiter.holds:
                 counts[key] = counts.get(key, 0) + 1
         return counts
 
     def _begin_wait(self, req_context: ReqContext, now_s: float, step: int) -> Waiter:
         waiter = Waiter(req_context, now_s + self._lookup_deadline_s, step)
         earlier = self._stopped.pop(req_context, None) if self._stopped else None
-        if earlier is not None and (earlier.is_renewed or now_s < earlier.deadline_s):
-            waiter.deadline_s, waiter.is_renewed = earlier.deadline_s, earlier.is_renewed
+        if earlier is not None and (earlier.is_second_wait or now_s < earlier.deadline_s):
+            waiter.deadline_s, waiter.is_second_wait = earlier.deadline_s, earlier.is_second_wait
         elif earlier is not None:
-            waiter.is_renewed = True
+            waiter.is_second_wait = True
         by_deadline = self.by_deadline
         if not by_deadline or by_deadline[-1].deadline_s <= waiter.deadline_s:
             by_deadline.append(waiter)
@@ -227,10 +228,10 @@ class WaitingRequests:
         waiter.is_expired = True
         waiter.has_changed = True
         self.num_expired += 1
-        self.waiters[waiter.req_context] = self._expired[waiter.req_context] = waiter
+        self.by_request[waiter.req_context] = self._expired[waiter.req_context] = waiter
         if len(self._expired) > MAX_REMEMBERED:
             req_context, _ = self._expired.popitem(last=False)
-            del self.waiters[req_context]
+            del self.by_request[req_context]
 
     def _remember_stopped(self, waiter: Waiter) -> None:
         self._stopped[waiter.req_context] = waiter
@@ -238,11 +239,11 @@ class WaitingRequests:
             self._stopped.popitem(last=False)
 
     def _stop(self, waiter: Waiter) -> None:
-        del self.waiters[waiter.req_context]
-        if waiter.held:
-            self._holder.release_each(waiter.held)
-            waiter.held.clear()
-        self.idle.discard(waiter.req_context)
+        del self.by_request[waiter.req_context]
+        if waiter.holds:
+            self._holder.release_each(waiter.holds)
+            waiter.holds.clear()
+        self.unchanged.discard(waiter.req_context)
         if waiter.awaited:
             self._forget_awaited(waiter)
 
@@ -256,4 +257,4 @@ class WaitingRequests:
         waiter.awaited.clear()
 
     def __len__(self) -> int:
-        return len(self.waiters) - len(self._expired)
+        return len(self.by_request) - len(self._expired)

@@ -90,7 +90,7 @@ class FakeBindings:
 
 
 class FakePinning:
-    """Keeps the books of registrations.
+    """Keeps a table of registrations.
 
     Args:
         refused: number of the registration that fails; None refuses none.

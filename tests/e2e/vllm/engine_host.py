@@ -1,6 +1,6 @@
 """A real vLLM engine in this process, and what tests do with it; runs in a child of the test.
 
-The engine core lives in the same process, so that a test can step it and look at its books. Nothing here asserts.
+The engine core lives in the same process, so that a test can step it and check its state. Nothing here asserts.
 """
 
 import importlib
@@ -149,7 +149,7 @@ class EngineHost:
         return stats
 
     def check(self) -> None:
-        """Let the manager check its own books."""
+        """Let the manager check its own invariants."""
         self._scheduler_half.manager.check()
 
     def reset(self) -> bool:

@@ -47,13 +47,15 @@ class SlowSpec(TieringOffloadingSpec):
         self._block_s = block_s
 
     def make_manager(self) -> OffloadingManager:
-        """Build the books."""
+        """Build the primary tier."""
         region = self.make_region(rank=None)
 
         def build() -> TieringOffloadingManager:
             primary = CPUPrimaryTierOffloadingManager(self.num_blocks, region)
             slow = SlowTier(make_example(primary.get_kv_memoryview()), self._clock, self._block_s)
-            return TieringOffloadingManager(primary, [slow], lookup_deadline_s=1000.0, clock=self._clock)
+            return TieringOffloadingManager(
+                primary, [slow], lookup_deadline_s=1000.0, measures_loads=True, clock=self._clock
+            )
 
         return self._keep(region, build)
 

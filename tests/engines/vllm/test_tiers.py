@@ -81,7 +81,7 @@ def test_two_engines_share_a_directory_while_both_run(tmp_path: Path) -> None:
         writer.store([1, 2])
         writer.settle()
         assert reader.load([1, 2]) == 2
-        assert not reader.adapter._guard.pending, "answered questions are remembered for nobody"
+        assert not reader.adapter._guard.open_lookups, "answered questions are remembered for nobody"
 
 
 def test_a_damaged_file_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_store_that_holds_too_much_of_the_primary_is_declined() -> None:
         engine.faulty.faults.delay_ratio = 0.0
         engine.settle()
         assert engine.adapter._guard.stats()["declined_cascades"] == 3
-        assert engine.adapter._guard.budget.used_bytes == 0
+        assert engine.adapter._guard.in_flight_store_bytes == 0
         engine.push_out(32)
         assert [engine.load([number]) for number in (2, 4, 5, 7)] == [1, 1, 0, 0]
 

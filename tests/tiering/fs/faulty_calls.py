@@ -34,8 +34,8 @@ class Way(Enum):
     COMPILED = "compiled"
     STEPWISE = "stepwise"
     NAMED = "named"
-    COMPILED_OVER = "compiled, over a spare file"
-    STEPWISE_OVER = "stepwise, over a spare file"
+    COMPILED_OVER = "compiled, over a recycled file"
+    STEPWISE_OVER = "stepwise, over a recycled file"
 
     @property
     def is_compiled(self) -> bool:
@@ -44,7 +44,7 @@ class Way(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether a spare file is written over."""
+        """Whether a recycled file is written over."""
         return self in (Way.COMPILED_OVER, Way.STEPWISE_OVER)
 
 
@@ -186,18 +186,18 @@ def main(folder: Path) -> None:
     ways = [way for way in Way if not way.is_compiled or REAL_CALLS.whole_files is not None]
     for way in ways:
         for case in publishing(way):
-            tell(publish(planner, case, way, make_folder(folder / f"{way.value} {case.name}")))
+            write_ending(publish(planner, case, way, make_folder(folder / f"{way.value} {case.name}")))
         if way in (Way.COMPILED, Way.STEPWISE):
             for case in READING:
-                tell(read(planner, case, way, make_folder(folder / f"{way.value} read {case.name}")))
+                write_ending(read(planner, case, way, make_folder(folder / f"{way.value} read {case.name}")))
 
 
 def publishing(way: Way) -> list[Case]:
-    """Return the cases of a way; a spare file has its permissions, so none are set."""
+    """Return the cases of a way; a recycled file has its permissions, so none are set."""
     return [case for case in PUBLISHING if not (way.is_over and Call.CHMOD in case.plans)]
 
 
-def tell(ending: Ending) -> None:
+def write_ending(ending: Ending) -> None:
     """Write one line."""
     sys.stdout.write(json.dumps(asdict(ending)) + "\n")
 
@@ -213,7 +213,7 @@ def publish(planner: Planner, case: Case, way: Way, folder: Path) -> Ending:
     files, path, buffers = make_files(way, folder, case.mode), folder / "a", make_buffers(PARTS)
     if case.is_taken:
         path.write_bytes(TAKEN)
-    recycled_file = make_spare(folder, case.mode) if way.is_over else None
+    recycled_file = make_recycled(folder, case.mode) if way.is_over else None
     views = [memoryview(buffer) for buffer in buffers]
     before = count_open()
     answer, raised = None, None
@@ -294,9 +294,9 @@ def read_one(files: BlockFiles, path: str, buffers: Buffers) -> FileStatus:
     return status
 
 
-def make_spare(folder: Path, mode: int) -> str:
+def make_recycled(folder: Path, mode: int) -> str:
     """Return a file as long as the parts that may be written over."""
-    recycled_file = folder / "tmp" / "spare"
+    recycled_file = folder / "tmp" / "recycled"
     recycled_file.write_bytes(bytes(len(WHOLE)))
     recycled_file.chmod(mode)
     return str(recycled_file)

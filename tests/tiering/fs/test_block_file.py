@@ -15,7 +15,7 @@ import pytest
 from tests.tiering.fs.faulty_calls import Way, publish_one, read_one
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import RENEW_AFTER_S, BlockFiles, FileSupport, plan_batch_files
+from kvtier.tiering.fs.block_file import TOUCH_INTERVAL_S, BlockFiles, FileSupport, plan_batch_files
 from kvtier.tiering.fs.system import (
     REAL_CALLS,
     Buffers,
@@ -64,15 +64,15 @@ def publish(files: BlockFiles, way: Way, path: Path, buffers: list[memoryview], 
     """Publish a file, over one that was another block's where the way is to do so."""
     if not way.is_over:
         return publish_one(files, str(path), buffers)
-    recycled_file = make_spare(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
+    recycled_file = make_recycled(files, path.with_name("evicted"), sum(map(len, buffers)), mode)
     return publish_one(files, str(path), buffers, recycled_file)
 
 
-def make_spare(files: BlockFiles, evicted: Path, num_bytes: int, mode: int = 0o600) -> str:
-    """Return a file of that length which was set aside."""
+def make_recycled(files: BlockFiles, evicted: Path, num_bytes: int, mode: int = 0o600) -> str:
+    """Return a file of that length which was unpublished."""
     evicted.write_bytes(b"!" * num_bytes)
     evicted.chmod(mode)
-    return files.set_aside(str(evicted))
+    return files.unpublish(str(evicted))
 
 
 def parts(*texts: bytes) -> list[memoryview]:
@@ -113,7 +113,7 @@ def test_a_file_that_fails_costs_no_other_of_its_batch(
     files = make_files(way)
     (tmp_path / "taken").write_bytes(b"before")
     names = [*map(str, range(40)), "taken", "no/folder", *map(str, range(40, 50))]
-    recycled = [make_spare(files, tmp_path / "evicted", 4) if way.is_over else None for _ in names]
+    recycled = [make_recycled(files, tmp_path / "evicted", 4) if way.is_over else None for _ in names]
     texts = [f"{number:04}".encode() for number in range(len(names))]
     answers = files.publish(
         [
@@ -168,9 +168,9 @@ def test_a_missing_folder_is_said_and_nothing_is_left(
 
 
 @EVERY_WAY_OVER
-def test_a_missing_folder_costs_no_spare_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+def test_a_missing_folder_costs_no_recycled_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    recycled_file = make_spare(files, tmp_path / "evicted", 1)
+    recycled_file = make_recycled(files, tmp_path / "evicted", 1)
     with pytest.raises(FileNotFoundError):
         publish_one(files, f"{tmp_path}/no/a", parts(b"x"), recycled_file)
     assert left_over(tmp_path) == [Path(recycled_file)]
@@ -180,7 +180,7 @@ def test_a_missing_folder_costs_no_spare_file(make_files: MakeFiles, tmp_path: P
 
 
 @EVERY_WAY_OVER
-def test_a_spare_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
+def test_a_recycled_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         publish_one(make_files(way), f"{tmp_path}/a", parts(b"x"), str(tmp_path / "tmp" / "gone"))
     assert caught.value.filename == f"{tmp_path}/a"
@@ -190,7 +190,7 @@ def test_a_spare_file_that_is_gone_is_said(make_files: MakeFiles, tmp_path: Path
 @EVERY_WAY_OVER
 def test_what_is_written_over_is_the_same_file(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     files = make_files(way)
-    recycled_file = make_spare(files, tmp_path / "evicted", 11)
+    recycled_file = make_recycled(files, tmp_path / "evicted", 11)
     inode = Path(recycled_file).stat().st_ino
     assert publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), recycled_file)
     assert (tmp_path / "a").stat().st_ino == inode
@@ -200,22 +200,24 @@ def test_what_is_written_over_is_the_same_file(make_files: MakeFiles, tmp_path: 
 @EVERY_WAY_OVER
 def test_no_symbolic_link_is_written_over(make_files: MakeFiles, tmp_path: Path, way: Way) -> None:
     (tmp_path / "mine").write_bytes(b"mine")
-    (tmp_path / "tmp" / "spare").symlink_to(tmp_path / "mine")
+    (tmp_path / "tmp" / "recycled").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="symbolic"):
-        publish_one(make_files(way), f"{tmp_path}/a", parts(b"ours"), str(tmp_path / "tmp" / "spare"))
+        publish_one(make_files(way), f"{tmp_path}/a", parts(b"ours"), str(tmp_path / "tmp" / "recycled"))
     assert (tmp_path / "mine").read_bytes() == b"mine"
     assert not (tmp_path / "a").exists()
 
 
-def test_a_file_that_was_set_aside_is_known_as_this_process_s(make_files: MakeFiles, tmp_path: Path) -> None:
+def test_a_file_that_was_unpublished_is_known_as_this_process_s(
+    make_files: MakeFiles, tmp_path: Path
+) -> None:
     files = make_files()
-    first, second = (Path(make_spare(files, tmp_path / name, 3)) for name in "ab")
+    first, second = (Path(make_recycled(files, tmp_path / name, 3)) for name in "ab")
     assert first != second
     assert {parse_owner(path.name) for path in (first, second)} == {current_owner()}
     assert {path.parent for path in (first, second)} == {tmp_path / "tmp"}
     assert set(left_over(tmp_path)) == {first, second}
     with pytest.raises(FileNotFoundError):
-        files.set_aside(f"{tmp_path}/a")
+        files.unpublish(f"{tmp_path}/a")
 
 
 @pytest.mark.parametrize("way", [Way.STEPWISE, Way.NAMED, Way.STEPWISE_OVER], ids=lambda way: way.value)
@@ -247,7 +249,7 @@ def test_a_file_that_may_not_become_so_long_leaves_nothing(
     make_files: MakeFiles, tmp_path: Path, way: Way
 ) -> None:
     files = make_files(way)
-    recycled_file = make_spare(files, tmp_path / "evicted", 6) if way.is_over else None
+    recycled_file = make_recycled(files, tmp_path / "evicted", 6) if way.is_over else None
     with files_of_at_most(6), pytest.raises(OSError, match="too large") as caught:
         publish_one(files, f"{tmp_path}/a", parts(b"head", b"payload"), recycled_file)
     assert caught.value.errno == errno.EFBIG
@@ -333,20 +335,20 @@ def test_a_load_renews_the_time_once_a_minute_at_most(
 ) -> None:
     path, files = tmp_path / "a", make_files(way)
     path.write_bytes(b"x")
-    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S))
+    os.utime(path, (NOW_S, NOW_S - TOUCH_INTERVAL_S))
     read_one(files, str(path), parts(b"."))
-    assert path.stat().st_mtime == NOW_S - RENEW_AFTER_S
-    os.utime(path, (NOW_S, NOW_S - RENEW_AFTER_S - 1))
+    assert path.stat().st_mtime == NOW_S - TOUCH_INTERVAL_S
+    os.utime(path, (NOW_S, NOW_S - TOUCH_INTERVAL_S - 1))
     read_one(files, str(path), parts(b"."))
     assert path.stat().st_mtime > NOW_S
 
 
 def test_renewing_says_whether_the_file_is_there(make_files: MakeFiles, tmp_path: Path) -> None:
     path, files = tmp_path / "a", make_files()
-    assert not files.renew(str(path))
+    assert not files.touch(str(path))
     path.write_bytes(b"x")
     os.utime(path, (0, 0))
-    assert files.renew(str(path))
+    assert files.touch(str(path))
     assert path.stat().st_mtime > NOW_S
 
 

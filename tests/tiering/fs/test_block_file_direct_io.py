@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.fs.peer import refuse_unnamed_files
 
-from kvtier.tiering.fs.block_file import FileSupport, probe
+from kvtier.tiering.fs.block_file import FileSupport, detect_file_support
 from kvtier.tiering.fs.system import SystemCalls
 
 
@@ -19,14 +19,16 @@ def refuse_direct_io(path: str, flags: int, mode: int) -> int:
 
 
 def test_a_file_system_that_lacks_something_is_found_out(tmp_path: Path) -> None:
-    here = probe(tmp_path, tmp_path / "scratch", 0o600, SystemCalls())
-    without = probe(tmp_path, tmp_path / "scratch", 0o600, SystemCalls(open=refuse_direct_io))
+    here = detect_file_support(tmp_path, tmp_path / "scratch", 0o600, SystemCalls())
+    without = detect_file_support(tmp_path, tmp_path / "scratch", 0o600, SystemCalls(open=refuse_direct_io))
     assert without == FileSupport(has_direct_io=False, has_unnamed_files=here.has_unnamed_files)
-    unnamed = probe(tmp_path, tmp_path / "scratch", 0o600, SystemCalls(open=refuse_unnamed_files))
+    unnamed = detect_file_support(
+        tmp_path, tmp_path / "scratch", 0o600, SystemCalls(open=refuse_unnamed_files)
+    )
     assert unnamed == FileSupport(here.has_direct_io, has_unnamed_files=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        probe(tmp_path / "missing", tmp_path / "missing" / "scratch", 0o600, SystemCalls())
+        detect_file_support(tmp_path / "missing", tmp_path / "missing" / "scratch", 0o600, SystemCalls())

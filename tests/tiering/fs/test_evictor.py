@@ -19,7 +19,7 @@ from kvtier.tiering.fs.evictor import (
     plan_num_recycled,
 )
 from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_record
-from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, SystemCalls, current_owner
+from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, SystemCalls, current_owner
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -62,7 +62,7 @@ def store_each(driver: TierDriver, *numbers: int) -> list[bool]:
         (62, 64, 2, -2),
     ],
 )
-def test_a_part_of_a_large_capacity_is_kept_free_or_spare(
+def test_a_share_of_a_large_capacity_is_kept_free_or_recycled(
     used_blocks: int, capacity_blocks: int, num_recycled: int, excess_blocks: int
 ) -> None:
     assert SLACK_SHARE == 32
@@ -83,7 +83,7 @@ def test_a_part_of_a_large_capacity_is_kept_free_or_spare(
         (10**6, 99, MAX_RECYCLED_FILES),
     ],
 )
-def test_the_spare_files_of_all_together_fit_into_what_is_kept_free(
+def test_the_recycled_files_of_all_together_fit_into_what_is_kept_free(
     capacity_blocks: int, num_members: int, num_recycled: int
 ) -> None:
     record = UsageRecord(is_counted=True)
@@ -244,7 +244,7 @@ def test_a_directory_beyond_the_capacity_is_cut_back_at_the_start(start_tier: St
 
 
 LARGE_BLOCKS = 32 * NUM_ROWS
-"""A capacity of which as many blocks as there are rows are kept free, and may be spare files."""
+"""A capacity of which as many blocks as there are rows are kept free, and may be recycled files."""
 
 
 def fill(driver: TierDriver, first: int, num_blocks: int) -> None:
@@ -253,7 +253,7 @@ def fill(driver: TierDriver, first: int, num_blocks: int) -> None:
         driver.store(list(range(number, number + NUM_ROWS)))
 
 
-def spare_files(root: Path) -> list[Path]:
+def recycled_files(root: Path) -> list[Path]:
     """Return the files with temporary names."""
     return list((root / "tmp").iterdir())
 
@@ -276,26 +276,30 @@ def test_the_file_of_an_evicted_block_is_written_over(start_tier: StartTier, roo
         assert path.read_bytes()[4096:] == bytes(content_of(number)), f"block {number} is another's"
 
 
-def test_spare_files_count_and_end_with_the_tier(start_tier: StartTier, root: Path) -> None:
+def test_recycled_files_count_and_end_with_the_tier(start_tier: StartTier, root: Path) -> None:
     driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)
     fill(driver, 0, 2 * LARGE_BLOCKS)
-    assert used_bytes(root) <= LARGE_BLOCKS * BLOCK_BYTES
+    # Repeated, because a file that is evicted between the two lists is in both.
+    driver.poll_until(
+        lambda: used_bytes(root) >= (len(blocks_in(root)) + len(recycled_files(root))) * BLOCK_BYTES
+    )
     assert driver.tier.shutdown(HANG_GUARD_S)
-    assert spare_files(root) == []
-    # The recount before the first eviction counts what is being written just then twice, and never misses a block.
-    num_counted_twice = used_bytes(root) // BLOCK_BYTES - len(blocks_in(root))
-    assert 0 <= num_counted_twice <= NUM_ROWS
-    assert len(blocks_in(root)) >= LARGE_BLOCKS // 2
+    assert recycled_files(root) == []
+    assert LARGE_BLOCKS // 2 <= len(blocks_in(root)) <= LARGE_BLOCKS
+    # A recount beside stores may count twice what is written meanwhile, however much that is, and never misses a block.
+    assert used_bytes(root) >= len(blocks_in(root)) * BLOCK_BYTES
+    start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)  # which recounts, and nothing is stored meanwhile
+    assert used_bytes(root) == len(blocks_in(root)) * BLOCK_BYTES
 
 
-def test_a_tier_that_stores_nothing_gives_its_spare_files_back(
+def test_a_tier_that_stores_nothing_gives_its_recycled_files_back(
     start_tier: StartTier, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evictor, "REFRESH_S", 0.02)
     driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES)
     fill(driver, 0, LARGE_BLOCKS + 2 * NUM_ROWS)
     given_up_s = time.monotonic() + HANG_GUARD_S
-    while spare_files(root):
+    while recycled_files(root):
         assert time.monotonic() < given_up_s
     assert used_bytes(root) >= len(blocks_in(root)) * BLOCK_BYTES
     assert driver.store([5000]).success
@@ -347,12 +351,12 @@ def test_a_disk_without_room_for_new_files_takes_blocks_over_old_ones(
     assert sum(number >= 1000 for number in blocks_in(root)) > NUM_ROWS
 
 
-def test_spare_files_that_others_remove_cost_no_block(start_tier: StartTier, root: Path) -> None:
+def test_recycled_files_that_others_remove_cost_no_block(start_tier: StartTier, root: Path) -> None:
     driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES, num_threads=1)
     fill(driver, 0, LARGE_BLOCKS + 2 * NUM_ROWS)
     num_declined = driver.tier.stats()["declined"]
     for first in range(1000, 1000 + 4 * NUM_ROWS, NUM_ROWS):
-        for path in spare_files(root):
+        for path in recycled_files(root):
             path.unlink(missing_ok=True)
         result = driver.store(list(range(first, first + NUM_ROWS)))
         assert result.success or not result.is_fault
@@ -364,13 +368,13 @@ def test_spare_files_that_others_remove_cost_no_block(start_tier: StartTier, roo
     assert used_bytes(root) >= len(blocks_in(root)) * BLOCK_BYTES
 
 
-def test_a_spare_file_shows_another_host_that_its_owner_lives(start_tier: StartTier, root: Path) -> None:
+def test_a_recycled_file_shows_another_host_that_its_owner_lives(start_tier: StartTier, root: Path) -> None:
     driver = start_tier(capacity_bytes=LARGE_BLOCKS * BLOCK_BYTES, num_threads=1)
     fill(driver, 0, LARGE_BLOCKS // 2)
     now_s = time.time()
     for path in blocks_in(root).values():
-        os.utime(path, (now_s, now_s - 10 * FOREIGN_OWNER_IDLE_S))
+        os.utime(path, (now_s, now_s - 10 * FOREIGN_OWNER_TIMEOUT_S))
     fill(driver, 1000, LARGE_BLOCKS // 2 + 2 * NUM_ROWS)
     assert not blocks_in(root).keys().isdisjoint(range(LARGE_BLOCKS // 2))
-    driver.poll_until(lambda: len(spare_files(root)) > 0)
-    assert all(now_s - path.stat().st_mtime < FOREIGN_OWNER_IDLE_S for path in spare_files(root))
+    driver.poll_until(lambda: len(recycled_files(root)) > 0)
+    assert all(now_s - path.stat().st_mtime < FOREIGN_OWNER_TIMEOUT_S for path in recycled_files(root))

@@ -71,7 +71,7 @@ def test_a_published_file_is_whole_or_absent(endings: Endings, case: Case, way: 
         is_named=has_failed,
         bytes_found=found,
         mode=None if has_failed else case.mode_found,
-        leftovers=["spare"] if way.is_over and found != "whole" else [],
+        leftovers=["recycled"] if way.is_over and found != "whole" else [],
         num_open=0,
         num_left=0,
         is_released=True,

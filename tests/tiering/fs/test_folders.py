@@ -10,7 +10,7 @@ from kvtier.namespace import Namespace
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.fs import folders
 from kvtier.tiering.fs.folders import (
-    EMPTY_FOLDER_IDLE_S,
+    EMPTY_FOLDER_TTL_S,
     FSNamespace,
     make_block_folder,
     make_folder,
@@ -20,7 +20,7 @@ from kvtier.tiering.fs.folders import (
     walk_blocks,
 )
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, current_owner
+from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, current_owner
 
 NAMESPACE = Namespace('{"model": "m"}', bytes(range(32)))
 NOW_S = 1_700_000_000.0
@@ -99,7 +99,7 @@ def test_temporaries_of_dead_processes_go_and_others_stay_and_count(root: Path) 
         os.utime(root / "tmp" / name, (NOW_S, NOW_S - age_s))
     assert sweep_temporaries(root / "tmp", here, NOW_S) == 8
     assert {path.name for path in (root / "tmp").iterdir()} == {f"{here}-aa", f"{elsewhere}-cc", "notes"}
-    assert sweep_temporaries(root / "tmp", here, NOW_S + FOREIGN_OWNER_IDLE_S) == 4
+    assert sweep_temporaries(root / "tmp", here, NOW_S + FOREIGN_OWNER_TIMEOUT_S) == 4
 
 
 def test_a_description_that_was_half_written_at_a_crash_is_swept(
@@ -128,13 +128,13 @@ def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:
     kept, gone = put_block(root, 1), put_block(root, 2, Namespace("{}", bytes(32)))
     gone.unlink()
     now_s = kept.parent.stat().st_mtime
-    remove_empty_folders(root, now_s + EMPTY_FOLDER_IDLE_S - 60.0)
+    remove_empty_folders(root, now_s + EMPTY_FOLDER_TTL_S - 60.0)
     assert gone.parent.is_dir()
     # Removing a folder renews the one above it, so each level waits for its own hour.
     for level in (2, 3, 4):
         for folder in [path for path in root.rglob("*") if path.is_dir()]:
             os.utime(folder, (now_s, now_s))
-        remove_empty_folders(root, now_s + level * EMPTY_FOLDER_IDLE_S)
+        remove_empty_folders(root, now_s + level * EMPTY_FOLDER_TTL_S)
     assert kept.exists()
     assert not gone.parents[2].exists()
 

@@ -1,4 +1,4 @@
-"""Spare files are blocks' files that were evicted: kept under temporary names, given to one taker each, removed."""
+"""Recycled files are blocks' files that were evicted: kept under temporary names, given to one taker each, removed."""
 
 import os
 import threading
@@ -9,6 +9,7 @@ import pytest
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
 from kvtier.tiering.fs.recycled_files import RecycledFile, RecycledFiles
+from kvtier.tiering.fs.shared_usage import SharedUsage, unpack_record
 from kvtier.tiering.fs.system import SystemCalls, current_owner, parse_owner
 
 NUM_BYTES = 5
@@ -18,7 +19,7 @@ NAMESPACE, ANOTHER = "namespace-a", "namespace-b"
 
 @pytest.fixture
 def recycled(tmp_path: Path) -> RecycledFiles:
-    """Spare files of five bytes in a directory of the test."""
+    """Recycled files of five bytes in a directory of the test."""
     (tmp_path / "tmp").mkdir()
     support = FileSupport(has_direct_io=False, has_unnamed_files=True)
     files = BlockFiles(support, tmp_path / "tmp", current_owner(), FILE_MODE, SystemCalls(), ManualClock(0.0))
@@ -33,7 +34,7 @@ def make_block(folder: Path, name: str, num_bytes: int = NUM_BYTES, mode: int = 
     return path
 
 
-def test_a_folder_is_no_spare_file(recycled: RecycledFiles, tmp_path: Path) -> None:
+def test_a_folder_is_no_recycled_file(recycled: RecycledFiles, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert not recycled.can_keep((tmp_path / "folder").lstat())
 
@@ -183,3 +184,18 @@ def test_what_is_of_no_use_is_removed_if_it_is_there(recycled: RecycledFiles, tm
     recycled.discard(taken)
     recycled.discard(taken)
     assert names_in(tmp_path / "tmp") == []
+
+
+def test_at_the_end_every_file_is_removed_and_counted_out(recycled: RecycledFiles, tmp_path: Path) -> None:
+    usage = SharedUsage(tmp_path / ".usage", current_owner(), 100 * NUM_BYTES, FILE_MODE, ManualClock(0.0))
+    begun = usage.begin_recount()
+    assert begun is not None
+    usage.end_recount(7 * NUM_BYTES, begun)
+    for name in "abc":
+        recycled.keep(str(make_block(tmp_path, name)), NAMESPACE)
+
+    recycled.remove_all(usage)
+
+    record = unpack_record((tmp_path / ".usage").read_bytes())
+    assert (record.used_bytes, record.in_flight_bytes) == (4 * NUM_BYTES, 0)
+    assert (names_in(tmp_path / "tmp"), len(recycled.waiting)) == ([], 0)

@@ -24,7 +24,7 @@ NAMESPACE = "namespace"
 
 
 class World:
-    """A directory with a count in which nothing but spare files is."""
+    """A directory with a count in which nothing but recycled files is."""
 
     def __init__(self, root: Path, num_recycled: int) -> None:
         self._usage = root / ".usage"
@@ -39,7 +39,7 @@ class World:
         files = BlockFiles(support, root, current_owner(), 0o600, SystemCalls(), ManualClock(0.0))
         self.recycled = RecycledFiles(files, 0o600, BLOCK_BYTES)
         for number in range(num_recycled):
-            path = root / f"spare{number}"
+            path = root / f"recycled{number}"
             path.write_bytes(bytes(BLOCK_BYTES))
             self.recycled.give_back([RecycledFile(str(path), NAMESPACE)])
 
@@ -92,16 +92,16 @@ def test_the_count_is_never_too_small_afterwards(
         for target, outcome in zip(targets, batch, strict=False):
             write(target, outcome)
             reservation.complete(target, outcome)
-    reservation.settle(world.usage)
+    reservation.end(world.usage)
 
-    on_disk = [path for path in root.iterdir() if path.name.startswith(("block", "spare"))]
-    spare_paths = {recycled_file.path for recycled_file in world.recycled.take(99, NAMESPACE)}
-    assert spare_paths == {str(path) for path in on_disk if path.name.startswith("spare")}
+    on_disk = [path for path in root.iterdir() if path.name.startswith(("block", "recycled"))]
+    recycled_paths = {recycled_file.path for recycled_file in world.recycled.take(99, NAMESPACE)}
+    assert recycled_paths == {str(path) for path in on_disk if path.name.startswith("recycled")}
     assert world.used_blocks() == len(on_disk) + num_lost
     assert world.in_flight_bytes() == 0
 
 
-def test_spare_files_are_used_before_what_is_reserved(tmp_path: Path) -> None:
+def test_recycled_files_are_used_before_what_is_reserved(tmp_path: Path) -> None:
     world = World(tmp_path, 2)
     reservation = Reservation(world.recycled, BLOCK_BYTES)
     reservation.add(world.recycled.take(2, NAMESPACE), world.usage.reserve(1, BLOCK_BYTES).num_blocks)
@@ -117,7 +117,7 @@ def test_what_failed_leaves_the_reserved_room_for_another_try(tmp_path: Path) ->
     for outcome in (StoreOutcome.NO_ROOM, StoreOutcome.WRITTEN):
         (target,) = reservation.take(1)
         reservation.complete(target, outcome)
-    reservation.settle(world.usage)
+    reservation.end(world.usage)
     assert world.used_blocks() == 1
 
 
@@ -127,7 +127,7 @@ def test_a_bug_of_the_writer_leaves_no_file_that_nobody_knows_or_counts(tmp_path
     reservation.add(world.recycled.take(1, NAMESPACE), world.usage.reserve(1, BLOCK_BYTES).num_blocks)
     assert len(reservation.take(2)) == 2
     (tmp_path / "block").write_bytes(bytes(BLOCK_BYTES))
-    reservation.settle(world.usage)
-    assert not list(tmp_path.glob("spare*"))
-    assert world.used_blocks() == 2, "the spare file counts until somebody counts anew"
+    reservation.end(world.usage)
+    assert not list(tmp_path.glob("recycled*"))
+    assert world.used_blocks() == 2, "the recycled file counts until the next recount"
     assert world.in_flight_bytes() == 0

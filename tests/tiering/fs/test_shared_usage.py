@@ -19,7 +19,7 @@ OTHER = MemberId(Owner("0" * 16, 1, 1), 2)
 
 
 def counted(used_bytes: int = 0, capacity_bytes: int = 1000) -> UsageRecord:
-    """Return a counted book with one member."""
+    """Return a counted record with one member."""
     return UsageRecord(used_bytes, is_counted=True).joined(ME, capacity_bytes, 0.0)
 
 
@@ -62,7 +62,7 @@ def test_dead_members_are_dropped_and_others_on_other_hosts_given_an_hour() -> N
     assert set(record.without_dead(here, 4000.0).members) == {ME}
 
 
-def test_a_book_survives_its_form_on_disk_and_fills_whole_pages() -> None:
+def test_a_record_survives_its_form_on_disk_and_fills_whole_pages() -> None:
     record = counted(17).joined(OTHER, 300, 1.5).changed(ME, Change(in_flight_bytes=5, finished_bytes=2**40))
     assert unpack_record(record.pack()) == record
     assert len(record.pack()) == RECORD_PAGE_BYTES
@@ -77,12 +77,12 @@ def test_many_members_fill_more_pages() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_bytes_that_are_no_book_are_an_uncounted_one(text: bytes) -> None:
+def test_bytes_that_are_no_record_are_an_uncounted_one(text: bytes) -> None:
     assert unpack_record(text) == UsageRecord()
 
 
 @given(st.integers(0, 8 * 80 - 1))
-def test_a_damaged_book_is_an_uncounted_one(bit: int) -> None:
+def test_a_damaged_record_is_an_uncounted_one(bit: int) -> None:
     text = bytearray(counted(17).pack())
     text[bit // 8] ^= 1 << bit % 8
     assert unpack_record(bytes(text)) == UsageRecord()
@@ -108,6 +108,6 @@ def test_no_order_of_writing_and_walking_counts_too_little(events: list[tuple[st
     assert record.recounted(seen, begun.finished_bytes).used_bytes >= on_disk + in_flight
 
 
-def test_only_a_member_changes_the_book() -> None:
+def test_only_a_member_changes_the_record() -> None:
     with pytest.raises(KeyError):
         UsageRecord().changed(ME, Change())

@@ -49,19 +49,19 @@ def test_room_is_given_until_the_capacity_is_reached(path: Path) -> None:
 def test_what_was_not_written_and_what_was_removed_is_room_again(path: Path) -> None:
     usage = open_usage(path)
     usage.reserve(3, 300)
-    usage.settle(900, 300)
+    usage.end_reservation(900, 300)
     usage.remove(300)
     assert read(path).used_bytes == 0
     assert read(path).in_flight_bytes == 0
 
 
-def test_the_count_is_exact_when_the_last_of_several_writers_has_settled(path: Path) -> None:
+def test_the_count_is_exact_when_the_last_of_several_writers_has_ended(path: Path) -> None:
     usage = open_usage(path)
     usage.reserve(2, 100)
     usage.reserve(1, 100)
-    usage.settle(200, 200)
+    usage.end_reservation(200, 200)
     assert read(path).used_bytes == 300
-    usage.settle(100, 100)
+    usage.end_reservation(100, 100)
     record = read(path)
     assert (record.used_bytes, record.in_flight_bytes, record.finished_bytes) == (300, 0, 300)
 
@@ -70,7 +70,7 @@ def test_the_next_reservation_tells_what_was_finished_before_it(path: Path) -> N
     usage = open_usage(path)
     usage.reserve(2, 100)
     usage.reserve(1, 100)
-    usage.settle(200, 200)
+    usage.end_reservation(200, 200)
     usage.reserve(1, 100)
     record = read(path)
     assert (record.used_bytes, record.in_flight_bytes, record.finished_bytes) == (400, 200, 200)
@@ -81,7 +81,7 @@ def test_what_was_not_written_is_room_for_others_while_this_tier_still_writes(pa
     usage.reserve(6, 100)
     usage.reserve(4, 100)
     assert other.reserve(1, 100).num_blocks == 0
-    usage.settle(600, 500)
+    usage.end_reservation(600, 500)
     assert other.reserve(2, 100).num_blocks == 1
 
 
@@ -91,10 +91,10 @@ def test_a_recount_by_others_misses_nothing_that_has_not_been_told_yet(path: Pat
     usage.reserve(1, 100)
     begun = other.begin_recount()
     assert begun is not None
-    usage.settle(200, 200)
+    usage.end_reservation(200, 200)
     other.end_recount(0, begun)
     assert read(path).used_bytes >= 300
-    usage.settle(100, 100)
+    usage.end_reservation(100, 100)
     assert read(path).used_bytes >= 300
     assert read(path).in_flight_bytes == 0
 
@@ -135,7 +135,7 @@ def test_whatever_the_order_of_writers_the_count_ends_exact(
         for reserved, _ in sizes:
             assert usage.reserve(reserved, 100).num_blocks == reserved
         for reserved, written in data.draw(st.permutations(sizes)):
-            usage.settle(reserved * 100, min(reserved, written) * 100)
+            usage.end_reservation(reserved * 100, min(reserved, written) * 100)
         record = read(path)
     assert record.used_bytes == sum(min(size) for size in sizes) * 100
     assert record.in_flight_bytes == 0
@@ -155,13 +155,13 @@ def test_two_tiers_share_one_count_and_the_smaller_capacity(path: Path) -> None:
 
 
 def test_threads_together_get_what_is_there_and_no_more(path: Path) -> None:
-    ledgers = [open_usage(path, 100_000, found_bytes=None) for _ in range(2)] + [open_usage(path, 100_000)]
+    usages = [open_usage(path, 100_000, found_bytes=None) for _ in range(2)] + [open_usage(path, 100_000)]
     granted: list[int] = []
 
     def take(usage: SharedUsage) -> None:
         granted.extend(usage.reserve(3, 300).num_blocks for _ in range(60))
 
-    threads = [threading.Thread(target=take, args=(usage,)) for usage in ledgers for _ in range(2)]
+    threads = [threading.Thread(target=take, args=(usage,)) for usage in usages for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -170,7 +170,7 @@ def test_threads_together_get_what_is_there_and_no_more(path: Path) -> None:
     assert read(path).used_bytes == 333 * 300
 
 
-def test_a_lost_or_broken_book_gives_no_room_until_the_next_count(path: Path) -> None:
+def test_a_lost_or_broken_record_gives_no_room_until_the_next_count(path: Path) -> None:
     usage = open_usage(path)
     for damage in (path.unlink, lambda: path.write_bytes(b"garbage" * 1000)):
         damage()
@@ -179,21 +179,36 @@ def test_a_lost_or_broken_book_gives_no_room_until_the_next_count(path: Path) ->
         assert begun is not None
         usage.end_recount(0, begun)
         assert usage.reserve(1, 10).num_blocks == 1
-        usage.settle(10, 0)
+        usage.end_reservation(10, 0)
 
 
-def test_what_was_in_flight_when_the_book_was_lost_is_not_given_back_twice(path: Path) -> None:
+def test_what_was_in_flight_when_the_record_was_lost_is_not_given_back_twice(path: Path) -> None:
     usage, other = open_usage(path), open_usage(path, found_bytes=None)
     assert usage.reserve(2, 100).num_blocks == 2
     path.unlink()
     begun = other.begin_recount()
     assert begun is not None
     other.end_recount(200, begun)
-    usage.settle(200, 100)
+    usage.end_reservation(200, 100)
     assert read(path).used_bytes >= 200
 
 
-def test_room_that_was_taken_ahead_needs_no_book_and_the_last_gives_it_back(path: Path) -> None:
+def test_a_walk_that_saw_the_record_lost_counts_nothing_and_the_next_counts_all(path: Path) -> None:
+    usage, other = open_usage(path), open_usage(path, found_bytes=None)
+    begun = other.begin_recount()
+    assert begun is not None
+    assert usage.reserve(2, 100).num_blocks == 2
+    usage.end_reservation(200, 200)  # behind the walk, which finds nothing
+    path.unlink()
+    assert other.end_recount(0, begun) is None
+    assert other.reserve(1, 100).num_blocks == 0
+    begun = other.begin_recount()
+    assert begun is not None
+    other.end_recount(200, begun)
+    assert read(path).used_bytes == 200
+
+
+def test_surplus_room_needs_no_record_and_the_last_gives_it_back(path: Path) -> None:
     usage = open_usage(path, 10_000)
     assert usage.reserve(2, 100).num_blocks == 2
     fd = os.open(path, os.O_RDWR)
@@ -201,16 +216,16 @@ def test_room_that_was_taken_ahead_needs_no_book_and_the_last_gives_it_back(path
     assert [usage.reserve(2, 100).num_blocks for _ in range(4)] == [2, 2, 2, 0]
     os.close(fd)
     for _ in range(4):
-        usage.settle(200, 200)
+        usage.end_reservation(200, 200)
     record = read(path)
     assert (record.used_bytes, record.in_flight_bytes, record.finished_bytes) == (800, 0, 800)
     usage.reserve(2, 100)
-    usage.settle(200, 200)
+    usage.end_reservation(200, 200)
     record = read(path)
     assert (record.used_bytes, record.in_flight_bytes, record.finished_bytes) == (1000, 0, 1000)
 
 
-def test_threads_that_wait_for_the_book_together_take_room_ahead_once(
+def test_threads_that_wait_for_the_record_together_take_a_surplus_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage, waiting, granted = open_usage(path, 10_000), set[int](), list[int]()
@@ -258,7 +273,7 @@ def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(path
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert usage.reserve(1, 100).num_blocks == 0
-    usage.settle(300, 100)
+    usage.end_reservation(300, 100)
     os.close(fd)
     assert usage.reserve(1, 100).num_blocks == 1
     assert read(path).used_bytes == 200

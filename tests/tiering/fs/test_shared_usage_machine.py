@@ -1,4 +1,4 @@
-"""However tiers reserve, settle, count and lose their book, the count is never too small once all have been heard."""
+"""However tiers reserve, write and lose their record, the count is never too small once all have written to it."""
 
 import tempfile
 from pathlib import Path
@@ -26,35 +26,37 @@ class SharedUsageMachine(RuleBasedStateMachine):
         """Count an empty directory."""
         self._folder = tempfile.TemporaryDirectory()
         self._path = Path(self._folder.name) / ".usage"
-        self._ledgers = [
+        self._usages = [
             SharedUsage(self._path, current_owner(), CAPACITY_BLOCKS * BLOCK_BYTES, 0o600, ManualClock(0.0))
             for _ in range(NUM_TIERS)
         ]
         self._open: list[tuple[SharedUsage, int]] = []
         self._num_on_disk = 0
-        self._has_lost_book = self._has_recounted = False
+        self._has_lost_record = self._has_recounted = False
         self._begun: tuple[SharedUsage, UsageRecord, int] | None = None
-        self._recount(self._ledgers[0])
+        self._recount(self._usages[0])
 
     @rule(tier=TIERS, num_blocks=st.integers(1, 8))
     def reserve(self, tier: int, num_blocks: int) -> None:
         """Take room for blocks."""
-        usage = self._ledgers[tier]
+        usage = self._usages[tier]
         granted = usage.reserve(num_blocks, BLOCK_BYTES).num_blocks
         assert granted <= num_blocks
         if granted:
             self._open.append((usage, granted))
-        if not self._has_lost_book:
+        if not self._has_lost_record:
             assert self._num_on_disk + sum(num for _, num in self._open) <= CAPACITY_BLOCKS
 
     @precondition(lambda self: self._open)
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
+    def end_reservation(self, data: st.DataObject) -> None:
         """Write some of the blocks for which there is room, and give back the rest."""
-        usage, granted = self._open.pop(data.draw(st.integers(0, len(self._open) - 1)))
-        num_written = data.draw(st.integers(0, granted))
+        # Hypothesis may end an example at a draw: drawn before anything changes, no half of an operation is left.
+        number = data.draw(st.integers(0, len(self._open) - 1))
+        num_written = data.draw(st.integers(0, self._open[number][1]))
+        usage, granted = self._open.pop(number)
         self._num_on_disk += num_written
-        usage.settle(granted * BLOCK_BYTES, num_written * BLOCK_BYTES)
+        usage.end_reservation(granted * BLOCK_BYTES, num_written * BLOCK_BYTES)
 
     @precondition(lambda self: self._num_on_disk)
     @rule(tier=TIERS, data=st.data())
@@ -62,13 +64,13 @@ class SharedUsageMachine(RuleBasedStateMachine):
         """Remove blocks that are on the disk."""
         num_removed = data.draw(st.integers(1, self._num_on_disk))
         self._num_on_disk -= num_removed
-        self._ledgers[tier].remove(num_removed * BLOCK_BYTES)
+        self._usages[tier].remove(num_removed * BLOCK_BYTES)
 
     @precondition(lambda self: self._begun is None)
     @rule(tier=TIERS)
     def begin_recount(self, tier: int) -> None:
         """Begin a walk that sees what is on the disk now."""
-        usage = self._ledgers[tier]
+        usage = self._usages[tier]
         record = usage.begin_recount()
         assert record is not None
         self._begun = (usage, record, self._num_on_disk)
@@ -81,20 +83,22 @@ class SharedUsageMachine(RuleBasedStateMachine):
         assert self._begun is not None
         usage, record, num_found = self._begun
         self._begun = None
-        usage.end_recount(num_found * BLOCK_BYTES, record)
+        if usage.end_recount(num_found * BLOCK_BYTES, record) is None:
+            assert self._has_lost_record
+            self._recount(usage)
 
-    @precondition(lambda self: self._begun is None)
     @rule(tier=TIERS)
-    def lose_book(self, tier: int) -> None:
-        """Remove the count, and have a tier count anew."""
-        self._path.unlink()
-        self._has_lost_book = self._has_recounted = True
-        self._recount(self._ledgers[tier])
+    def lose_record(self, tier: int) -> None:
+        """Remove the count, and have a tier count anew unless one is counting."""
+        self._path.unlink(missing_ok=True)
+        self._has_lost_record = self._has_recounted = True
+        if self._begun is None:
+            self._recount(self._usages[tier])
 
     @rule()
-    def hear_all(self) -> None:
-        """Let every tier speak, and look at the count."""
-        for usage in self._ledgers:
+    def refresh_all(self) -> None:
+        """Let every tier write its changes, and look at the count."""
+        for usage in self._usages:
             usage.refresh()
         if self._begun is None:
             num_reserved = sum(num for _, num in self._open)
@@ -104,16 +108,19 @@ class SharedUsageMachine(RuleBasedStateMachine):
         """End all that is open: then the count is exact."""
         if not hasattr(self, "_folder"):
             return
+        with self._folder:
+            self._end_all()
+
+    def _end_all(self) -> None:
         for usage, granted in self._open:
-            usage.settle(granted * BLOCK_BYTES, 0)
-        for usage in self._ledgers:
+            usage.end_reservation(granted * BLOCK_BYTES, 0)
+        for usage in self._usages:
             usage.refresh()
         if not self._has_recounted:
             assert self._used_blocks() == self._num_on_disk
-        self._recount(self._ledgers[0])
+        self._recount(self._usages[0])
         assert self._used_blocks() == self._num_on_disk
         assert unpack_record(self._path.read_bytes()).in_flight_bytes == 0
-        self._folder.cleanup()
 
     def _recount(self, usage: SharedUsage) -> None:
         begun = usage.begin_recount()

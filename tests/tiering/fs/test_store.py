@@ -162,7 +162,7 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
 
 
 def set_batches(monkeypatch: pytest.MonkeyPatch, batch_blocks: int, num_ahead: int) -> None:
-    """Have so many blocks be moved by one call, and so many batches be sealed ahead."""
+    """Have so many blocks be moved by one call, and checksums of so many batches be computed ahead."""
     monkeypatch.setattr(store, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
     monkeypatch.setattr(store, "plan_batch_files", lambda _: batch_blocks)
 
@@ -231,10 +231,10 @@ class RefusingCalls:
         return [errors.pop() if errors else next(real) for errors in refused]
 
     def read(
-        self, files: Sequence[tuple[str, Buffers]], flags: int, renew_before_s: float, /
+        self, files: Sequence[tuple[str, Buffers]], flags: int, touch_before_s: float, /
     ) -> list[tuple[int, int, int, float] | int]:
         """Read all."""
-        return self._real.read(files, flags, renew_before_s)
+        return self._real.read(files, flags, touch_before_s)
 
 
 def test_of_a_batch_each_file_has_its_own_fate(start_tier: StartTier, root: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.fs.system import FOREIGN_OWNER_IDLE_S, Owner, current_owner, parse_owner
+from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, current_owner, parse_owner
 
 
 def test_a_name_is_parsed_back_also_with_something_behind_it() -> None:
@@ -22,7 +22,7 @@ def test_other_names_have_no_owner(text: str) -> None:
 
 def test_this_process_is_alive_however_long_it_was_idle() -> None:
     here = current_owner()
-    assert not here.is_dead(here, idle_s=1e9)
+    assert not here.is_dead(here, silent_s=1e9)
 
 
 def test_a_process_that_ended_is_dead_at_once() -> None:
@@ -30,23 +30,23 @@ def test_a_process_that_ended_is_dead_at_once() -> None:
         fields = Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         here = current_owner()
         owner = Owner(here.host, child.pid, int(fields[19]))
-        assert not owner.is_dead(here, idle_s=0.0)
+        assert not owner.is_dead(here, silent_s=0.0)
         child.kill()
         # Until its parent has waited for it, a zombie is left of it: that is dead too.
         assert child.stdin is not None
-        while not owner.is_dead(here, idle_s=0.0):
+        while not owner.is_dead(here, silent_s=0.0):
             child.poll()
         child.stdin.close()
-    assert owner.is_dead(here, idle_s=0.0)
+    assert owner.is_dead(here, silent_s=0.0)
 
 
 def test_another_process_with_the_same_id_is_not_the_owner() -> None:
     here = current_owner()
-    assert Owner(here.host, here.pid, here.start_ticks - 1).is_dead(here, idle_s=0.0)
+    assert Owner(here.host, here.pid, here.start_ticks - 1).is_dead(here, silent_s=0.0)
 
 
 def test_a_process_of_another_host_is_presumed_dead_after_an_hour() -> None:
     here = current_owner()
     elsewhere = Owner("0" * 16, here.pid, here.start_ticks)
-    assert not elsewhere.is_dead(here, FOREIGN_OWNER_IDLE_S)
-    assert elsewhere.is_dead(here, FOREIGN_OWNER_IDLE_S + 1.0)
+    assert not elsewhere.is_dead(here, FOREIGN_OWNER_TIMEOUT_S)
+    assert elsewhere.is_dead(here, FOREIGN_OWNER_TIMEOUT_S + 1.0)

@@ -1,4 +1,4 @@
-"""Blocks are sealed ahead of their writes, as far as was asked for and no further, and written in their order."""
+"""Blocks get their headers ahead of their writes, as far ahead as was asked for, and are written in their order."""
 
 import pytest
 from hypothesis import given
@@ -8,25 +8,27 @@ from kvtier.tiering.kit.disk import CHECKSUM_AHEAD_BYTES, checksum_ahead, plan_n
 
 
 @given(num_blocks=st.integers(0, 20), num_ahead=st.integers(0, 8))
-def test_each_block_comes_in_order_with_so_many_sealed_after_it(num_blocks: int, num_ahead: int) -> None:
-    sealed: list[int] = []
+def test_each_block_comes_in_order_with_the_headers_of_so_many_after_it(
+    num_blocks: int, num_ahead: int
+) -> None:
+    prepared: list[int] = []
 
-    def seal(block: int) -> str:
-        sealed.append(block)
-        return f"sealed {block}"
+    def add_header(block: int) -> str:
+        prepared.append(block)
+        return f"block {block} with header"
 
-    written = checksum_ahead(range(num_blocks), seal, num_ahead)
+    written = checksum_ahead(range(num_blocks), add_header, num_ahead)
     for block in range(num_blocks):
-        assert next(written) == f"sealed {block}"
-        assert sealed == list(range(min(block + num_ahead + 1, num_blocks)))
+        assert next(written) == f"block {block} with header"
+        assert prepared == list(range(min(block + num_ahead + 1, num_blocks)))
     assert list(written) == []
 
 
-def test_whoever_stops_writing_seals_no_more() -> None:
-    sealed: list[int] = []
-    for _ in checksum_ahead(range(10), sealed.append, num_ahead=2):
+def test_a_caller_that_stops_writing_computes_no_more_headers() -> None:
+    prepared: list[int] = []
+    for _ in checksum_ahead(range(10), prepared.append, num_ahead=2):
         break
-    assert sealed == [0, 1, 2]
+    assert prepared == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Rig:
             positive_ttl_s=options.get("positive_ttl_s", 10.0),
             negative_ttl_s=options.get("negative_ttl_s", 2.0),
             max_answers=int(options.get("max_answers", 100)),
-            max_pending_keys=int(options.get("max_pending_keys", 100)),
+            max_outstanding_keys=int(options.get("max_outstanding_keys", 100)),
             timeout_s=options.get("timeout_s", 30.0),
         )
 
@@ -183,7 +183,7 @@ def test_after_a_failing_question_the_next_one_is_answered(rig: Rig) -> None:
 
 
 def test_more_open_questions_than_allowed_are_answered_false_and_counted() -> None:
-    rig = Rig(max_pending_keys=2)
+    rig = Rig(max_outstanding_keys=2)
     assert [rig.lookup.lookup(key(number)) for number in range(4)] == [None, None, False, False]
     assert rig.lookup.stats()["overflow"] == 2
     close(rig)
@@ -212,7 +212,7 @@ def test_an_overdue_answer_still_counts_when_it_comes(rig: Rig) -> None:
 
 
 def test_questions_to_a_disk_that_hangs_stay_bounded_however_often_they_are_asked() -> None:
-    rig = Rig(max_pending_keys=3)
+    rig = Rig(max_outstanding_keys=3)
     for _ in range(10):
         assert rig.lookup.lookup(key(1)) in {None, False}
         rig.lookup.flush()
@@ -236,7 +236,7 @@ def test_each_answered_key_is_named_once(rig: Rig) -> None:
 
 
 def test_answered_keys_that_nobody_asks_about_are_not_remembered_for_ever() -> None:
-    rig = Rig(max_pending_keys=3)
+    rig = Rig(max_outstanding_keys=3)
     for first in (0, 3):
         for number in range(first, first + 3):
             rig.lookup.lookup(key(number))
@@ -311,7 +311,7 @@ def test_what_waited_when_everything_was_forgotten_is_not_asked_and_what_came_la
 
 
 def test_a_key_that_is_asked_again_behind_a_hung_call_is_asked_for_once_more_and_counted_twice() -> None:
-    rig = Rig(max_pending_keys=4)
+    rig = Rig(max_outstanding_keys=4)
     rig.ask(1)
     rig.disk.await_call()
     rig.ask(2)
@@ -337,8 +337,8 @@ def assert_room_for(rig: Rig, num_questions: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_every_question_is_answered_and_none_is_counted_for_ever(seed: int) -> None:
     rng = random.Random(seed)
-    num_pending = 12
-    rig = Rig(max_pending_keys=num_pending, negative_ttl_s=3.0, positive_ttl_s=3.0)
+    num_outstanding = 12
+    rig = Rig(max_outstanding_keys=num_outstanding, negative_ttl_s=3.0, positive_ttl_s=3.0)
     rig.disk.held = {key(number) for number in range(0, 40, 2)}
     for _ in range(200):
         action = rng.randrange(8)
@@ -364,8 +364,8 @@ def test_whatever_happens_every_question_is_answered_and_none_is_counted_for_eve
             break
         pause.wait(0.001)
     assert rig.answer(500) is False
-    assert rig.lookup.stats()["pending"] == 0
-    assert_room_for(rig, num_pending)
+    assert rig.lookup.stats()["outstanding"] == 0
+    assert_room_for(rig, num_outstanding)
     close(rig)
 
 

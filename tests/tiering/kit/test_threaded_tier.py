@@ -82,7 +82,7 @@ class DictTier(ThreadedTier[str]):
     ) -> None:
         self.clock = ManualClock()
         self.dict_store = DictStore(rows_of(rows), place)
-        options = ThreadOptions(num_threads=2, max_part_blocks=4, positive_ttl_s=positive_ttl_s)
+        options = ThreadOptions(num_threads=2, max_task_blocks=4, positive_ttl_s=positive_ttl_s)
         super().__init__(config, rows, block_store=self.dict_store, options=options, clock=self.clock)
 
     @staticmethod

@@ -108,12 +108,12 @@ def test_a_damaged_block_that_is_leased_is_not_held_and_removed_later(rig: Rig) 
     rig.native.answer = Code.OK
     rig.clock.advance(RETRY_S)
     rig.store.contains_batch(rig.namespace, [key_of(3)])
-    assert rig.count("pending_deletes") == 0
+    assert rig.count("deferred_deletes") == 0
     assert rig.count("removed_damaged") == 2
     assert list(rig.store.store(rig.namespace, rig.keys, [0, 1]).succeeded) == rig.keys
 
 
-def test_pending_deletes_are_not_looked_up_so_that_their_lease_ends(rig: Rig) -> None:
+def test_deferred_deletes_are_not_looked_up_so_that_their_lease_ends(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES
     rig.store.load(rig.namespace, rig.keys, [0, 1])
     rig.native.calls.clear()

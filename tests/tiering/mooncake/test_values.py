@@ -94,7 +94,7 @@ def test_a_foreign_value_is_a_miss_and_left_alone(
     value = value_of(owner, 1, codec=codec)
     vandal.put(name_of(1), value)
     assert_is_missed(driver, "foreign")
-    assert driver.tier.stats()["pending_deletes"] == 0
+    assert driver.tier.stats()["deferred_deletes"] == 0
     assert vandal.get(name_of(1)) == value
 
 

@@ -74,11 +74,11 @@ def test_the_names_that_we_give_are_ours_whatever_the_root() -> None:
         assert is_own(root, group_path(path, bytes(16)))
 
 
-def test_a_survey_counts_and_passes_on_what_is_ours() -> None:
+def test_a_listing_counts_and_passes_on_what_is_ours() -> None:
     ours = f"{NAMESPACE}/ab/abcdef.kv"
-    survey = PrefixListing([listed(1, ours, 7), listed(2, "notes.txt", 100)], "")
-    assert list(survey) == [listed(1, ours, 7)]
-    assert survey.total_bytes == 7
+    listing = PrefixListing([listed(1, ours, 7), listed(2, "notes.txt", 100)], "")
+    assert list(listing) == [listed(1, ours, 7)]
+    assert listing.total_bytes == 7
 
 
 def test_the_oldest_go_and_the_youngest_stay(start_tier: StartTier, bucket: Bucket) -> None:
@@ -151,8 +151,8 @@ def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
             "allow_http": True,
         },
     )
-    keeper = Evictor(Client(settings), "", 8000, Counters())
-    assert [keeper.admit(400) for _ in range(4)] == [True, True, False, False]
-    keeper.give_back(400)
-    assert keeper.admit(400)
-    keeper.close()
+    evictor = Evictor(Client(settings), "", 8000, Counters())
+    assert [evictor.admit(400) for _ in range(4)] == [True, True, False, False]
+    evictor.give_back(400)
+    assert evictor.admit(400)
+    evictor.close()

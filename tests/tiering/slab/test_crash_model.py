@@ -139,8 +139,8 @@ class SlabMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
-            self.stop()
-            self.folder.cleanup()
+            with self.folder:
+                self.stop()
 
 
 class ARCSlabMachine(SlabMachine):

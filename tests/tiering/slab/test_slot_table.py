@@ -1,4 +1,4 @@
-"""The books say which slot a block gets, and never give away one that somebody reads or writes."""
+"""The slot table says which slot a block gets, and never gives away one that somebody reads or writes."""
 
 from collections import deque
 
@@ -23,7 +23,7 @@ def make_namespace_handle() -> SlabNamespace:
 
 
 class Fixture:
-    """A book and its current namespace."""
+    """A slot table and its current namespace."""
 
     def __init__(self, num_slots: int, policy: str = "lru", *, is_empty: bool = True) -> None:
         def make_policy() -> CachePolicy:
@@ -195,7 +195,7 @@ def test_many_resets_leave_nothing_behind() -> None:
 
 
 def adopted(num_slots: int) -> Fixture:
-    """Return a book that took over blocks 1, 2, 3, oldest first, and a slot of each other kind."""
+    """Return a slot table that took over blocks 1, 2, 3, oldest first, and a slot of each other kind."""
     fixture = Fixture(num_slots, is_empty=False)
     assert fixture.store(9) == []
     slot_of = dict(zip(keys(1, 2, 3), (4, 0, 2), strict=True))

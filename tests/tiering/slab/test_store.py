@@ -151,7 +151,7 @@ def test_a_block_that_cannot_be_written_fails_alone_and_leaves_no_header(
 
 
 @pytest.mark.parametrize("row_bytes", [2**18, 2**20, 2**21])
-def test_a_large_block_that_cannot_be_written_spoils_none_that_is_sealed_before_or_behind_it(
+def test_a_large_block_that_cannot_be_written_spoils_none_that_is_prepared_before_or_behind_it(
     start_tier: StartTier, row_bytes: int
 ) -> None:
     unlucky = bytes(content_of(6, row_bytes))
@@ -161,7 +161,7 @@ def test_a_large_block_that_cannot_be_written_spoils_none_that_is_sealed_before_
             raise OSError(errno.EIO, "broken disk")
         return os.pwritev(fd, buffers, offset)
 
-    # Taken for direct I/O, and blocks are sealed ahead, whatever the file system of the test can do.
+    # Taken for direct I/O, and checksums are computed ahead, whatever the file system of the test can do.
     calls = SystemCalls(pwritev=broken, set_flags=lambda fd, flags: None)
     driver = start_tier(row_bytes=row_bytes, capacity_bytes="64MiB", calls=calls)
     numbers = list(range(NUM_ROWS))

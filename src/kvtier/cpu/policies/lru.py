@@ -30,7 +30,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
         self.parked.is_notified = True
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        self.parked.on_idle(keys)
+        if self.parked.places:
+            self.parked.on_idle(keys)
 
     def remove(self, key: OffloadKey) -> None:
         super().remove(key)
@@ -42,7 +43,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
             _exhaust(map(self.blocks.move_to_end, oldest_first))
         except KeyError:  # checking each key first would cost half as much again, and is rarely needed
             _exhaust(map(self.blocks.move_to_end, filter(self.blocks.__contains__, oldest_first)))
-        self.parked.forget(oldest_first)
+        if self.parked.places:
+            self.parked.forget(oldest_first)
 
     def move_to_front(self, key: OffloadKey) -> None:
         self.touch((key,))

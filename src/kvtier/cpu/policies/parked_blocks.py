@@ -3,10 +3,9 @@
 A pinned block keeps its place in a queue ordered by use, so each eviction would pass a hundred thousand of them again.
 When they are many, the busy blocks before the first idle one move to the new end of the queue's dictionary and are
 numbered: each is older than every block that is not parked. A parked block that becomes idle is listed by its number
-    and
-is evicted before all others, as if it had kept its place. A parked block that is used again is removed from this table,
-because the new end is then its right place. The policy must be an ``IdleListener``: without the notifications, only a
-scan would find the blocks that have become idle.
+and is evicted before all others, as if it had kept its place. A parked block that is used again is removed from this
+table, because the new end is then its right place. The policy must be an ``IdleListener``: without the notifications,
+only a scan would find the blocks that have become idle.
 """
 
 from collections import OrderedDict
@@ -34,15 +33,15 @@ class ParkedBlocks:
     Attributes:
         is_notified: whether ``on_idle`` is called for each block that becomes idle; nothing is parked without it.
         min_busy_blocks: MIN_BUSY_BLOCKS; tests set a smaller number.
+        places: number of each parked block; mostly empty, and then ``forget`` and ``on_idle`` have no effect.
+            INVARIANT: each key is in the queue and older than every block that is not parked; a lower number is older.
     """
 
     def __init__(self, queue: OrderedDict[OffloadKey, BlockStatus]) -> None:
         self.is_notified = False
         self.min_busy_blocks = MIN_BUSY_BLOCKS
         self._queue = queue
-        # Number of each parked block. INVARIANT: each key is in the queue and older than every block that is not
-        # parked; a lower number is older.
-        self._places: dict[OffloadKey, int] = {}
+        self.places: dict[OffloadKey, int] = {}
         self._num_places = 0
         # A heap of (number, key) of idle parked blocks, and those of them that the present walk has passed.
         self._listed: list[tuple[int, OffloadKey]] = []
@@ -53,16 +52,16 @@ class ParkedBlocks:
         idle: Iterator[Item] = (item for item in self._queue.items() if not item[1].ref_cnt)
         if protected:
             idle = (item for item in idle if item[0] not in protected)
-        if not self._places:
+        if not self.places:
             return idle
-        places = self._places
+        places = self.places
         return chain(self._walk_listed(protected), (item for item in idle if item[0] not in places))
 
     def end_walk(self, evicted: Iterable[Item]) -> None:
         """End a walk: blocks in ``evicted`` have left the queue, all others stay."""
         if not self.is_notified:
             return
-        if self._places:
+        if self.places:
             self.forget([key for key, _ in evicted])
             for entry in self._walked:
                 heappush(self._listed, entry)
@@ -71,13 +70,13 @@ class ParkedBlocks:
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Remove ``keys``, which were used or are not held any more."""
-        if self._places:
+        if self.places:
             for key in keys:
-                self._places.pop(key, None)
+                self.places.pop(key, None)
 
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         """List those of ``keys`` that are parked and idle."""
-        places = self._places
+        places = self.places
         if not places:
             return
         for key in keys:
@@ -88,7 +87,7 @@ class ParkedBlocks:
 
     def clear(self) -> None:
         """Forget everything."""
-        for part in (self._places, self._listed, self._walked):
+        for part in (self.places, self._listed, self._walked):
             part.clear()
 
     def _walk_listed(self, protected: Collection[OffloadKey]) -> Iterator[Item]:
@@ -97,7 +96,7 @@ class ParkedBlocks:
             entry = heappop(self._listed)
             place, key = entry
             # Stale: the block was used or evicted meanwhile. Listed twice: it was pinned and unpinned again.
-            if entry == last or self._places.get(key) != place:
+            if entry == last or self.places.get(key) != place:
                 continue
             last = entry
             block = self._queue[key]
@@ -121,13 +120,13 @@ class ParkedBlocks:
             return
         for key in busy:
             self._queue.move_to_end(key)
-            if key not in self._places:
-                self._places[key] = self._num_places
+            if key not in self.places:
+                self.places[key] = self._num_places
                 self._num_places += 1
 
     def _rebuild_list(self) -> None:
         queue = self._queue
-        self._listed = [(place, key) for key, place in self._places.items() if not queue[key].ref_cnt]
+        self._listed = [(place, key) for key, place in self.places.items() if not queue[key].ref_cnt]
         heapify(self._listed)
 
     def check(self) -> None:
@@ -136,8 +135,8 @@ class ParkedBlocks:
         Raises:
             InvariantError: a parked block is not held, or is idle and not listed.
         """
-        listed = {key for place, key in self._listed if self._places.get(key) == place}
-        for key in self._places:
+        listed = {key for place, key in self._listed if self.places.get(key) == place}
+        for key in self.places:
             block = self._queue.get(key)
             if block is None or (block.ref_cnt == 0 and key not in listed):
                 raise InvariantError(
@@ -145,4 +144,4 @@ class ParkedBlocks:
                 )
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)

@@ -138,9 +138,9 @@ class SchedulerHooks:
         """
         self._scheduler.update_connector_output(connector_output)
         layerwise = self._scheduler.layerwise
-        spoiled_blocks = None if layerwise is None else layerwise.take_spoiled_blocks()
-        if spoiled_blocks and self._block_pool is not None:
-            self._block_pool.evict_blocks(spoiled_blocks)
+        invalid_blocks = None if layerwise is None else layerwise.drain_invalid_blocks()
+        if invalid_blocks and self._block_pool is not None:
+            self._block_pool.evict_blocks(invalid_blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""

@@ -65,14 +65,14 @@ class StockJobs:
         guard = self._guard
         context = kvtier_context(job.req_context)
         keys = tuple(job.keys)
-        is_usable = is_wanted and not guard.is_out_of_service and guard.breaker.allows(context)
-        num_fitting = min(len(keys), guard.budget.room_for(guard.row_bytes)) if is_usable else 0
+        is_usable = is_wanted and guard.breaker.allows(context)
+        num_fitting = min(len(keys), guard.num_storable_rows()) if is_usable else 0
         guard.num_declined_cascades += len(keys) - num_fitting
         if num_fitting == 0:
             self._reports.append(StockJobResult(job.job_id, success=not keys))
             return
         # vLLM keeps all blocks of a job pinned until its end, so all of them count against the budget.
-        guard.budget.used_bytes += len(keys) * guard.row_bytes
+        guard.in_flight_store_bytes += len(keys) * guard.row_bytes
         self._submit(job, keys[:num_fitting], len(keys))
 
     def submit_load(self, job: TransferJob) -> None:
@@ -147,7 +147,7 @@ class StockJobs:
         if metadata.is_promotion:
             self._record_loads(metadata.keys, succeeded, is_tried=is_tried)
         else:
-            self._guard.budget.used_bytes -= job.num_pinned_blocks * self._guard.row_bytes
+            self._guard.in_flight_store_bytes -= job.num_pinned_blocks * self._guard.row_bytes
         is_whole = len(metadata.keys) == job.num_pinned_blocks and succeeded.issuperset(metadata.keys)
         partial = tuple(succeeded) if metadata.is_promotion and succeeded and not is_whole else None
         self._reports.append(StockJobResult(metadata.job_id, is_whole, partial, self._clock() - job.start_s))

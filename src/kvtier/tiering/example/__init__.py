@@ -182,7 +182,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
                 self._evicted.append(evicted)
-            self._order.hold(key)
+            self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)
             yield key
@@ -211,7 +211,7 @@ class KeyOrder:
     def __init__(self, policy: CachePolicy) -> None:
         self._policy = policy
 
-    def hold(self, key: OffloadKey) -> None:
+    def insert(self, key: OffloadKey) -> None:
         """Order a key, or mark it as used when it is there already."""
         if self._policy.get(key) is not None:
             self._policy.touch([key])

@@ -26,80 +26,80 @@
 /* No number of the system's: it moved nothing more and called that no error. */
 #define STOPPED (-1)
 
-/* The memory of a file's parts, kept alive by their views. */
+/* A file's buffers, kept alive by their views. */
 typedef struct {
     int num_views;
     Py_buffer views[MAX_BUFFERS];
-    struct iovec parts[MAX_BUFFERS];
+    struct iovec iov[MAX_BUFFERS];
     off_t num_bytes;
-} Parts;
+} Buffers;
 
-typedef ssize_t (*Move)(int fd, const struct iovec *parts, int num_parts, off_t offset);
+typedef ssize_t (*Move)(int fd, const struct iovec *iov, int num_iov, off_t offset);
 
-static void release_parts(Parts *parts)
+static void release_buffers(Buffers *buffers)
 {
-    while (parts->num_views > 0)
-        PyBuffer_Release(&parts->views[--parts->num_views]);
+    while (buffers->num_views > 0)
+        PyBuffer_Release(&buffers->views[--buffers->num_views]);
 }
 
-static int add_part(Parts *parts, PyObject *buffer, int view_flags)
+static int add_buffer(Buffers *buffers, PyObject *buffer, int view_flags)
 {
-    Py_buffer *view = &parts->views[parts->num_views];
+    Py_buffer *view = &buffers->views[buffers->num_views];
     if (PyObject_GetBuffer(buffer, view, view_flags) < 0)
         return -1;
-    parts->parts[parts->num_views].iov_base = view->buf;
-    parts->parts[parts->num_views].iov_len = (size_t)view->len;
-    parts->num_bytes += view->len;
-    parts->num_views++;
+    buffers->iov[buffers->num_views].iov_base = view->buf;
+    buffers->iov[buffers->num_views].iov_len = (size_t)view->len;
+    buffers->num_bytes += view->len;
+    buffers->num_views++;
     return 0;
 }
 
 /* Takes a view of each buffer in a sequence; on failure an exception is set and nothing is held. */
-static int take_parts(Parts *parts, PyObject *buffers, int view_flags)
+static int take_buffers(Buffers *buffers, PyObject *sequence, int view_flags)
 {
-    parts->num_views = 0;
-    parts->num_bytes = 0;
-    Py_ssize_t num_buffers = PySequence_Size(buffers);
+    buffers->num_views = 0;
+    buffers->num_bytes = 0;
+    Py_ssize_t num_buffers = PySequence_Size(sequence);
     if (num_buffers < 0)
         return -1;
     if (num_buffers > MAX_BUFFERS) {
-        PyErr_Format(PyExc_ValueError, "a file has at most %d parts, not %zd", MAX_BUFFERS, num_buffers);
+        PyErr_Format(PyExc_ValueError, "a file has at most %d buffers, not %zd", MAX_BUFFERS, num_buffers);
         return -1;
     }
     for (Py_ssize_t i = 0; i < num_buffers; i++) {
-        PyObject *buffer = PySequence_GetItem(buffers, i);
-        int failed = buffer == NULL || add_part(parts, buffer, view_flags) < 0;
+        PyObject *buffer = PySequence_GetItem(sequence, i);
+        int failed = buffer == NULL || add_buffer(buffers, buffer, view_flags) < 0;
         Py_XDECREF(buffer);
         if (failed) {
-            release_parts(parts);
+            release_buffers(buffers);
             return -1;
         }
     }
     return 0;
 }
 
-/* Moves every part, in one call unless the system stops early. Returns 0 or what went wrong. */
-static int move_all(Move move, int fd, Parts *parts)
+/* Moves every buffer, in one call unless the system stops early. Returns 0 or what went wrong. */
+static int move_all(Move move, int fd, Buffers *buffers)
 {
-    struct iovec *part = parts->parts;
-    int num_left = parts->num_views;
+    struct iovec *iov = buffers->iov;
+    int num_left = buffers->num_views;
     off_t offset = 0;
-    while (offset < parts->num_bytes) {
-        ssize_t moved = move(fd, part, num_left, offset);
+    while (offset < buffers->num_bytes) {
+        ssize_t moved = move(fd, iov, num_left, offset);
         if (moved < 0 && errno == EINTR)
             continue;
         if (moved <= 0)
             return moved < 0 ? errno : STOPPED;
         offset += moved;
         size_t rest = (size_t)moved;
-        while (num_left > 0 && rest >= part->iov_len) {
-            rest -= part->iov_len;
-            part++;
+        while (num_left > 0 && rest >= iov->iov_len) {
+            rest -= iov->iov_len;
+            iov++;
             num_left--;
         }
         if (num_left > 0) {
-            part->iov_base = (char *)part->iov_base + rest;
-            part->iov_len -= rest;
+            iov->iov_base = (char *)iov->iov_base + rest;
+            iov->iov_len -= rest;
         }
     }
     return 0;
@@ -136,7 +136,7 @@ static int close_written(int fd)
     return close(fd) < 0 && errno != EINTR ? errno : 0;
 }
 
-static int publish_parts(const char *folder, const char *path, int flags, mode_t mode, Parts *parts)
+static int publish_unnamed(const char *folder, const char *path, int flags, mode_t mode, Buffers *buffers)
 {
     int fd = open_file(folder, O_RDWR | O_TMPFILE | flags, mode);
     if (fd < 0)
@@ -144,7 +144,7 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
     /* What a umask took away; a file system without modes needs none, so an error of it is none of the block's. */
     if (mode != PRIVATE_MODE)
         set_mode(fd, mode);
-    int error = move_all(pwritev, fd, parts);
+    int error = move_all(pwritev, fd, buffers);
     if (error == 0)
         error = link_open_file(fd, path);
     if (error != 0) {
@@ -157,22 +157,22 @@ static int publish_parts(const char *folder, const char *path, int flags, mode_t
     return error;
 }
 
-/* Where this fails the file ``spare`` still has its name. Nothing is written into it while there is no folder for the block:
- * that is made, and this tried again. A link does not take a name that is taken; a rename would. */
-static int publish_over(const char *folder, const char *spare, const char *path, int flags, Parts *parts)
+/* Where this fails the file ``recycled`` still has its name. Nothing is written into it while there is no folder for the
+ * block: that is made, and this tried again. A link does not take a name that is taken; a rename would. */
+static int publish_over(const char *folder, const char *recycled, const char *path, int flags, Buffers *buffers)
 {
     if (access(folder, F_OK) < 0)
         return errno;
-    int fd = open_file(spare, O_RDWR | O_NOFOLLOW | flags, 0);
-    int error = fd < 0 ? errno : move_all(pwritev, fd, parts);
+    int fd = open_file(recycled, O_RDWR | O_NOFOLLOW | flags, 0);
+    int error = fd < 0 ? errno : move_all(pwritev, fd, buffers);
     if (fd >= 0) {
         int error_of_close = close_written(fd);
         error = error == 0 ? error_of_close : error;
     }
-    if (error == 0 && link(spare, path) < 0)
+    if (error == 0 && link(recycled, path) < 0)
         error = errno;
     if (error == 0)
-        (void)unlink(spare);
+        (void)unlink(recycled);
     return error;
 }
 
@@ -183,15 +183,15 @@ static double modified_s(const struct stat *status)
 
 /* What closing says of a file that was only read is of no use: its bytes are there. Nor is it a fault of the block's when
  * the time cannot be set: another user's file, or a disk that takes no change. */
-static int read_parts(const char *path, int flags, double renew_before_s, Parts *parts, struct stat *status)
+static int read_into(const char *path, int flags, double touch_before_s, Buffers *buffers, struct stat *status)
 {
     int fd = open_file(path, O_RDONLY | O_NOFOLLOW | flags, 0);
     if (fd < 0)
         return errno;
     int error = fstat(fd, status) < 0 ? errno : 0;
-    if (error == 0 && status->st_size >= parts->num_bytes) {
-        error = move_all(preadv, fd, parts);
-        if (error == 0 && modified_s(status) < renew_before_s)
+    if (error == 0 && status->st_size >= buffers->num_bytes) {
+        error = move_all(preadv, fd, buffers);
+        if (error == 0 && modified_s(status) < touch_before_s)
             (void)futimens(fd, NULL);
     }
     (void)close(fd);
@@ -200,9 +200,9 @@ static int read_parts(const char *path, int flags, double renew_before_s, Parts 
 
 /* A file that is published or read, what is held for it, and what came of it: 0 or what went wrong. */
 typedef struct {
-    PyObject *encoded_folder, *encoded_path, *encoded_spare;
-    const char *folder, *path, *spare;
-    Parts parts;
+    PyObject *encoded_folder, *encoded_path, *encoded_recycled;
+    const char *folder, *path, *recycled;
+    Buffers buffers;
     struct stat status;
     int error;
 } File;
@@ -220,10 +220,10 @@ static void release_batch(Batch *batch)
 {
     for (Py_ssize_t i = 0; i < batch->num_files; i++) {
         File *file = &batch->files[i];
-        release_parts(&file->parts);
+        release_buffers(&file->buffers);
         Py_XDECREF(file->encoded_folder);
         Py_XDECREF(file->encoded_path);
-        Py_XDECREF(file->encoded_spare);
+        Py_XDECREF(file->encoded_recycled);
     }
     PyMem_Free(batch->files);
 }
@@ -267,16 +267,17 @@ static int take_folder(const char **folder, PyObject **encoded, const char *path
 
 static int take_new_file(File *file, PyObject *item)
 {
-    PyObject *path, *spare, *buffers;
-    if (!PyArg_ParseTuple(item, "UOO;a new file is a path, buffers and a spare file or None", &path, &buffers, &spare))
+    PyObject *path, *recycled, *buffers;
+    const char *format = "UOO;a new file is a path, buffers and a recycled file or None";
+    if (!PyArg_ParseTuple(item, format, &path, &buffers, &recycled))
         return -1;
     if (take_path(&file->path, &file->encoded_path, path) < 0)
         return -1;
     if (take_folder(&file->folder, &file->encoded_folder, file->path) < 0)
         return -1;
-    if (spare != Py_None && take_path(&file->spare, &file->encoded_spare, spare) < 0)
+    if (recycled != Py_None && take_path(&file->recycled, &file->encoded_recycled, recycled) < 0)
         return -1;
-    return take_parts(&file->parts, buffers, PyBUF_SIMPLE);
+    return take_buffers(&file->buffers, buffers, PyBUF_SIMPLE);
 }
 
 static int take_old_file(File *file, PyObject *item)
@@ -286,14 +287,14 @@ static int take_old_file(File *file, PyObject *item)
         return -1;
     if (take_path(&file->path, &file->encoded_path, path) < 0)
         return -1;
-    return take_parts(&file->parts, buffers, PyBUF_WRITABLE);
+    return take_buffers(&file->buffers, buffers, PyBUF_WRITABLE);
 }
 
 static int publish_file(File *file, int flags, mode_t mode)
 {
-    if (file->spare != NULL)
-        return publish_over(file->folder, file->spare, file->path, flags, &file->parts);
-    return publish_parts(file->folder, file->path, flags, mode, &file->parts);
+    if (file->recycled != NULL)
+        return publish_over(file->folder, file->recycled, file->path, flags, &file->buffers);
+    return publish_unnamed(file->folder, file->path, flags, mode, &file->buffers);
 }
 
 static PyObject *describe_error(const File *file)
@@ -342,15 +343,15 @@ static PyObject *read_whole(PyObject *module, PyObject *args)
 {
     PyObject *items;
     int flags;
-    double renew_before_s;
+    double touch_before_s;
     Batch batch;
     (void)module;
-    if (!PyArg_ParseTuple(args, "Oid", &items, &flags, &renew_before_s) || take_batch(&batch, items, take_old_file) < 0)
+    if (!PyArg_ParseTuple(args, "Oid", &items, &flags, &touch_before_s) || take_batch(&batch, items, take_old_file) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < batch.num_files; i++) {
         File *file = &batch.files[i];
-        file->error = read_parts(file->path, flags, renew_before_s, &file->parts, &file->status);
+        file->error = read_into(file->path, flags, touch_before_s, &file->buffers, &file->status);
     }
     Py_END_ALLOW_THREADS
     PyObject *answers = describe_batch(&batch, describe_status);
@@ -359,7 +360,7 @@ static PyObject *read_whole(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"publish", publish, METH_VARARGS, "Write files under names that nobody has; return what went wrong with each."},
+    {"publish", publish, METH_VARARGS, "Write files under names that are not taken; return what went wrong with each."},
     {"read", read_whole, METH_VARARGS, "Fill buffers from files unless they are shorter; return what each is."},
     {NULL, NULL, 0, NULL},
 };

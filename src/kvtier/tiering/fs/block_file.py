@@ -1,4 +1,4 @@
-"""The files of blocks: published whole or not at all, read, renewed, set aside and removed.
+"""The files of blocks: published whole or not at all, read, touched, unpublished and removed.
 
 What a file system can do for them is found out by trying once, when the tier is built: some refuse ``O_DIRECT`` or
 ``O_TMPFILE`` only when they are used.
@@ -23,7 +23,7 @@ from kvtier.tiering.fs.system import (
 )
 from kvtier.tiering.kit.disk import allocate_page
 
-RENEW_AFTER_S = 60.0
+TOUCH_INTERVAL_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
 longer blurs the order in which blocks are evicted."""
 
@@ -41,7 +41,7 @@ UNLINKABLE = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSY
 
 NewFile = tuple[str, Buffers, str | None]
 """A file that is to appear: its name, in a folder that exists; its bytes, format 'B', contiguous, eight buffers at
-most; None, or the name of a file of the same length that was set aside and may be written over. That still has its
+most; None, or the name of a file of the same length that was unpublished and may be written over. That still has its
 name when this fails, and when the other name was taken."""
 
 OldFile = tuple[str, Buffers]
@@ -123,7 +123,7 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is None:
             return [self._read_stepwise(file) for file in files]
-        found = whole_files.read(files, self._flags, self._wall_clock() - RENEW_AFTER_S)
+        found = whole_files.read(files, self._flags, self._wall_clock() - TOUCH_INTERVAL_S)
         return [
             FileStatus(*status)
             if isinstance(status, tuple)
@@ -131,10 +131,10 @@ class BlockFiles:
             for file, status in zip(files, found, strict=True)
         ]
 
-    def renew(self, path: str) -> bool:
+    def touch(self, path: str) -> bool:
         """Note a use of the file, once a minute at most; False when there is no such file."""
         try:
-            self._renew(path, Path(path).lstat().st_mtime)
+            self._touch(path, Path(path).lstat().st_mtime)
         except OSError:
             return False
         return True
@@ -158,7 +158,7 @@ class BlockFiles:
             return 0
         return found.num_bytes
 
-    def set_aside(self, path: str) -> str:
+    def unpublish(self, path: str) -> str:
         """Give a file a temporary name instead of its own, and the time of now; return the name. Readers keep it open.
 
         Raises:
@@ -192,7 +192,7 @@ class BlockFiles:
             if status.num_bytes >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
                     raise OSError(errno.EIO, SHORTER)
-                self._renew(fd, status.modified_s)
+                self._touch(fd, status.modified_s)
             return status
         finally:
             with suppress(OSError):  # of a file that was only read it is of no use: its bytes are there
@@ -266,8 +266,8 @@ class BlockFiles:
         if not _transfer(self._calls.pwritev, fd, buffers):
             raise OSError(errno.ENOSPC, TAKEN_IN_PART)
 
-    def _renew(self, file: int | str, modified_s: float) -> None:
-        if self._wall_clock() - modified_s <= RENEW_AFTER_S:
+    def _touch(self, file: int | str, modified_s: float) -> None:
+        if self._wall_clock() - modified_s <= TOUCH_INTERVAL_S:
             return
         try:
             if isinstance(file, int):
@@ -278,7 +278,9 @@ class BlockFiles:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
 
 
-def probe(directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls) -> FileSupport:
+def detect_file_support(
+    directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls
+) -> FileSupport:
     """Try what the file system of ``directory`` can do; leaves nothing behind.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, probe
+from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, detect_file_support
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
@@ -81,7 +81,7 @@ def open_directory(
     try:
         make_root(settings.root_dir, settings.file_mode)
         scratch_path = temporary_path / f"{owner}-{secrets.token_hex(8)}"
-        support = probe(settings.root_dir, scratch_path, settings.file_mode, calls)
+        support = detect_file_support(settings.root_dir, scratch_path, settings.file_mode, calls)
     except OSError as error:
         remedy = f"cannot be written ({error}): give a directory that this user may write"
         raise ConfigError("root_dir", str(settings.root_dir), remedy) from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.fs.directory import FSDirectory
+from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
     LOCK_NAME,
     TEMPORARY_NAME,
@@ -29,7 +30,6 @@ from kvtier.tiering.fs.folders import (
     walk_blocks,
 )
 from kvtier.tiering.fs.recycled_files import RecycledFiles
-from kvtier.tiering.fs.removals import Removals
 from kvtier.tiering.fs.shared_usage import UsageRecord, open_shared_file
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ SLACK_SHARE = 32
 eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
 
 MAX_RECYCLED_FILES = 256
-"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie idle, and
-take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
+"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie unused,
+and take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
 
 FRUITLESS_FACTOR = 10
 """After a walk that led to no eviction, the next has to wait this many times as long as it took: a directory full
@@ -66,7 +66,7 @@ of a tier that has stored nothing for so long are removed."""
 
 CHECK_S = 1.0
 """Seconds between two checks whether the folders are still there, four calls of ``stat``. Longer answers lookups with
-blocks that another program has removed, whose loads then fail; shorter wakes an idle engine more often."""
+blocks that another program has deleted, whose loads then fail; shorter wakes an idle engine more often."""
 
 BATCH_BLOCKS = 64
 """Files removed between two changes of the shared count; waiting writers get their room in such portions."""
@@ -108,7 +108,7 @@ class Evictor:
         recycled: takes files of evicted blocks that can be written over.
 
     Attributes:
-        removals: what other programs remove under the tier.
+        deletions: what other programs delete under the tier.
     """
 
     def __init__(self, directory: FSDirectory, recycled: RecycledFiles) -> None:
@@ -122,7 +122,7 @@ class Evictor:
         self._is_closed = False
         self._num_rounds = 0
         self._num_checks = 0
-        self.removals = Removals(directory, self._current_namespace, recycled)
+        self.deletions = ExternalDeletions(directory, self._current_namespace, recycled)
         self._candidates: list[BlockFile] = []
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
@@ -220,23 +220,23 @@ class Evictor:
 
     def _check_folders(self) -> None:
         """Check that the folders are there; now and then give a sign of life, and remove recycled files."""
-        was_due = self.removals.is_recount_due
-        has_found_any = self.removals.check()
-        if not self.removals.has_root:
+        was_due = self.deletions.is_recount_due
+        has_found_any = self.deletions.check()
+        if not self.deletions.has_root:
             return
         self._num_checks += 1
         if self._num_checks * CHECK_S >= REFRESH_S:
             # This tier has stored nothing for minutes, and others may need the room of its recycled files.
             self._num_checks = 0
-            self._recycled.give_up(self._directory.usage)
+            self._recycled.remove_all(self._directory.usage)
             self._directory.usage.refresh()
         if was_due and not has_found_any:
             self._start_round()
 
     def _leave(self) -> None:
-        self.removals.close()
-        if self.removals.has_root:
-            self._recycled.give_up(self._directory.usage)
+        self.deletions.close()
+        if self.deletions.has_root:
+            self._recycled.remove_all(self._directory.usage)
             self._directory.usage.leave()
 
     def _current_namespace(self) -> FSNamespace:
@@ -248,7 +248,7 @@ class Evictor:
         directory = self._directory
         namespace = self._current_namespace()
         try:
-            self.removals.begin()
+            self.deletions.begin()
             refresh_document(directory.root, namespace, directory.file_mode, str(directory.owner))
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
             with eviction_lock(directory.root, directory.file_mode) as has_lock:
@@ -261,9 +261,9 @@ class Evictor:
 
     def _run_round(self) -> None:
         directory = self._directory
-        if self.removals.check() and not self._requests:
+        if self.deletions.check() and not self._requests:
             return  # more may be removed just now: the next check starts the recount
-        while self.removals.restore_root() if self._requests else self.removals.has_root:
+        while self.deletions.restore_root() if self._requests else self.deletions.has_root:
             with suppress(FileNotFoundError), eviction_lock(directory.root, directory.file_mode) as has_lock:
                 if has_lock:
                     self._evict()
@@ -307,7 +307,7 @@ class Evictor:
             return requests
 
     def _is_walk_fresh(self) -> bool:
-        if self._walked_s is None or self.removals.is_recount_due:
+        if self._walked_s is None or self.deletions.is_recount_due:
             return False
         return self._directory.clock() - self._walked_s < WALK_TTL_S
 
@@ -325,7 +325,7 @@ class Evictor:
         """
         directory = self._directory
         begun_s = directory.clock()
-        if is_recount and self.removals.take_recount_request():
+        if is_recount and self.deletions.claim_recount():
             namespace = self._current_namespace()  # what is left of its blocks is to be found again
         begun = directory.usage.begin_recount() if is_recount else None
         found_bytes = sweep_temporaries(
@@ -352,12 +352,12 @@ class Evictor:
         self._freed_since_walk_bytes = 0
         if begun is None:
             if is_recount:
-                self.removals.request_recount()
+                self.deletions.request_recount()
             return None
         remove_empty_folders(directory.root, directory.wall_clock())
         counted = directory.usage.end_recount(found_bytes, begun)
         if counted is None:
-            self.removals.request_recount()
+            self.deletions.request_recount()
         return counted
 
     def _evict_batch(self, excess_bytes: int, num_recycled: int) -> int:

@@ -81,7 +81,7 @@ class FSNamespace:
     known_folders: set[bytes] = field(default_factory=set, compare=False)
 
 
-EMPTY_FOLDER_IDLE_S = 3600.0
+EMPTY_FOLDER_TTL_S = 3600.0
 """Seconds a folder must have been empty to be removed. Shorter makes writers create again what was just
 removed; longer keeps a few MiB of folders of models that are gone."""
 
@@ -239,7 +239,7 @@ def remove_empty_folders(root: Path, now_s: float) -> None:
     """Give back folders that have long been empty, and namespaces of which nothing else is left."""
     for depth in range(len(FOLDER_PATTERNS), 0, -1):
         for folder in list(_walk_folders(root, depth)):
-            _remove_if_idle(Path(folder), now_s)
+            _remove_if_long_empty(Path(folder), now_s)
 
 
 def _folders_of(root: Path, namespaces: Collection[str]) -> Iterator[str]:
@@ -287,9 +287,9 @@ def _is_removed(path: str) -> bool:
     return True
 
 
-def _remove_if_idle(folder: Path, now_s: float) -> None:
+def _remove_if_long_empty(folder: Path, now_s: float) -> None:
     try:
-        if now_s - folder.stat().st_mtime < EMPTY_FOLDER_IDLE_S:
+        if now_s - folder.stat().st_mtime < EMPTY_FOLDER_TTL_S:
             return
         if {entry.name for entry in _entries(str(folder))} == {NAMESPACE_DOCUMENT_NAME}:
             (folder / NAMESPACE_DOCUMENT_NAME).unlink()

@@ -13,15 +13,16 @@ from kvtier.base import OffloadKey
 from kvtier.tiering.kit.eviction_log import EvictionLog
 
 BATCH_KEYS = 1024
-"""Keys added under one hold of the lock, some 100 us; more would keep the scheduler's lookups waiting."""
+"""Keys added before the lock is released, some 100 us; more would keep the scheduler's lookups waiting."""
 
 
 class KeyIndex:
     """A bounded set of keys, and which of them were evicted.
 
     Mutable are the keys, those evicted and whether the first scan has ended. ``_lock`` guards the first two. The
-    scheduler's thread looks keys up under it, so ``add`` and ``evict_prefix`` change a thousand keys at most under one
-    hold; ``evict_prefix`` copies the list of all keys before, and ``drain_evicted`` visits each unreported eviction.
+    scheduler's thread looks keys up under it, so ``add`` and ``forget_prefix`` change a thousand keys at most each
+    time they take it; ``forget_prefix`` copies the list of all keys before, and ``drain_evicted`` visits each
+    unreported eviction.
 
     Args:
         max_keys: keys kept; the one added first goes first. The directory holds no more blocks than that,
@@ -61,7 +62,7 @@ class KeyIndex:
                     if self._evicted is not None:
                         self._evicted.add(key)
 
-    def evict_prefix(self, prefix: bytes = b"") -> int:
+    def forget_prefix(self, prefix: bytes = b"") -> int:
         """Remove all keys that begin with ``prefix``, whose files another program removed; return their number.
 
         No tier reports these blocks as one that evicts them does: they count as evicted by this process.

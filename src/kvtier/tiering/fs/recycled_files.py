@@ -1,4 +1,4 @@
-"""Files of evicted blocks that are written over, and what a part of a job has reserved to write into.
+"""Files of evicted blocks that are written over, and what a task of a job has reserved to write into.
 
 To remove a file and to make another is most of what a file system does for a block; a recycled one has its inode and
 its place on the disk already. Recycled files have temporary names, so those of a process that died are removed like any
@@ -45,7 +45,7 @@ class RecycledFiles:
     Mutable is the deque of them, where appending and taking are atomic.
 
     Args:
-        files: sets them aside.
+        files: unpublishes them.
         file_mode: permissions that they must have.
         block_bytes: length that they must have.
 
@@ -70,9 +70,9 @@ class RecycledFiles:
         )
 
     def keep(self, path: str, namespace_name: str) -> bool:
-        """Set the file of an evicted block aside; False when that failed and nothing has changed."""
+        """Unpublish the file of an evicted block and keep it; False when that failed and nothing has changed."""
         try:
-            self.waiting.append(RecycledFile(self._files.set_aside(path), namespace_name))
+            self.waiting.append(RecycledFile(self._files.unpublish(path), namespace_name))
         except OSError:
             return False  # gone meanwhile, or the folder for temporary files is
         return True
@@ -117,7 +117,7 @@ class RecycledFiles:
         with suppress(OSError):
             Path(recycled_file.path).unlink()
 
-    def give_up(self, usage: SharedUsage) -> None:
+    def remove_all(self, usage: SharedUsage) -> None:
         """Remove every one and count them out, while others may be counting. Thread: the evictor's; blocks."""
         num_bytes = len(self.waiting) * self._block_bytes
         usage.begin_removal(num_bytes)
@@ -155,7 +155,7 @@ class StoreOutcome(Enum):
 
 @dataclass(slots=True)
 class Reservation:
-    """Where the blocks of one part of a job may be written; used by one thread.
+    """Where the blocks of one task of a job may be written; used by one thread.
 
     The bytes of recycled files are in the shared count already. One that is written over stays there under its new
     name; one that was used up in vain stays until the next recount, which is too much and never too little. A target
@@ -200,7 +200,7 @@ class Reservation:
         else:
             self.recycled.discard(target)
 
-    def settle(self, usage: SharedUsage) -> None:
+    def end(self, usage: SharedUsage) -> None:
         """Give back what was not used, and record the rest in the shared count."""
         for target in self.in_use:
             self.recycled.discard(target)
@@ -208,4 +208,4 @@ class Reservation:
         if unused:
             self.recycled.give_back(unused)
         num_written = self.num_reserved - (len(self.targets) - len(unused))
-        usage.settle(self.num_reserved * self.block_bytes, num_written * self.block_bytes)
+        usage.end_reservation(self.num_reserved * self.block_bytes, num_written * self.block_bytes)

@@ -6,7 +6,7 @@ has in flight, which is such room, and the capacity it was configured with. The 
 A recount walks the directory while others write. It takes what it found, adds what was finished since it began
 and what is in flight now: that may count a block twice for a while, and never misses one.
 
-Values are NamedTuples here: each part of a store changes the record while it holds every other writer's lock, and
+Values are NamedTuples here: each task of a store changes the record under the lock that every other writer needs, and
 frozen dataclasses took twice as long.
 """
 
@@ -207,14 +207,14 @@ LOCK_ATTEMPTS = 110
 FIRST_LOCK_PAUSE_S = 0.00005
 MAX_LOCK_PAUSE_S = 0.01
 """A busy lock is tried again with growing pauses, for a second in all. It is held for microseconds, so a holder
-that keeps it longer is stopped or its disk hangs; waiting longer would only hold slots of the primary."""
+that keeps it longer is stopped or its disk hangs; waiting longer would only keep slots of the primary pinned."""
 
 
-AHEAD_RESERVATIONS = 3
-AHEAD_SHARE = 8
-"""A reservation takes room for so many more of its size, for those that follow while it is open, as long as a tier has
-no more of that than this part of what is free: others would lack it. More would save hardly anything, since the last to
-settle gives back what is left."""
+SURPLUS_RESERVATIONS = 3
+SURPLUS_SHARE = 8
+"""A reservation takes a surplus of room, so many times its own size, for those that follow while it is open, as long as
+a tier has no more of that than one part in so many of what is free: others would lack it. More would save hardly
+anything, since the last to end gives back what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +234,9 @@ class SharedUsage:
     """One tier's access to the usage record of its directory.
 
     Mutable are the deque of changes that are not in the record yet, where appending and taking are atomic, and the
-    bytes of open reservations and of room that was taken ahead, which ``_lock`` guards. The record itself is guarded by
-    its file's ``flock``, and with it what this tier has recorded as in flight. Room is taken ahead only while there is
-    an open reservation, and counts as one in the record.
+    bytes of open reservations and of their surplus, which ``_lock`` guards. The record itself is guarded by its file's
+    ``flock``, and with it what this tier has recorded as in flight. There is a surplus only while there is an open
+    reservation, and it counts as one in the record.
 
     Args:
         path: the record.
@@ -257,44 +257,44 @@ class SharedUsage:
         self._unwritten: deque[Change] = deque()
         self._lock = threading.Lock()
         self._open_bytes = 0
-        self._ahead_bytes = 0
+        self._surplus_bytes = 0
         self._recorded_in_flight_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
-        """Take room for as many of ``num_blocks`` as the capacity allows; settle them afterwards.
+        """Take room for as many of ``num_blocks`` as the capacity allows; end the reservation afterwards.
 
-        Thread: any; blocks, unless enough was taken ahead.
+        Thread: any; blocks, unless the surplus of others is enough.
         """
-        num_ahead = self._take_ahead(num_blocks, block_bytes)
-        if num_ahead == num_blocks:
+        num_taken = self._take_surplus(num_blocks, block_bytes)
+        if num_taken == num_blocks:
             return Grant(num_blocks, None)
-        granted = further = 0
+        granted = surplus = 0
         with self._updating() as update:
             if update.record is not None:
-                # Another thread may have taken some ahead while this one waited for the record.
-                num_ahead += self._take_ahead(num_blocks - num_ahead, block_bytes)
+                # Another thread may have taken a surplus while this one waited for the record.
+                num_taken += self._take_surplus(num_blocks - num_taken, block_bytes)
                 num_free = update.record.room_bytes // block_bytes
-                granted = min(num_blocks - num_ahead, num_free)
-                further = min(AHEAD_RESERVATIONS * granted, (num_free - granted) // AHEAD_SHARE)
-                num_bytes = (granted + further) * block_bytes
+                granted = min(num_blocks - num_taken, num_free)
+                surplus = min(SURPLUS_RESERVATIONS * granted, (num_free - granted) // SURPLUS_SHARE)
+                num_bytes = (granted + surplus) * block_bytes
                 with self._lock:
                     self._open_bytes += granted * block_bytes
-                    self._ahead_bytes += further * block_bytes
+                    self._surplus_bytes += surplus * block_bytes
                 change = Change(used_bytes=num_bytes, in_flight_bytes=num_bytes)
                 update.record = update.record.changed(self._id, change)
         if not update.is_written:
             with self._lock:
                 self._open_bytes -= granted * block_bytes
-                self._ahead_bytes = max(0, self._ahead_bytes - further * block_bytes)
-            return Grant(num_ahead, None)
-        return Grant(num_ahead + granted, update.record)
+                self._surplus_bytes = max(0, self._surplus_bytes - surplus * block_bytes)
+            return Grant(num_taken, None)
+        return Grant(num_taken + granted, update.record)
 
-    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+    def end_reservation(self, reserved_bytes: int, written_bytes: int) -> None:
         """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
 
         When all of it was written and other threads are still writing, the record gets it with the next change or from
-        the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives back what
-        was taken ahead.
+        the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives back the
+        surplus.
         """
         if not reserved_bytes:
             return
@@ -303,10 +303,10 @@ class SharedUsage:
             self._open_bytes -= reserved_bytes
             is_last = not self._open_bytes
             if is_last:
-                unused_bytes += self._ahead_bytes
-                reserved_bytes += self._ahead_bytes
-                self._ahead_bytes = 0
-            # Under the lock: the last to settle must find what those before it have left to it.
+                unused_bytes += self._surplus_bytes
+                reserved_bytes += self._surplus_bytes
+                self._surplus_bytes = 0
+            # Under the lock: the last to end must find what those before it have left to it.
             change = Change(-unused_bytes, -reserved_bytes, written_bytes)
             self._unwritten.append(change)
         if is_last or unused_bytes:
@@ -336,11 +336,18 @@ class SharedUsage:
         return update.record if update.is_written else None
 
     def end_recount(self, found_bytes: int, begun: UsageRecord) -> UsageRecord | None:
-        """Correct the count after a walk that began with the record ``begun``, and return it."""
+        """Correct the count after a walk that began with the record ``begun``, and return it.
+
+        Returns:
+            None when it cannot be had, or was lost during the walk and with it what was finished since: walk again.
+        """
+        is_lost = False
         with self._updating() as update:
             if update.record is not None:
-                update.record = update.record.recounted(found_bytes, begun.finished_bytes)
-        return update.record if update.is_written else None
+                is_lost = begun.is_counted and not update.record.is_counted
+                if not is_lost:
+                    update.record = update.record.recounted(found_bytes, begun.finished_bytes)
+        return update.record if update.is_written and not is_lost else None
 
     def refresh(self) -> UsageRecord | None:
         """Give a sign of life and return the record, None when it cannot be had."""
@@ -354,11 +361,11 @@ class SharedUsage:
             if update.record is not None:
                 update.record = update.record.left(self._id)
 
-    def _take_ahead(self, num_blocks: int, block_bytes: int) -> int:
-        """Return for how many of ``num_blocks`` there was room that had been taken ahead; it is reserved now."""
+    def _take_surplus(self, num_blocks: int, block_bytes: int) -> int:
+        """Return for how many of ``num_blocks`` there was a surplus of room; it is reserved now."""
         with self._lock:
-            taken = min(num_blocks, self._ahead_bytes // block_bytes)
-            self._ahead_bytes -= taken * block_bytes
+            taken = min(num_blocks, self._surplus_bytes // block_bytes)
+            self._surplus_bytes -= taken * block_bytes
             self._open_bytes += taken * block_bytes
         return taken
 

@@ -1,7 +1,8 @@
 """Moves blocks between rows of the primary tier and files, and says what is wrong with which.
 
-A store reserves room for all its blocks with one call, writes some at a time, and settles what it used. A load reads
-some at a time and checks their headers; a damaged file is removed, one of another namespace or version is left alone.
+A store reserves room for all its blocks with one call, writes some at a time, and ends the reservation with what it
+used. A load reads some at a time and checks their headers; a damaged file is removed, one of another namespace or
+version is left alone.
 """
 
 import errno
@@ -49,7 +50,7 @@ NO_TARGET = (StoreOutcome.NO_ROOM, StoreOutcome.NO_RECYCLED)
 HELD = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
 
 FOLDER_ATTEMPTS = 3
-"""How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would hold the row
+"""How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would pin the row
 longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
 
 CLOSE_TIMEOUT_S = 1.0
@@ -118,7 +119,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
-            if key in namespace.index and self._files.renew(block_path(namespace.path, key)):
+            if key in namespace.index and self._files.touch(block_path(namespace.path, key)):
                 held.append(key)
             else:
                 todo.append((key, slot))
@@ -147,7 +148,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
-        self._check_folders_of(namespace, absent)
+        if absent:
+            self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
@@ -159,8 +161,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
                 continue
             prefix = folder_prefix(key)
             namespace.known_folders.discard(prefix)
-            is_any_left = namespace.index.evict_prefix(prefix) > 0
-            self._evictor.removals.on_removed(folder if is_any_left else None)
+            is_any_left = namespace.index.forget_prefix(prefix) > 0
+            self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -199,8 +201,8 @@ class BlockWriter:
         Thread: any of the pool's; blocks.
         """
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
-        removals = self._evictor.removals
-        num_removals = removals.num_seen
+        deletions = self._evictor.deletions
+        num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
         try:
             self._reserve(reservation, namespace, len(blocks))
@@ -216,10 +218,10 @@ class BlockWriter:
                 ):
                     break
         finally:
-            reservation.settle(self._usage)
-            if removals.num_seen != num_removals:
+            reservation.end(self._usage)
+            if deletions.num_seen != num_deletions:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
-                removals.request_recount()
+                deletions.request_recount()
         return outcomes
 
     def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
@@ -323,10 +325,10 @@ class BlockWriter:
         prefix = folder_prefix(key)
         was_known = prefix in namespace.known_folders
         namespace.known_folders.add(prefix)
-        if namespace.index.evict_prefix(prefix):
-            self._evictor.removals.on_removed(path.rpartition("/")[0])
+        if namespace.index.forget_prefix(prefix):
+            self._evictor.deletions.on_deleted(path.rpartition("/")[0])
         elif was_known:
-            self._evictor.removals.on_removed(None)  # perhaps only as an empty folder, which evictors remove
+            self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
 
 
 class BlockReader:
@@ -402,7 +404,7 @@ def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
     """Return the outcome of a block whose file was not simply written."""
     path, _, recycled_path = file
     if not isinstance(answer, OSError):
-        # One that was there is not renewed: should it be a file that we cannot read, it has to age until it is evicted.
+        # One that was there is not touched: should it be a file that we cannot read, it has to age until it is evicted.
         return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
     if answer.errno in NO_ROOM:
         return StoreOutcome.NO_ROOM

@@ -34,7 +34,7 @@ STOPPED = -1
 PRIVATE_MODE = 0o600
 """Permissions that no usual umask changes."""
 
-FOREIGN_OWNER_IDLE_S = 3600.0
+FOREIGN_OWNER_TIMEOUT_S = 3600.0
 """Seconds without a sign of life after which an owner on another host counts as dead. Shorter would take a
 file from a stalled writer on a network file system; longer keeps the room of crashed ones."""
 
@@ -59,15 +59,15 @@ class Owner(NamedTuple):
     def __str__(self) -> str:
         return f"{self.host}-{self.pid}-{self.start_ticks}"
 
-    def is_dead(self, here: "Owner", idle_s: float) -> bool:
+    def is_dead(self, here: "Owner", silent_s: float) -> bool:
         """Return whether the process has certainly, or from another host presumably, ended.
 
         Args:
             here: any process of this host.
-            idle_s: seconds since the owner's last sign of life.
+            silent_s: seconds since the owner's last sign of life.
         """
         if self.host != here.host:
-            return idle_s > FOREIGN_OWNER_IDLE_S
+            return silent_s > FOREIGN_OWNER_TIMEOUT_S
         return _start_ticks(self.pid) != self.start_ticks
 
 
@@ -132,14 +132,14 @@ class WholeFileCalls(Protocol):
         """
 
     def read(
-        self, files: Sequence[tuple[str, Buffers]], flags: int, renew_before_s: float, /
+        self, files: Sequence[tuple[str, Buffers]], flags: int, touch_before_s: float, /
     ) -> list[tuple[int, int, int, float] | int]:
         """Fill buffers from the beginning of each file unless it is shorter, and note its use.
 
         Args:
             files: the name of each, and where its bytes go.
             flags: see above.
-            renew_before_s: files that were read and are older get the time of now, where the system allows it;
+            touch_before_s: files that were read and are older get the time of now, where the system allows it;
                 seconds since 1970.
 
         Returns:

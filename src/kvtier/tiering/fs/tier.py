@@ -29,11 +29,11 @@ from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, requir
 
 TIER_TYPE = "fs"
 
-MAX_PART_BYTES = 8 * 2**20
+MAX_TASK_BYTES = 8 * 2**20
 """Bytes of rows that a thread moves at a stretch. Less pays for the shared count more often; more keeps a load waiting
 behind a store, some milliseconds as it is, and the last thread of a job busy alone."""
 
-MAX_PART_BLOCKS = 64
+MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
@@ -86,7 +86,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier)
             ),
             options=ThreadOptions(
                 plan_num_threads(fs_settings.num_threads, rows.row_bytes, has_direct_io=has_direct_io),
-                max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
+                max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
                 # What is found on the disk goes into the index, which evictions leave: no answer is cached.
                 positive_ttl_s=0.0,
                 negative_ttl_s=fs_settings.negative_ttl_s,

@@ -116,7 +116,7 @@ class BlockStore(ABC, Generic[S]):
         Thread: any of the pool's; may block likewise.
         """
 
-    def until(self, end_s: float) -> "BlockStore[S]":
+    def with_deadline(self, end_s: float) -> "BlockStore[S]":
         """Return this store for the calls of one job, which should be over by ``end_s``.
 
         The default is the store itself: its own time-outs must do. A backend that may keep a call busy without an end,
@@ -136,9 +136,6 @@ class BlockStore(ABC, Generic[S]):
         Raises:
             TierError: it is not, or it does not, and why.
         """
-
-    def touch(self, namespace: S, keys: Collection[OffloadKey]) -> None:
-        """Mark ``keys`` as recently used. Thread: the scheduler's; must not block."""
 
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""

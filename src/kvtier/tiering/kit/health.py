@@ -29,6 +29,8 @@ class BackendHealth:
 
     Attributes:
         is_out: whether the last call failed; readable without the lock, since a stale answer costs a line of log.
+        num_unanswered: lookups that got no answer since the last drain; readable likewise, since the next poll drains
+            what this one misses.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class BackendHealth:
         self._pause_s = pause_s
         self._name = name or tier
         self._lock = threading.Lock()
-        self._num_unanswered = 0
+        self.num_unanswered = 0
         self._pause: tuple[float, str] | None = None
         self.is_out = False
 
@@ -51,7 +53,7 @@ class BackendHealth:
             num_unanswered: lookups that the call was to answer.
         """
         with self._lock:
-            self._num_unanswered += num_unanswered
+            self.num_unanswered += num_unanswered
             is_first, self.is_out = not self.is_out, True
         if is_first:
             logger.warning(
@@ -70,7 +72,7 @@ class BackendHealth:
     def drain_unanswered(self) -> int:
         """Return how many lookups got no answer since the last call."""
         with self._lock:
-            num_unanswered, self._num_unanswered = self._num_unanswered, 0
+            num_unanswered, self.num_unanswered = self.num_unanswered, 0
         return num_unanswered
 
     def begin_pause(self, reason: str) -> None:

@@ -1,10 +1,10 @@
 """Threads that move the blocks of jobs: two queues, loads first, bounded.
 
-A job comes with the function that moves some of its blocks. A job of many blocks is cut into parts as threads become
+A job comes with the function that moves some of its blocks. A job of many blocks is cut into tasks as threads become
 free, so one large job uses every thread and many small ones share them. A job is reported once, when no thread touches
 its slots any more.
 
-A job that is not finished by its deadline loses the parts that have not begun: their keys have failed. A part that is
+A job that is not finished by its deadline loses the tasks that have not begun: their keys have failed. A task that is
 in a system call just then is waited for, because a slot that may still be written must stay reserved; a call that never
 returns therefore keeps its job open, and nothing else of it.
 """
@@ -55,14 +55,14 @@ class _PoolJob:
     submitted_s: float
     deadline_s: float
     num_begun: int = 0
-    num_running_parts: int = 0
+    num_running_tasks: int = 0
     succeeded: list[OffloadKey] = field(default_factory=list)
     is_fault: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Some blocks of a job, moved by one thread at a stretch."""
+class _Task:
+    """Some blocks of a job, moved by one thread with one call."""
 
     job: _PoolJob
     keys: Sequence[OffloadKey]
@@ -81,9 +81,9 @@ class IOPool:
         num_threads: transfers at the same time.
         clock: seconds, monotonic.
         num_store_threads: how many of them may store at the same time, None for each; the others are there for loads.
-        max_part_blocks: blocks that a thread takes at a stretch. One gives the best balance; more amortise
+        max_task_blocks: blocks that a thread takes at a stretch. One gives the best balance; more amortise
             what a transfer costs once per call, and a load waits that much longer behind a store.
-        cuts_evenly: whether a job has no parts smaller than a thread's share of it. Smaller ones at its end let
+        cuts_evenly: whether a job has no tasks smaller than a thread's share of it. Smaller ones at its end let
             threads end together, and each costs a call.
         max_queued_blocks: blocks that may wait for a thread; a submit beyond it raises.
     """
@@ -95,7 +95,7 @@ class IOPool:
         *,
         clock: Callable[[], float],
         num_store_threads: int | None = None,
-        max_part_blocks: int = 1,
+        max_task_blocks: int = 1,
         cuts_evenly: bool = False,
         max_queued_blocks: int = DEFAULT_MAX_QUEUED_BLOCKS,
     ) -> None:
@@ -105,7 +105,7 @@ class IOPool:
             num_threads if num_store_threads is None else min(num_store_threads, num_threads)
         )
         self._clock = clock
-        self._max_part_blocks = max_part_blocks
+        self._max_task_blocks = max_task_blocks
         self._cuts_evenly = cuts_evenly
         self._max_queued_blocks = max_queued_blocks
         self._changed = threading.Condition()
@@ -119,25 +119,39 @@ class IOPool:
         self._num_storing_threads = 0
         self._is_closed = False
 
-    def submit_load(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        """Queue a tier -> primary job ahead of every store.
+    def submit(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
+        """Queue a job, a promotion ahead of every store.
 
         Args:
             job: what to move.
             run: moves some of its blocks; a raise fails those blocks.
-            timeout_s: seconds until parts that have not begun are given up.
+            timeout_s: seconds until tasks that have not begun fail.
 
         Raises:
             TierError: the pool is closed or its queue is full; nothing was started.
         """
-        self._submit(self._loads, job, run, timeout_s)
-
-    def submit_store(self, job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        """Queue a primary -> tier job behind every load; otherwise as ``submit_load``."""
-        self._submit(self._stores, job, run, timeout_s)
+        now_s = self._clock()
+        block_ids = job.block_ids.tolist()
+        opened = _PoolJob(job.job_id, job.keys, block_ids, run, now_s, now_s + timeout_s)
+        with self._changed:
+            if self._is_closed:
+                raise TierError(self._name, f"job {job.job_id} came after shutdown; nothing was started")
+            num_queued = self._num_queued_blocks + len(job.keys)
+            if num_queued > self._max_queued_blocks:
+                limit = f"{num_queued} blocks would wait, at most {self._max_queued_blocks} may"
+                raise TierError(self._name, f"job {job.job_id} declined: {limit}")
+            if self._num_alive_threads < self._num_threads:
+                self._start_threads()
+            self._num_open_jobs += 1
+            if not job.keys:
+                self._report_if_ended(opened)
+                return
+            self._num_queued_blocks = num_queued
+            (self._loads if job.is_promotion else self._stores).append(opened)
+            self._changed.notify_all()
 
     def get_finished(self) -> list[JobResult]:
-        """Return the jobs that ended since the last call, each once, after giving up what is overdue."""
+        """Return the jobs that ended since the last call, each once; what is overdue fails first."""
         with self._changed:
             self._expire(self._clock())
             reports, self._reports = self._reports, []
@@ -163,40 +177,20 @@ class IOPool:
         with self._changed:
             self._is_closed = True
             for job in (*self._loads, *self._stores):
-                self._give_up(job)
+                self._fail_unbegun(job)
             self._loads.clear()
             self._stores.clear()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._num_alive_threads == 0, timeout_s)
 
     def stats(self) -> dict[str, float]:
-        """Return the queue's gauges and the count of blocks that were given up at a deadline."""
+        """Return the queue's gauges and the count of blocks that failed at a deadline."""
         with self._changed:
             return {
                 "open_jobs": self._num_open_jobs,
                 "queued_blocks": self._num_queued_blocks,
                 "timeout": self._num_timeout_blocks,
             }
-
-    def _submit(self, queue: deque[_PoolJob], job: JobMetadata, run: Transfer, timeout_s: float) -> None:
-        now_s = self._clock()
-        block_ids = job.block_ids.tolist()
-        opened = _PoolJob(job.job_id, job.keys, block_ids, run, now_s, now_s + timeout_s)
-        with self._changed:
-            if self._is_closed:
-                raise TierError(self._name, f"job {job.job_id} came after shutdown; nothing was started")
-            num_queued = self._num_queued_blocks + len(job.keys)
-            if num_queued > self._max_queued_blocks:
-                limit = f"{num_queued} blocks would wait, at most {self._max_queued_blocks} may"
-                raise TierError(self._name, f"job {job.job_id} declined: {limit}")
-            self._start_threads()
-            self._num_open_jobs += 1
-            if not job.keys:
-                self._report_if_ended(opened)
-                return
-            self._num_queued_blocks = num_queued
-            queue.append(opened)
-            self._changed.notify_all()
 
     def _start_threads(self) -> None:
         for number in range(self._num_alive_threads, self._num_threads):
@@ -210,23 +204,23 @@ class IOPool:
             self._num_alive_threads += 1
 
     def _work(self) -> None:
-        while (part := self._take_part()) is not None:
+        while (task := self._take_task()) is not None:
             outcome = TransferOutcome((), is_fault=True)
             try:
-                outcome = part.job.run(part.keys, part.block_ids)
+                outcome = task.job.run(task.keys, task.block_ids)
             except Exception:  # thread top
-                logger.exception("tier %s: job %d failed", self._name, part.job.job_id)
-            self._finish(part, outcome)
+                logger.exception("tier %s: job %d failed", self._name, task.job.job_id)
+            self._finish(task, outcome)
 
-    def _take_part(self) -> _Part | None:
+    def _take_task(self) -> _Task | None:
         with self._changed:
             while True:
                 may_store = self._num_storing_threads < self._num_store_threads
                 queue = self._loads or (self._stores if may_store else None)
                 if queue and queue[0].deadline_s <= self._clock():
-                    self._give_up(queue.popleft(), is_timeout=True)
+                    self._fail_unbegun(queue.popleft(), is_timeout=True)
                 elif queue:
-                    return self._cut_part(queue)
+                    return self._cut_task(queue)
                 elif self._is_closed:
                     self._num_alive_threads -= 1
                     self._changed.notify_all()
@@ -234,43 +228,43 @@ class IOPool:
                 else:
                     self._changed.wait()
 
-    def _cut_part(self, queue: deque[_PoolJob]) -> _Part:
+    def _cut_task(self, queue: deque[_PoolJob]) -> _Task:
         job = queue[0]
         begin = job.num_begun
         is_store = queue is self._stores
         num_threads = self._num_store_threads if is_store else self._num_threads
-        # A share of what waits, not of the job: only the last parts are small, so that threads end together. The
+        # A share of what waits, not of the job: only the last tasks are small, so that threads end together. The
         # next few jobs are enough, since each has a block at least.
         waiting = islice(queue, num_threads)
         share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
         if self._cuts_evenly:
             share = max(share, -(-len(job.keys) // num_threads))
-        end = min(begin + min(share, self._max_part_blocks), len(job.keys))
+        end = min(begin + min(share, self._max_task_blocks), len(job.keys))
         job.num_begun = end
-        job.num_running_parts += 1
+        job.num_running_tasks += 1
         self._num_storing_threads += is_store
         self._num_queued_blocks -= end - begin
         if end == len(job.keys):
             queue.popleft()
-        return _Part(job, job.keys[begin:end], job.block_ids[begin:end], is_store)
+        return _Task(job, job.keys[begin:end], job.block_ids[begin:end], is_store)
 
-    def _finish(self, part: _Part, outcome: TransferOutcome) -> None:
+    def _finish(self, task: _Task, outcome: TransferOutcome) -> None:
         with self._changed:
             # No other thread is woken although it may store now: this one looks for work next.
-            self._num_storing_threads -= part.is_store
-            part.job.num_running_parts -= 1
-            part.job.succeeded.extend(outcome.succeeded)
-            part.job.is_fault |= outcome.is_fault
-            self._report_if_ended(part.job)
+            self._num_storing_threads -= task.is_store
+            task.job.num_running_tasks -= 1
+            task.job.succeeded.extend(outcome.succeeded)
+            task.job.is_fault |= outcome.is_fault
+            self._report_if_ended(task.job)
 
     def _expire(self, now_s: float) -> None:
         for queue in (self._loads, self._stores):
             overdue = [job for job in queue if job.deadline_s <= now_s]
             for job in overdue:
                 queue.remove(job)
-                self._give_up(job, is_timeout=True)
+                self._fail_unbegun(job, is_timeout=True)
 
-    def _give_up(self, job: _PoolJob, *, is_timeout: bool = False) -> None:
+    def _fail_unbegun(self, job: _PoolJob, *, is_timeout: bool = False) -> None:
         """Fail the blocks that no thread has begun; the caller takes the job out of its queue."""
         num_dropped = len(job.keys) - job.num_begun
         job.num_begun = len(job.keys)
@@ -280,8 +274,8 @@ class IOPool:
         self._report_if_ended(job)
 
     def _report_if_ended(self, job: _PoolJob) -> None:
-        """Report a job of which no part is running or still to begin: all succeeded, or which keys did."""
-        if job.num_running_parts or job.num_begun < len(job.keys):
+        """Report a job of which no task is running or still to begin: all succeeded, or which keys did."""
+        if job.num_running_tasks or job.num_begun < len(job.keys):
             return
         succeeded = frozenset(job.succeeded)
         took_s = self._clock() - job.submitted_s

@@ -1,8 +1,8 @@
 """Answers to "does the tier hold this block?", fetched in batches by a thread and cached.
 
-States of a key, as the scheduler's thread sees them: unknown -> collected for this step's batch (PENDING) -> sent with
-the batch at the end of the step (IN FLIGHT) -> cached (RESOLVED) -> expired, which is unknown again. Each lookup
-before RESOLVED returns None. A batch that stays in flight for too long resolves to "not held".
+States of a key, as the scheduler's thread sees them: unknown -> COLLECTED for this step's batch -> IN FLIGHT, sent with
+the batch at the end of the step -> RESOLVED, cached -> expired, which is unknown again. Each lookup before RESOLVED
+returns None. A batch that stays in flight for too long resolves to "not held".
 
 Batches that wait while a call is under way are merged into the next call: when a server is away each call fails only
 after a while, and a queue of calls would make the last request wait for all of them.
@@ -30,7 +30,7 @@ waiting longer at a backend that answers for each key by itself, two thousand a 
 DEFAULT_MAX_ANSWERS = 65_536
 """Answers cached, about 200 bytes each. Fewer look up the tail of a long prefix again."""
 
-DEFAULT_MAX_PENDING_KEYS = 65_536
+DEFAULT_MAX_OUTSTANDING_KEYS = 65_536
 """Keys without an answer yet. Fewer would answer False for the tail of a long prefix."""
 
 DEFAULT_LOOKUP_TIMEOUT_S = 10.0
@@ -104,11 +104,13 @@ class AsyncLookup:
         positive_ttl_s: seconds for which "held" is believed.
         negative_ttl_s: seconds for which "not held" is believed.
         max_answers: answers cached; the oldest is dropped first.
-        max_pending_keys: keys without an answer, overdue ones included; beyond it the answer is False.
+        max_outstanding_keys: keys without an answer, overdue ones included; beyond it the answer is False.
         timeout_s: seconds after which a batch in flight is answered False.
 
     Attributes:
         generation: the time since the last ``clear``, for ``report``.
+        collected: what was looked up since the last ``flush`` and needs a call; None when there is nothing.
+        answers: what other threads have found out and the cache does not have yet.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class AsyncLookup:
         positive_ttl_s: float,
         negative_ttl_s: float,
         max_answers: int = DEFAULT_MAX_ANSWERS,
-        max_pending_keys: int = DEFAULT_MAX_PENDING_KEYS,
+        max_outstanding_keys: int = DEFAULT_MAX_OUTSTANDING_KEYS,
         timeout_s: float = DEFAULT_LOOKUP_TIMEOUT_S,
     ) -> None:
         self.generation = Generation(0)
@@ -128,17 +130,17 @@ class AsyncLookup:
         self._positive_ttl_s = positive_ttl_s
         self._negative_ttl_s = negative_ttl_s
         self._max_answers = max_answers
-        self._max_pending_keys = max_pending_keys
+        self._max_outstanding_keys = max_outstanding_keys
         self._timeout_s = timeout_s
         self._cached: OrderedDict[OffloadKey, _CachedAnswer] = OrderedDict()
-        self._pending: dict[OffloadKey, LookupBatch] = {}
-        self._collected: LookupBatch | None = None
+        self._batch_of: dict[OffloadKey, LookupBatch] = {}
+        self.collected: LookupBatch | None = None
         # INVARIANT: oldest first; what was sent and is neither answered nor overdue.
         self._in_flight: deque[LookupBatch] = deque()
-        self._num_unanswered = 0
+        self._num_outstanding = 0
         self._answered: set[OffloadKey] | None = set()
-        self._answers: deque[LookupAnswer] = deque()
-        self._worker = LookupWorker(name, contains_batch, self._answers)
+        self.answers: deque[LookupAnswer] = deque()
+        self._worker = LookupWorker(name, contains_batch, self.answers)
         self._is_closed = False
         self._num_sent_keys = 0
         self._num_overflow_keys = 0
@@ -147,7 +149,7 @@ class AsyncLookup:
     def lookup(self, key: OffloadKey) -> bool | None:
         """Return whether ``key`` is held, or None while the answer is fetched: look it up again in a later step."""
         # One frame for the usual cases: the scheduler calls this for each block of each waiting request.
-        if self._answers:
+        if self.answers:
             self._take_answers()
         now_s = self._clock()
         answer = self._cached.get(key)
@@ -155,32 +157,32 @@ class AsyncLookup:
             if answer.once_read is not None:
                 self._cached[key] = answer.once_read
             return answer.is_held
-        batch = self._pending.get(key)
+        batch = self._batch_of.get(key)
         if batch is not None:
             if now_s - batch.sent_s < self._timeout_s:
                 return None
-            self._give_up_overdue(now_s)
+            self._resolve_overdue(now_s)
             return self.lookup(key)  # answered False by now, and read
-        if self._is_closed or self._num_unanswered >= self._max_pending_keys:
+        if self._is_closed or self._num_outstanding >= self._max_outstanding_keys:
             self._num_overflow_keys += 1
             return False
-        if self._collected is None:
-            self._collected = LookupBatch(self.generation)
-        self._num_unanswered += 1
-        self._pending[key] = self._collected
-        self._collected.keys.append(key)
+        if self.collected is None:
+            self.collected = LookupBatch(self.generation)
+        self._num_outstanding += 1
+        self._batch_of[key] = self.collected
+        self.collected.keys.append(key)
         return None
 
     def drain_answered(self) -> Collection[OffloadKey] | None:
         """Return the keys that have an answer since the last call, None when there were too many to record."""
-        self._settle()
+        self._resolve()
         answered, self._answered = self._answered, set()
         return answered
 
     def flush(self) -> None:
         """Send what was collected in this step to the thread, as one batch."""
-        self._settle()
-        batch, self._collected = self._collected, None
+        self._resolve()
+        batch, self.collected = self.collected, None
         if batch is not None:
             self._num_sent_keys += len(batch.keys)
             batch.sent_s = self._clock()
@@ -196,23 +198,23 @@ class AsyncLookup:
             generation: the lookup's when the transfer began; what began in another one is ignored.
         """
         known = frozenset(keys)  # the thread that takes the answer looks each key up in it
-        self._answers.append(LookupAnswer(generation, known, known if is_held else ()))
+        self.answers.append(LookupAnswer(generation, known, known if is_held else ()))
 
     def clear(self) -> None:
         """Drop cached answers and batches; answers still to come to them are ignored."""
         self.generation = self._worker.generation = Generation(self.generation + 1)
-        if self._collected is not None:
-            self._num_unanswered -= len(self._collected.keys)
-            self._collected = None
+        if self.collected is not None:
+            self._num_outstanding -= len(self.collected.keys)
+            self.collected = None
         self._cached.clear()
-        self._pending.clear()
+        self._batch_of.clear()
         self._in_flight.clear()
 
     def stats(self) -> dict[str, float]:
         """Return counts of keys by the outcome of their lookups."""
         return {
             "sent": self._num_sent_keys,
-            "pending": len(self._pending),
+            "outstanding": len(self._batch_of),
             "failed": self._worker.num_failed_keys,
             "overflow": self._num_overflow_keys,
             "overdue": self._num_overdue_keys,
@@ -224,29 +226,29 @@ class AsyncLookup:
         self.clear()
         return self._worker.end(timeout_s)
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         """Take the answers that have come, and answer False what is overdue."""
-        if self._answers:
+        if self.answers:
             self._take_answers()
         if self._in_flight:
-            self._give_up_overdue(self._clock())
+            self._resolve_overdue(self._clock())
 
     def _take_answers(self) -> None:
         fresh = self._fresh_answers()
-        while self._answers:
-            answer = self._answers.popleft()
+        while self.answers:
+            answer = self.answers.popleft()
             for batch in answer.batches:
-                self._num_unanswered -= len(batch.keys)
+                self._num_outstanding -= len(batch.keys)
                 # Batches are answered in their order, so one that is still in flight is the oldest.
                 if self._in_flight and self._in_flight[0] is batch:
                     self._in_flight.popleft()
             if answer.generation == self.generation:
                 self._cache(answer.keys, answer.held, fresh)
 
-    def _give_up_overdue(self, now_s: float) -> None:
+    def _resolve_overdue(self, now_s: float) -> None:
         while self._in_flight and now_s - self._in_flight[0].sent_s >= self._timeout_s:
             batch = self._in_flight.popleft()
-            overdue = [key for key in batch.keys if self._pending.get(key) is batch]
+            overdue = [key for key in batch.keys if self._batch_of.get(key) is batch]
             self._num_overdue_keys += len(overdue)
             self._cache(overdue, (), self._fresh_answers())
 
@@ -268,16 +270,16 @@ class AsyncLookup:
         fresh: tuple[_CachedAnswer, _CachedAnswer],
     ) -> None:
         positive, negative = fresh
-        pending, cached = self._pending, self._cached
+        batch_of, cached = self._batch_of, self._cached
         for key in keys:
-            pending.pop(key, None)
+            batch_of.pop(key, None)
             cached[key] = positive if key in held else negative
             cached.move_to_end(key)
         while len(cached) > self._max_answers:
             cached.popitem(last=False)
         if self._answered is not None:
             self._answered.update(keys)
-            if len(self._answered) > self._max_pending_keys:
+            if len(self._answered) > self._max_outstanding_keys:
                 self._answered = None  # it is drained never, or too seldom to record it all
 
 

@@ -29,7 +29,7 @@ from kvtier.tiering.base import (
 from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
-from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
+from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 
 S = TypeVar("S")
@@ -45,16 +45,16 @@ class ThreadOptions:
 
     Attributes:
         num_threads: threads that move blocks.
-        max_part_blocks: blocks that a thread moves in one call.
+        max_task_blocks: blocks that a thread moves in one call.
         positive_ttl_s: seconds for which "held" is believed; 0 caches no such answer.
         negative_ttl_s: seconds for which "not held" is believed.
         num_store_threads: how many of the threads may store at the same time, None for each.
-        cuts_evenly: whether a job is cut into as few parts as keep every thread busy. True where a call costs much
-            beside its blocks, as a server's answer does; False where the last small parts let threads end together.
+        cuts_evenly: whether a job is cut into as few tasks as keep every thread busy. True where a call costs much
+            beside its blocks, as a server's answer does; False where the last small tasks let threads end together.
     """
 
     num_threads: int
-    max_part_blocks: int
+    max_task_blocks: int
     positive_ttl_s: float
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
@@ -90,19 +90,19 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, primary_kv_view, settings)
-        name = self.get_tier_type()
+        self._name = name = self.get_tier_type()
         require_lasting_keys(config, name)
         self._num_rows, self._row_bytes = primary_kv_view.shape or (0, 0)
         self._clock = clock
         self._block_store = block_store
-        self._caches_held = options.positive_ttl_s > 0
+        self._caches_hits = options.positive_ttl_s > 0
         self._health = BackendHealth(name, clock)
         self._pool = IOPool(
             name,
             options.num_threads,
             clock=clock,
             num_store_threads=options.num_store_threads,
-            max_part_blocks=options.max_part_blocks,
+            max_task_blocks=options.max_task_blocks,
             cuts_evenly=options.cuts_evenly,
         )
         self._lookup = AsyncLookup(
@@ -121,16 +121,16 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         return False if len(key) > MAX_KEY_BYTES else self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
-        self._pool.submit_store(job, *self._prepare(job, self._store))
+        self._submit(job, self._store)
         if self._open_stores is not None:
             self._open_stores[job.job_id] = job.keys
 
     def submit_load(self, job: JobMetadata) -> None:
-        self._pool.submit_load(job, *self._prepare(job, self._load))
+        self._submit(job, self._load)
 
     def get_finished(self) -> Iterable[JobResult]:
         # For callers that never end a step; for others nothing is left to send.
-        self._lookup.flush()
+        self.end_step()
         results = self._pool.get_finished()
         if self._open_stores:
             for result in results:
@@ -138,7 +138,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         return results
 
     def end_step(self) -> None:
-        self._lookup.flush()
+        lookup = self._lookup
+        if lookup.collected is not None or lookup.answers:
+            lookup.flush()
 
     def drain_answered(self) -> Collection[OffloadKey] | None:
         return self._lookup.drain_answered()
@@ -151,11 +153,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             raise
 
     def drain_unanswered(self) -> int:
-        return self._health.drain_unanswered()
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        del req_context
-        self._block_store.touch(self._namespace, keys)
+        return self._health.drain_unanswered() if self._health.num_unanswered else 0
 
     def waiting_s(self) -> float:
         return self._pool.oldest_wait_s()
@@ -185,12 +183,13 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         """Return the blocks whose store has not been reported yet; without ``emit_events`` none is recorded."""
         return frozenset().union(*(self._open_stores or {}).values())
 
-    def _prepare(self, job: JobMetadata, move: "_Move[S]") -> tuple[Transfer, float]:
-        """Return what moves the job's blocks, bound to the namespace of now, and the job's time-out."""
-        require_sound(job, self._num_rows, self.get_tier_type())
+    def _submit(self, job: JobMetadata, move: "_Move[S]") -> None:
+        """Queue a job with what moves its blocks, bound to the namespace of now."""
+        check_job(job, self._num_rows, self._name)
         timeout_s = self.settings.job_timeout_s
-        block_store = self._block_store.until(self._clock() + timeout_s)
-        return partial(move, block_store, self._namespace, self._lookup.generation), timeout_s
+        block_store = self._block_store.with_deadline(self._clock() + timeout_s)
+        run = partial(move, block_store, self._namespace, self._lookup.generation)
+        self._pool.submit(job, run, timeout_s)
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.
@@ -220,7 +219,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
-        if self._caches_held and outcome.succeeded:
+        if self._caches_hits and outcome.succeeded:
             self._lookup.report(outcome.succeeded, is_held=True, generation=generation)
         return outcome
 
@@ -257,7 +256,7 @@ _Move = Callable[
 keys, slots. What a job of before a reset finds out says nothing about the present namespace."""
 
 
-def require_sound(job: JobMetadata, num_rows: int, tier: str) -> None:
+def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
     """Refuse a job that no thread could carry out.
 
     Raises:

@@ -26,7 +26,7 @@ PAUSE_S = 1.0
 """Seconds after a call that the master did not answer in which none is tried. Shorter knocks more often for each
 waiting job; longer finds a restarted master later. The manager's breaker pauses for longer."""
 
-UNSETTLED_S = 50.0
+UNCERTAIN_AFTER_S = 50.0
 """A transfer that failed after so many seconds may still be going on. The library returns after 60 without stopping
 what it has begun; less than that with room for clocks."""
 
@@ -130,7 +130,7 @@ class MooncakeClient:
             with self._changed:
                 session.num_calls -= 1
                 self._changed.notify_all()
-        if Code.TRANSFER_FAIL in answers and self._clock() - began_s >= UNSETTLED_S:
+        if Code.TRANSFER_FAIL in answers and self._clock() - began_s >= UNCERTAIN_AFTER_S:
             # The caller reports its slots as free after this: a late answer must find no one to write for.
             self._retire(session)
         away = next((code for code in answers if code in MASTER_AWAY), None)

@@ -1,6 +1,6 @@
 """Moves blocks between rows of the primary tier and values of the store, and removes damaged values.
 
-A value that is leased to a reader cannot be removed: its name waits in ``PendingDeletes`` and is neither looked up nor
+A value that is leased to a reader cannot be removed: its name waits in ``DeferredDeletes`` and is neither looked up nor
 stored until its removal succeeds.
 """
 
@@ -51,7 +51,7 @@ MAX_NAMES = 4096
 """Names that wait. One that is dropped is found damaged again by the next load."""
 
 
-class PendingDeletes:
+class DeferredDeletes:
     """A bounded set of names, each with the time of its next removal.
 
     Mutable is the set. ``_lock`` guards it.
@@ -103,11 +103,19 @@ class PendingDeletes:
 
 logger = logging.getLogger(__name__)
 
-PROBE_NAME = "kvtier/reachable"
+REACHABILITY_NAME = "kvtier/reachable"
 """A name that is never stored: looking it up shows that the master answers."""
 
 COUNTS = ("hits", "loaded_bytes", "stored_blocks", "stored_bytes", "declined", "store_errors")
-MORE_COUNTS = ("absent", "damaged", "foreign", "io_error", "removed_damaged", "ask_errors", "unknown_answers")
+MORE_COUNTS = (
+    "absent",
+    "damaged",
+    "foreign",
+    "io_error",
+    "removed_damaged",
+    "lookup_errors",
+    "unknown_answers",
+)
 
 
 class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
@@ -127,7 +135,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._rows = rows
         self._rows_address = address_of(rows.flat)
         self._headers = headers
-        self._pending_deletes = PendingDeletes(clock)
+        self._deferred_deletes = DeferredDeletes(clock)
         self._counters = Counters(*COUNTS, *MORE_COUNTS)
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
 
@@ -135,28 +143,28 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         return MooncakeNamespace(identity)
 
     def check_reachable(self) -> None:
-        self._client.exist([PROBE_NAME])
+        self._client.exist([REACHABILITY_NAME])
 
     def contains_batch(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        self._remove(self._pending_deletes.take_due())
+        self._remove(self._deferred_deletes.take_due())
         names = {key: namespace.name_of(key) for key in keys}
-        pending = self._pending_deletes.among(names.values())
-        asked = [key for key in keys if names[key] not in pending]
+        deferred = self._deferred_deletes.among(names.values())
+        asked = [key for key in keys if names[key] not in deferred]
         if not asked:
             return []
         answers = self._client.exist([names[key] for key in asked])
         self._note_unknown(answers)
-        self._counters.add(ask_errors=sum(answer < 0 for answer in answers))
+        self._counters.add(lookup_errors=sum(answer < 0 for answer in answers))
         return [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
 
     def store(
         self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         todo = list(zip(keys, slots, [namespace.name_of(key) for key in keys], strict=True))
-        if len(self._pending_deletes):
-            self._remove(self._pending_deletes.among([name for _, _, name in todo]))
-            pending = self._pending_deletes.among([name for _, _, name in todo])
-            todo = [block for block in todo if block[2] not in pending]
+        if len(self._deferred_deletes):
+            self._remove(self._deferred_deletes.among([name for _, _, name in todo]))
+            deferred = self._deferred_deletes.among([name for _, _, name in todo])
+            todo = [block for block in todo if block[2] not in deferred]
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
             return TransferOutcome(())
@@ -182,12 +190,12 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         pairs = zip(answers, failures, strict=True)
         self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
         damaged = [name for name, why in zip(names, failures, strict=True) if why is TierFailure.DAMAGED]
-        self._pending_deletes.add(damaged)
+        self._deferred_deletes.add(damaged)
         self._remove(damaged)
         return self._count_loaded(keys, failures)
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot() | {"pending_deletes": len(self._pending_deletes)}
+        return self._counters.snapshot() | {"deferred_deletes": len(self._deferred_deletes)}
 
     def close(self) -> None:
         self._client.close()
@@ -242,7 +250,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             logger.warning("tier mooncake: %d damaged blocks are not removed yet: %s", len(asked), error)
             return
         gone = (Code.OK, Code.OBJECT_NOT_FOUND)
-        self._pending_deletes.discard(
+        self._deferred_deletes.discard(
             name for name, answer in zip(asked, answers, strict=True) if answer in gone
         )
         self._note_unknown(answers)

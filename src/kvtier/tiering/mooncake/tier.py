@@ -22,11 +22,11 @@ from kvtier.tiering.mooncake.native import TIER_TYPE, knock
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
-MAX_PART_BYTES = 16 * 2**20
+MAX_TASK_BYTES = 16 * 2**20
 """Bytes that a thread moves in one call. Less pays for the master's answers more often; more keeps a load waiting
 behind a store, and the time limit of a transfer is for all of them."""
 
-MAX_PART_BLOCKS = 64
+MAX_TASK_BLOCKS = 64
 """The same for very small blocks."""
 
 POSITIVE_TTL_S = 2.0
@@ -62,9 +62,9 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
         mooncake_settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
-        part_blocks = min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes)))
+        task_blocks = min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes)))
         num_threads = mooncake_settings.num_threads
-        headers = HeaderPool(num_threads, part_blocks)
+        headers = HeaderPool(num_threads, task_blocks)
         client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
         super().__init__(
             config,
@@ -72,7 +72,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
             settings,
             block_store=MooncakeBlockStore(client, rows, headers, clock),
             options=ThreadOptions(
-                num_threads, max_part_blocks=part_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
+                num_threads, max_task_blocks=task_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
             ),
             clock=clock,
         )

@@ -63,7 +63,7 @@ def open_slab(
         with _translated(settings):
             _lock(fd, settings)
             is_owner = True
-            is_new = _prepare(fd, settings, geometry, calls)
+            is_new = _make_usable(fd, settings, geometry, calls)
             has_direct_io = _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
     except BaseException:
         if is_created and is_owner:
@@ -110,12 +110,12 @@ def _lock(fd: int, settings: SlabSettings) -> None:
     except BlockingIOError as error:
         message = f"{settings.path} belongs to an engine that is running: give each engine a file of its own"
         raise TierError("slab", message) from error
-    # The process that made the file may have given up and removed it, between our opening and our locking it.
+    # The process that made the file may have failed and removed it, between our opening and our locking it.
     if not os.path.samestat(status, settings.path.lstat()):
         raise TierError("slab", f"{settings.path} was replaced while it was opened: start again")
 
 
-def _prepare(fd: int, settings: SlabSettings, geometry: SlabGeometry, calls: SystemCalls) -> bool:
+def _make_usable(fd: int, settings: SlabSettings, geometry: SlabGeometry, calls: SystemCalls) -> bool:
     """Bring the file into its form; returns whether it holds nothing.
 
     Raises:

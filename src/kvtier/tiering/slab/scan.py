@@ -173,13 +173,13 @@ class Headers:
     newest: int = 0
     oldest_unfinished: int = 0
 
-    def add(self, part: "Headers") -> None:
+    def add(self, other: "Headers") -> None:
         """Take over what other headers of the same slab say."""
-        self.blocks += part.blocks
-        self.free += part.free
-        self.unknown += part.unknown
-        self.unreadable += part.unreadable
-        self.note(part.newest, part.oldest_unfinished)
+        self.blocks += other.blocks
+        self.free += other.free
+        self.unknown += other.unknown
+        self.unreadable += other.unreadable
+        self.note(other.newest, other.oldest_unfinished)
 
     def note(self, generation: int, oldest_unfinished: int) -> None:
         """Take over what one header says of unfinished writes, if it is the newest."""
@@ -212,24 +212,24 @@ class HeaderReader:
             Exception: whatever stopped one of the threads, but for slots that cannot be read.
         """
         num_threads = max(1, min(NUM_READERS, len(self._stretches)))
-        parts = [Headers() for _ in range(num_threads)]
-        threads = self._start_threads(parts[1:])
-        self._read_stretches(parts[0])
+        found = [Headers() for _ in range(num_threads)]
+        threads = self._start_threads(found[1:])
+        self._read_stretches(found[0])
         for thread in threads:
             thread.join()
         if self._errors:
             raise self._errors[0]
         headers = Headers()
-        for part in parts:
-            headers.add(part)
+        for of_thread in found:
+            headers.add(of_thread)
         return headers
 
-    def _start_threads(self, parts: list[Headers]) -> list[threading.Thread]:
-        """Start a thread for each of ``parts``; what cannot be started is work for the others."""
+    def _start_threads(self, found: list[Headers]) -> list[threading.Thread]:
+        """Start a thread for each of ``found``; what cannot be started is work for the others."""
         threads = []
-        for number, part in enumerate(parts):
+        for number, of_thread in enumerate(found):
             name = f"kvtier-slab-index-{number}"
-            thread = threading.Thread(target=self._read_stretches, args=(part,), name=name, daemon=True)
+            thread = threading.Thread(target=self._read_stretches, args=(of_thread,), name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:

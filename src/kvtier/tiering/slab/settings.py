@@ -11,11 +11,11 @@ from kvtier.settings import absolute_path, setting, size_bytes
 from kvtier.tiering.kit.disk import DIRECT_IO, num_threads_setting
 from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
 
-MAX_PART_BYTES = 4 * 2**20
+MAX_TASK_BYTES = 4 * 2**20
 """Bytes of rows that a thread moves at a stretch. Less computes fewer checksums ahead of the writes; more keeps a load
 waiting behind a store, two milliseconds as it is, and the last thread of a job busy alone."""
 
-MAX_PART_BLOCKS = 64
+MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
@@ -55,6 +55,6 @@ def plan_geometry(settings: SlabSettings, row_bytes: int) -> SlabGeometry:
     return geometry
 
 
-def plan_max_part_blocks(row_bytes: int) -> int:
+def plan_max_task_blocks(row_bytes: int) -> int:
     """Return how many blocks a thread moves at a stretch. Pure."""
-    return min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // row_bytes))
+    return min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // row_bytes))

@@ -50,31 +50,31 @@ class Contents:
 
 @dataclass(slots=True, eq=False)
 class EpochBlocks:
-    """The blocks of one epoch: an eviction policy and how much it holds. The slot table's lock guards it.
+    """The blocks of one epoch: an eviction policy and their number. The slot table's lock guards it.
 
     Attributes:
-        policy: holds the blocks and orders them.
-        num_held: how many there are.
+        policy: has the blocks in their order.
+        num_blocks: how many there are.
     """
 
     policy: CachePolicy
-    num_held: int = 0
+    num_blocks: int = 0
 
     def insert(self, key: OffloadKey, status: BlockStatus) -> None:
-        """Hold a block that is not held."""
+        """Add a block that is not there."""
         self.policy.insert(key, status)
-        self.num_held += 1
+        self.num_blocks += 1
 
     def remove(self, key: OffloadKey, status: BlockStatus) -> bool:
-        """Stop holding a block; False when another one, or none, stands under its key."""
+        """Remove a block; False when another one, or none, stands under its key."""
         if self.policy.get(key) is not status:
             return False
         self.policy.remove(key)
-        self.num_held -= 1
+        self.num_blocks -= 1
         return True
 
     def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Stop holding ``num`` blocks, or as many as are not pinned, and return them."""
+        """Remove ``num`` blocks, or as many as are not pinned, and return them."""
         if num <= 0:
             return []
         victims = self.policy.evict(num, protected)
@@ -82,7 +82,7 @@ class EpochBlocks:
             victims = []
             while one := self.policy.evict(1, protected):
                 victims += one
-        self.num_held -= len(victims)
+        self.num_blocks -= len(victims)
         return victims
 
 
@@ -157,7 +157,7 @@ class ReusableSlots:
         return {
             "free_slots": len(self._free) + length_hint(self._fresh),
             "failed_slots": len(self._failed),
-            "foreign_slots": len(self._foreign) + sum(epoch.num_held for epoch in self._old_epochs),
+            "foreign_slots": len(self._foreign) + sum(epoch.num_blocks for epoch in self._old_epochs),
             "evicted_foreign_blocks": self._num_overwritten,
         }
 
@@ -165,7 +165,7 @@ class ReusableSlots:
         for epoch in tuple(self._old_epochs):
             for _, status in epoch.evict(1):
                 return status.block_id
-            if epoch.num_held == 0:
+            if epoch.num_blocks == 0:
                 self._old_epochs.remove(epoch)
         return None
 
@@ -226,7 +226,7 @@ class SlotTable:
             self._namespace = namespace
             self._reusable.add_foreign(status.block_id for status in self._unused.values())
             self._unused = OrderedDict()
-            if self._epoch.num_held:
+            if self._epoch.num_blocks:
                 self._reusable.add_epoch(self._epoch)
                 self._epoch = EpochBlocks(self._make_policy())
             if self._evicted is not None:
@@ -352,7 +352,7 @@ class SlotTable:
         """Return how many slots hold what, and how many blocks were evicted."""
         with self._lock:
             own = {
-                "indexed_blocks": self._epoch.num_held + len(self._unused),
+                "indexed_blocks": self._epoch.num_blocks + len(self._unused),
                 "evicted_blocks": self._num_evicted,
             }
             return own | self._reusable.stats()

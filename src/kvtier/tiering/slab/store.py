@@ -65,18 +65,18 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         file: the slab.
         rows: the primary's.
         slot_table: which block is where.
-        max_part_blocks: blocks in a call of ``store`` or ``load``.
+        max_task_blocks: blocks in a call of ``store`` or ``load``.
 
     Attributes:
         indexer: finds what was in the slab at the start.
     """
 
-    def __init__(self, file: SlabFile, rows: Rows, slot_table: SlotTable, max_part_blocks: int) -> None:
+    def __init__(self, file: SlabFile, rows: Rows, slot_table: SlotTable, max_task_blocks: int) -> None:
         self._slot_table = slot_table
         self.indexer = Indexer(file, slot_table)
         self._file = file
         self._rows = rows
-        self._max_part_blocks = max_part_blocks
+        self._max_task_blocks = max_task_blocks
         self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
@@ -89,9 +89,6 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     def contains_batch(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self.indexer.wait_complete(INDEX_WAIT_S)
         return [key for key in keys if self._slot_table.is_held(namespace, key)]
-
-    def touch(self, namespace: SlabNamespace, keys: Collection[OffloadKey]) -> None:
-        self._slot_table.touch(namespace, keys)
 
     def store(
         self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -122,9 +119,9 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     def load(
         self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        held = self._slot_table.prepare_load(namespace, keys)
+        pins = self._slot_table.prepare_load(namespace, keys)
         moves = [
-            Move(pin, self._rows.row(slot)) for pin, slot in zip(held, slots, strict=True) if pin is not None
+            Move(pin, self._rows.row(slot)) for pin, slot in zip(pins, slots, strict=True) if pin is not None
         ]
         failures: dict[OffloadKey, TierFailure] = {}
         try:
@@ -217,7 +214,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         name = "write_pages" if is_write else "read_pages"
         pages: list[memoryview] | None = getattr(self._of_thread, name, None)
         if pages is None:
-            pages = allocate_pages(self._max_part_blocks)
+            pages = allocate_pages(self._max_task_blocks)
             setattr(self._of_thread, name, pages)
         return pages[:num]
 

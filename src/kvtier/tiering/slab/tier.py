@@ -24,7 +24,7 @@ from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, requir
 from kvtier.tiering.slab.documents import write_document
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.place import SlabPlace, open_slab_place, probe_slab_place
-from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_part_blocks
+from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_task_blocks
 from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotTable
 from kvtier.tiering.slab.store import SlabBlockStore
@@ -71,12 +71,12 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Plac
         geometry = plan_geometry(slab_settings, rows.row_bytes)
         make_policy = partial(create_cache_policy, settings.policy or DEFAULT_POLICY, geometry.num_slots)
         make_policy()  # an unknown name is refused before the file is made
-        max_part_blocks = plan_max_part_blocks(rows.row_bytes)
+        max_task_blocks = plan_max_task_blocks(rows.row_bytes)
         file = open_slab(slab_settings, geometry, primary_kv_view, calls)
         self._slots = SlotTable(
             geometry.num_slots, make_policy, is_empty=file.is_new, emit_events=settings.emit_events
         )
-        self._slab = SlabBlockStore(file, rows, self._slots, max_part_blocks)
+        self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks)
         self.capacity_blocks = geometry.num_slots
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
@@ -87,7 +87,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Plac
             settings,
             block_store=self._slab,
             # The slot table has every block: no answer is cached beyond the moment of the start.
-            options=ThreadOptions(threads, max_part_blocks, positive_ttl_s=0.0),
+            options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
             clock=clock,
         )
         write_document(slab_settings.path, self._namespace.identity)
@@ -113,6 +113,9 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, Plac
         if is_complete or len(key) > MAX_KEY_BYTES:
             return False
         return self._lookup.lookup(key)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._slots.touch(self._namespace, keys)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         hints = req_context.kv_transfer_params or {}

@@ -20,7 +20,7 @@ from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
 from kvtier.tiering.valkey.resp import Reply
 from kvtier.tiering.valkey.servers import (
-    PROBE,
+    CHECK_COMMANDS,
     ServerNode,
     Servers,
     raise_if_away,
@@ -80,7 +80,7 @@ def _fetch_from(settings: ValkeySettings, address: Address) -> SlotMap:
 
 
 MAX_HOPS = 4
-"""Nodes that a command is sent to before it is given up: the one of the map, the one that has the slot by now, and the
+"""Nodes that a command is sent to before it fails: the one of the map, the one that has the slot by now, and the
 one that the name is moving to; one more for a map that changes meanwhile."""
 
 REFRESH_S = 1.0
@@ -156,7 +156,7 @@ class Cluster(Servers):
     def check_reachable(self) -> None:
         slot_map = self._read_map()
         nodes = [self._node(address) for address in sorted(set(slot_map.values()))]
-        probes = {node.address: node.run(PROBE, is_probe=True) for node in nodes}
+        probes = {node.address: node.run(CHECK_COMMANDS, ignores_pause=True) for node in nodes}
         raise_if_away([reply for replies in probes.values() for reply in replies])
         for address, replies in probes.items():
             # Permission is checked before the slot: a node that says "not mine" would have let us.

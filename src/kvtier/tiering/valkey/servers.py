@@ -1,6 +1,6 @@
 """One server: sends it commands as one batch on one connection, and leaves it alone for a moment when it is away.
 
-Without the pause each part of a job would wait once more for a server that hangs.
+Without the pause each task of a job would wait once more for a server that hangs.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ except ImportError as error:
 
 PAUSE_S = 1.0
 """Seconds for which a server that did not answer gets no command. Longer loses its blocks after it came back;
-shorter makes a job of many parts wait ``timeout_s`` for several of them."""
+shorter makes a job of many tasks wait ``timeout_s`` for several of them."""
 
 MAX_EXCHANGE_S = 30.0
 """Seconds for an exchange that belongs to no job. More keeps a lookup behind a server that sends a byte now and then;
@@ -75,7 +75,7 @@ class ServerNode:
         end_s: float | None = None,
         *,
         is_asking: bool = False,
-        is_probe: bool = False,
+        ignores_pause: bool = False,
     ) -> list[ReplyOrError]:
         """Send ``commands`` together and read their replies in order.
 
@@ -83,14 +83,14 @@ class ServerNode:
             commands: what to send.
             end_s: deadline of the replies, on the node's clock; None: the default deadline.
             is_asking: whether the commands are about names that are just moving to the node.
-            is_probe: whether to try even a server that is left alone.
+            ignores_pause: whether to try even a server that is left alone.
 
         Returns:
             One reply for each command. When the connection is lost those that came before have counted.
 
         Thread: any; blocks, a time-out at the most for each step that makes no progress, and one beyond ``end_s``.
         """
-        if not is_probe:
+        if not ignores_pause:
             try:
                 self.health.require_no_pause()
             except TierError as error:
@@ -148,14 +148,14 @@ def gather(requests: Iterable[Iterable[Buffer]], num_bytes: int) -> Iterator[lis
         yield pieces
 
 
-PROBE_NAME = b"kvtier:{probe}"
-PROBE = (
+CHECK_NAME = b"kvtier:{probe}"
+CHECK_COMMANDS = (
     # What a tier does with a block, done to a name that is none, in the order in which a block would see it.
-    make_command(b"STRLEN", PROBE_NAME),
-    make_command(b"SET", PROBE_NAME, b"", b"PX", b"1000"),
-    make_command(b"GET", PROBE_NAME),
-    make_command(b"PEXPIRE", PROBE_NAME, b"1000"),
-    make_command(b"UNLINK", PROBE_NAME),
+    make_command(b"STRLEN", CHECK_NAME),
+    make_command(b"SET", CHECK_NAME, b"", b"PX", b"1000"),
+    make_command(b"GET", CHECK_NAME),
+    make_command(b"PEXPIRE", CHECK_NAME, b"1000"),
+    make_command(b"UNLINK", CHECK_NAME),
 )
 
 
@@ -221,7 +221,7 @@ class SingleServer(Servers):
         return True
 
     def check_reachable(self) -> None:
-        replies = self._node.run(PROBE, is_probe=True)
+        replies = self._node.run(CHECK_COMMANDS, ignores_pause=True)
         raise_if_away(replies)
         raise_if_refused(self._node.address, replies, allowed={"OOM"})
 

@@ -152,7 +152,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
         return ValkeyNamespace(identity)
 
-    def until(self, end_s: float) -> "ValkeyBlockStore":
+    def with_deadline(self, end_s: float) -> "ValkeyBlockStore":
         bound = copy.copy(self)
         bound.end_s = end_s
         return bound
@@ -170,7 +170,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         try:
             # A lookup costs some dozen bytes, a block that another engine has written already a million.
             names = [namespace.block_name(key) for key in keys]
-            extras = [*self._renewals(names), *self._description(namespace)]
+            extras = [*self._expiry_commands(names), *self._description(namespace)]
             held = set(self._ask(keys, names, extras))
             blocks = zip(keys, slots, names, strict=True)
             todo = [
@@ -209,7 +209,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             for name, target in zip(names, targets, strict=True)
         ]
         try:
-            replies = self._run(commands, self._renewals(names))
+            replies = self._run(commands, self._expiry_commands(names))
         except TierError:
             self._counters.add(io_error=len(keys))
             raise
@@ -273,7 +273,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             return [make_command(b"SET", name, text, *expiry)]
         return [] if self._ttl_ms is None else [make_command(b"PEXPIRE", name, b"%d" % self._ttl_ms)]
 
-    def _renewals(self, names: Sequence[bytes]) -> list[Command]:
+    def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
         if self._ttl_ms is None:
             return []

@@ -26,11 +26,11 @@ POSITIVE_TTL_S = 2.0
 """Seconds for which a block is believed to be held. Longer promises more blocks that were evicted meanwhile, each of
 which costs a load that finds nothing; shorter looks up the same prefix again."""
 
-MAX_PART_BYTES = 16 * 2**20
+MAX_TASK_BYTES = 16 * 2**20
 """Bytes of rows that a thread moves at a stretch, as one batch. Less looks up more often what the server holds; more
 keeps a load waiting behind a store."""
 
-MAX_PART_BLOCKS = 64
+MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
@@ -71,7 +71,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
             block_store=ValkeyBlockStore(servers, rows, valkey_settings.ttl_s),
             options=ThreadOptions(
                 valkey_settings.num_threads,
-                max_part_blocks=min(MAX_PART_BLOCKS, max(1, MAX_PART_BYTES // max(1, rows.row_bytes))),
+                max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
                 positive_ttl_s=POSITIVE_TTL_S,
                 cuts_evenly=True,
             ),

@@ -188,7 +188,7 @@ def test_lookups_miss_what_was_removed_before_anybody_loads_it(
     carry_out(remove, root)
 
     driver.poll_until(lambda: not any(driver.lookup(number) for number in BLOCKS))
-    assert ["removed by another program" in line for line in lines_about_removal(caplog)] == [True]
+    assert ["deleted by another program" in line for line in lines_about_removal(caplog)] == [True]
 
 
 @removed
@@ -323,8 +323,8 @@ def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_remo
         SystemCalls().link(fd, path)
         if Path(path).stem == keys[-1].hex():
             shutil.rmtree(root)
-            removals.on_removed(str(root))
-            assert removals.take_recount_request()  # the evictor makes it before the store is counted
+            deletions.on_deleted(str(root))
+            assert deletions.claim_recount()  # the evictor makes it before the store is counted
 
     rows = make_rows()
     settings = FSSettings(root_dir=root, capacity_bytes=len(BLOCKS) * BLOCK_BYTES, direct_io=False)
@@ -334,14 +334,14 @@ def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_remo
     directory.usage.end_recount(0, begun)
     recycled = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
     evictor = Evictor(directory, recycled)
-    removals = evictor.removals
+    deletions = evictor.deletions
     store = FSBlockStore(directory, rows_of(rows), evictor, recycled, len(BLOCKS), emit_events=False)
     namespace = store.open_namespace(Namespace("{}", bytes(32)), is_new=True)
 
     store.store(namespace, keys, range(len(keys)))
 
     assert not root.exists()
-    assert removals.is_recount_due
+    assert deletions.is_recount_due
 
 
 @pytest.mark.parametrize("remove", ALL.values(), ids=ALL)

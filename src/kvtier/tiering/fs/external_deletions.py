@@ -1,11 +1,11 @@
-"""What the tier does about folders that another program removes, moves or replaces under it.
+"""What the tier does about folders that another program deletes, moves or replaces under it.
 
 Every call of the tier names a path, so after ``rm -rf`` it would work in other folders than it knows blocks of. A
 folder is the same as long as its path leads to the inode that was found there before.
 
-What was known of removed blocks is forgotten, and the evictor counts and indexes what is left. One line in the log says
-so, not one for each block. A tier that has nothing to store waits until nothing more is removed, and does not make the
-directory again: an ``rm -rf`` must not find new files where it has removed the old.
+What was known of deleted blocks is forgotten, and the evictor counts and indexes what is left. One line in the log says
+so, not one for each block. A tier that has nothing to store waits until nothing more is deleted, and does not make the
+directory again: an ``rm -rf`` must not find new files where it has deleted the old.
 """
 
 import logging
@@ -23,20 +23,24 @@ from kvtier.tiering.fs.recycled_files import RecycledFiles
 logger = logging.getLogger(__name__)
 
 LOG_AGAIN_S = 60.0
-"""Seconds for which further removals are not logged: to remove a large directory takes a while. Zero logs each of them;
-longer hides that a program removes files again and again."""
+"""Seconds for which further deletions are not logged: to delete a large directory takes long. Zero logs each of them;
+longer hides that a program deletes files again and again."""
 
 
-class Removals:
-    """Removals that were seen, and whether a recount is due for one.
+class ExternalDeletions:
+    """Deletions by other programs that were seen, and whether a recount is due for one.
 
-    Mutable for several threads are the number of removals, whether a recount is due and when the last was logged;
+    Mutable for several threads are the number of deletions, whether a recount is due and when the last was logged;
     ``_lock`` guards them. The watch belongs to the evictor's thread.
 
     Args:
         directory: what is watched.
         current_namespace: returns the namespace of the tier's present jobs.
-        recycled: files that may have been removed too.
+        recycled: files that may have been deleted too.
+
+    Attributes:
+        num_seen: how many have been seen; any thread may read it.
+        is_recount_due: whether what is in the directory has to be counted and indexed; likewise.
     """
 
     def __init__(
@@ -47,69 +51,59 @@ class Removals:
         self._recycled = recycled
         self._watch = FolderWatch(directory.root)
         self._lock = threading.Lock()
-        self._num_seen = 0
-        self._is_recount_due = False
+        self.num_seen = 0
+        self.is_recount_due = False
         self._logged_s: float | None = None
         self._has_logged_missing_root = False
-
-    @property
-    def num_seen(self) -> int:
-        """How many have been seen."""
-        return self._num_seen
-
-    @property
-    def is_recount_due(self) -> bool:
-        """Whether what is in the directory has to be counted and indexed."""
-        return self._is_recount_due
 
     @property
     def has_root(self) -> bool:
         """Whether the directory is there."""
         return self._directory.root.is_dir()
 
-    def on_removed(self, path: str | None) -> None:
-        """Record that another program has removed ``path``; None needs no line in the log. Thread: any."""
+    def on_deleted(self, path: str | None) -> None:
+        """Record that another program has deleted ``path``; None needs no line in the log. Thread: any."""
         now_s = self._directory.clock()
         with self._lock:
-            self._num_seen += 1
-            self._is_recount_due = True
+            self.num_seen += 1
+            self.is_recount_due = True
             is_recent = self._logged_s is not None and now_s - self._logged_s < LOG_AGAIN_S
             if path is None or is_recent:
                 return
             self._logged_s = now_s
         logger.warning(
-            "tier fs: %s was removed by another program: its blocks are misses, new ones are stored as before",
+            "tier fs: %s was deleted by another program: its blocks are misses, new ones are stored as before",
             path,
         )
 
     def request_recount(self) -> None:
         """Have what is in the directory counted once more. Thread: any."""
         with self._lock:
-            self._is_recount_due = True
+            self.is_recount_due = True
 
-    def take_recount_request(self) -> bool:
+    def claim_recount(self) -> bool:
         """Return whether a recount is due, which the caller makes now. Thread: the evictor's."""
         with self._lock:
-            is_due, self._is_recount_due = self._is_recount_due, False
+            is_due, self.is_recount_due = self.is_recount_due, False
         return is_due
 
     def begin(self) -> None:
         """Note which folders are there, for ``check`` to miss. Thread: the evictor's; blocks."""
-        self._watch.find_removed(self._current_namespace().path, has_blocks=False)
+        self._watch.find_deleted(self._current_namespace().path, has_blocks=False)
 
     def check(self) -> bool:
-        """Find what has been removed since the last check, and forget it; return whether there was anything.
+        """Find what has been deleted since the last check, and forget it; return whether there was anything.
 
         Thread: the evictor's; blocks.
         """
         namespace = self._current_namespace()
-        removed = self._watch.find_removed(namespace.path, has_blocks=len(namespace.index) > 0)
-        if not removed.is_count_wrong:
+        deleted = self._watch.find_deleted(namespace.path, has_blocks=len(namespace.index) > 0)
+        if not deleted.is_count_wrong:
             return False
-        if removed.has_namespace:
-            namespace.index.evict_prefix()
+        if deleted.has_namespace:
+            namespace.index.forget_prefix()
         self._recycled.drop_missing()
-        self.on_removed(removed.paths[0] if removed.paths else None)
+        self.on_deleted(deleted.paths[0] if deleted.paths else None)
         return True
 
     def restore_root(self) -> bool:
@@ -133,8 +127,8 @@ class Removals:
         self._watch.close()
 
 
-class Removed(NamedTuple):
-    """What another program has removed.
+class Deleted(NamedTuple):
+    """What another program has deleted.
 
     Attributes:
         paths: what was known to be in use, outermost first.
@@ -165,8 +159,8 @@ class FolderWatch:
         self._root_mtime_ns: int | None = None
         self._namespace_names: frozenset[str] = frozenset()
 
-    def find_removed(self, namespace_path: str, *, has_blocks: bool) -> Removed:
-        """Return what has been removed since the last call.
+    def find_deleted(self, namespace_path: str, *, has_blocks: bool) -> Deleted:
+        """Return what has been deleted since the last call.
 
         Args:
             namespace_path: the folder of the current namespace.
@@ -176,18 +170,18 @@ class FolderWatch:
             if self._namespace is not None:
                 self._namespace.close()
             self._namespace = WatchedFolder(namespace_path)
-        is_root_removed = self._root.find_removal()
-        paths = [self._root.path] if is_root_removed else []
-        if self._temporaries.find_removal():
+        is_root_deleted = self._root.find_deletion()
+        paths = [self._root.path] if is_root_deleted else []
+        if self._temporaries.find_deletion():
             paths.append(self._temporaries.path)
-        is_namespace_removed = self._namespace.find_removal(must_exist=has_blocks)
-        if is_namespace_removed and has_blocks:
+        is_namespace_deleted = self._namespace.find_deletion(must_exist=has_blocks)
+        if is_namespace_deleted and has_blocks:
             paths.append(namespace_path)
         if self._root_path.is_dir() and not os.path.lexists(self._usage_path):
             paths.append(self._usage_path)
-        # Of another namespace only the bytes are missing; and another process may have removed it because it was empty.
-        is_count_wrong = self._has_lost_namespace() or is_namespace_removed or bool(paths)
-        return Removed(paths, is_root_removed or is_namespace_removed, is_count_wrong)
+        # Of another namespace only the bytes are missing; and another process may have deleted it because it was empty.
+        is_count_wrong = self._has_lost_namespace() or is_namespace_deleted or bool(paths)
+        return Deleted(paths, is_root_deleted or is_namespace_deleted, is_count_wrong)
 
     def close(self) -> None:
         """Close every folder; idempotent."""
@@ -203,7 +197,7 @@ class FolderWatch:
                 return False
             names = frozenset(path.name for path in self._root_path.iterdir())
         except OSError:
-            return False  # gone, which find_removed sees, or the disk does not answer
+            return False  # gone, which find_deleted sees, or the disk does not answer
         self._root_mtime_ns = mtime_ns
         names = frozenset(name for name in names if FOLDER_PATTERNS[0].fullmatch(name))
         before, self._namespace_names = self._namespace_names, names
@@ -223,7 +217,7 @@ class WatchedFolder:
         self.path = path
         self._fd: int | None = None
 
-    def find_removal(self, *, must_exist: bool = False) -> bool:
+    def find_deletion(self, *, must_exist: bool = False) -> bool:
         """Return whether the folder has gone, or has become another one, since the last call.
 
         Args:

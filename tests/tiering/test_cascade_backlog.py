@@ -1,4 +1,4 @@
-"""What one tier is to get: due, withheld or refused, and each block counted once when it leaves the primary."""
+"""What one tier is to get: pending, withheld or refused, and each block counted once when it leaves the primary."""
 
 from collections.abc import Collection
 
@@ -51,7 +51,7 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
     return [key_of(number) for number in numbers]
 
 
-def make_intake(
+def make_backlog(
     forecast: ReuseForecast | None, settings: TierSettings, budget_rows: int = 100
 ) -> StoreBacklog:
     tier = ExampleSecondaryTier(make_config(), make_rows(), settings=settings)
@@ -60,129 +60,129 @@ def make_intake(
 
 
 def wanting(forecast: ReuseForecast | None, budget_rows: int = 100) -> StoreBacklog:
-    return make_intake(forecast, TierSettings(admission=ADMISSION), budget_rows)
+    return make_backlog(forecast, TierSettings(admission=ADMISSION), budget_rows)
 
 
 def test_a_block_is_given_when_it_is_likely_enough_to_come_back_within_the_horizon() -> None:
     forecast = Told(b1=0.31, b2=0.29, b3=0.3)
-    intake = wanting(forecast)
-    intake.offer(keys_of(1, 2, 3), REQUEST)
+    backlog = wanting(forecast)
+    backlog.offer(keys_of(1, 2, 3), REQUEST)
 
-    assert list(intake.take(intake.pending)) == keys_of(1, 3)
+    assert list(backlog.take(backlog.pending)) == keys_of(1, 3)
     assert set(forecast.horizons_s) == {1024.0}
 
 
 def test_a_block_of_which_nothing_is_known_is_given() -> None:
-    intake = wanting(Told(b2=0.0))
-    intake.offer(keys_of(1, 2), REQUEST)
-    assert list(intake.take(intake.pending)) == keys_of(1)
+    backlog = wanting(Told(b2=0.0))
+    backlog.offer(keys_of(1, 2), REQUEST)
+    assert list(backlog.take(backlog.pending)) == keys_of(1)
 
 
 def test_without_the_setting_nobody_is_asked() -> None:
     forecast = Told(b1=0.0)
-    intake = make_intake(forecast, TierSettings())
-    intake.offer(keys_of(1), REQUEST)
-    assert list(intake.take(intake.pending)) == keys_of(1)
+    backlog = make_backlog(forecast, TierSettings())
+    backlog.offer(keys_of(1), REQUEST)
+    assert list(backlog.take(backlog.pending)) == keys_of(1)
     assert forecast.num_asked == 0
 
 
 def test_a_long_backlog_is_sorted_out_in_one_pass() -> None:
-    intake = wanting(Told(**{f"b{number}": 0.1 + 0.5 * (number % 2) for number in range(20)}))
+    backlog = wanting(Told(**{f"b{number}": 0.1 + 0.5 * (number % 2) for number in range(20)}))
     numbers = keys_of(*range(20))
-    intake.offer([OffloadKey(CountedKey(key)) for key in numbers], REQUEST)
+    backlog.offer([OffloadKey(CountedKey(key)) for key in numbers], REQUEST)
     CountedKey.num_compared = 0
 
-    assert list(intake.take(intake.pending)) == numbers[1::2]
+    assert list(backlog.take(backlog.pending)) == numbers[1::2]
 
     assert CountedKey.num_compared <= 3 * len(numbers)
 
 
 def test_a_refused_block_is_asked_about_again_with_its_next_use_and_not_before() -> None:
     forecast = Told(b1=0.1)
-    intake = wanting(forecast)
-    intake.offer(keys_of(1), REQUEST)
-    assert intake.take(intake.pending) == ()
+    backlog = wanting(forecast)
+    backlog.offer(keys_of(1), REQUEST)
+    assert backlog.take(backlog.pending) == ()
     forecast.probabilities[1] = 0.9
-    assert intake.take(intake.pending) == ()
-    intake.on_used(keys_of(1), ReqContext("next"))
-    assert list(intake.take(intake.pending)) == keys_of(1)
+    assert backlog.take(backlog.pending) == ()
+    backlog.on_used(keys_of(1), ReqContext("next"))
+    assert list(backlog.take(backlog.pending)) == keys_of(1)
 
 
 def test_a_refused_block_that_leaves_is_counted_as_refused_and_one_that_was_due_as_declined() -> None:
-    intake = wanting(Told(b1=0.1, b2=0.9), budget_rows=1)
-    intake.offer(keys_of(1, 2, 3), REQUEST)
-    assert list(intake.take(keys_of(1, 2))) == keys_of(2)
+    backlog = wanting(Told(b1=0.1, b2=0.9), budget_rows=1)
+    backlog.offer(keys_of(1, 2, 3), REQUEST)
+    assert list(backlog.take(keys_of(1, 2))) == keys_of(2)
 
-    intake.on_evicted(keys_of(1, 2, 3))
+    backlog.on_evicted(keys_of(1, 2, 3))
 
-    assert intake.tier.num_refused_by_admission == 1
-    assert intake.tier.num_declined_cascades == 1
-    assert not intake.waiting_keys()
+    assert backlog.tier.num_refused_by_admission == 1
+    assert backlog.tier.num_declined_cascades == 1
+    assert not backlog.waiting_keys()
 
 
 def test_a_refused_block_stays_among_those_that_the_tier_may_get() -> None:
-    intake = wanting(Told(b1=0.1))
-    intake.offer(keys_of(1), REQUEST)
-    intake.take(intake.pending)
-    assert set(intake.waiting_keys()) == {key_of(1)}
-    assert intake.stats() == {"pending_blocks": 0.0, "refused_blocks": 1.0}
+    backlog = wanting(Told(b1=0.1))
+    backlog.offer(keys_of(1), REQUEST)
+    backlog.take(backlog.pending)
+    assert set(backlog.waiting_keys()) == {key_of(1)}
+    assert backlog.stats() == {"pending_blocks": 0.0, "refused_blocks": 1.0}
 
 
 def test_no_more_blocks_are_asked_about_than_fit_and_are_refused() -> None:
     forecast = Told(b0=0.9, b1=0.1, b2=0.1, b3=0.9)
-    intake = wanting(forecast, budget_rows=2)
-    intake.offer(keys_of(*range(50)), REQUEST)
-    assert list(intake.take(intake.pending)) == keys_of(0, 3)
+    backlog = wanting(forecast, budget_rows=2)
+    backlog.offer(keys_of(*range(50)), REQUEST)
+    assert list(backlog.take(backlog.pending)) == keys_of(0, 3)
     assert forecast.num_asked == 4
 
 
 def test_where_nothing_fits_nobody_is_asked_and_nothing_is_refused() -> None:
     forecast = Told(b1=0.1)
-    intake = wanting(forecast, budget_rows=1)
-    intake.tier.budget.used_bytes += ROW_BYTES
-    intake.offer(keys_of(1), REQUEST)
-    assert intake.take(intake.pending) == ()
+    backlog = wanting(forecast, budget_rows=1)
+    backlog.tier.in_flight_store_bytes += ROW_BYTES
+    backlog.offer(keys_of(1), REQUEST)
+    assert backlog.take(backlog.pending) == ()
     assert forecast.num_asked == 0
-    assert list(intake.pending) == keys_of(1)
+    assert list(backlog.pending) == keys_of(1)
 
 
 def test_a_reset_forgets_what_was_refused() -> None:
-    intake = wanting(Told(b1=0.1))
-    intake.offer(keys_of(1), REQUEST)
-    intake.take(intake.pending)
-    intake.clear()
-    intake.on_used(keys_of(1), REQUEST)
-    intake.on_evicted(keys_of(1))
-    assert not intake.waiting_keys()
-    assert intake.tier.num_refused_by_admission == 0
+    backlog = wanting(Told(b1=0.1))
+    backlog.offer(keys_of(1), REQUEST)
+    backlog.take(backlog.pending)
+    backlog.clear()
+    backlog.on_used(keys_of(1), REQUEST)
+    backlog.on_evicted(keys_of(1))
+    assert not backlog.waiting_keys()
+    assert backlog.tier.num_refused_by_admission == 0
 
 
 def test_a_block_must_be_used_often_enough_and_be_likely_to_come_back() -> None:
     forecast = Told(b1=0.9, b2=0.1)
-    intake = make_intake(forecast, TierSettings(admission=ADMISSION, store_threshold=2))
-    intake.offer(keys_of(1, 2), REQUEST)
-    assert intake.take(intake.pending) == ()
+    backlog = make_backlog(forecast, TierSettings(admission=ADMISSION, store_threshold=2))
+    backlog.offer(keys_of(1, 2), REQUEST)
+    assert backlog.take(backlog.pending) == ()
     assert forecast.num_asked == 0
-    intake.on_used(keys_of(1, 2), ReqContext("next"))
-    assert list(intake.take(intake.pending)) == keys_of(1)
+    backlog.on_used(keys_of(1, 2), ReqContext("next"))
+    assert list(backlog.take(backlog.pending)) == keys_of(1)
 
 
 def test_what_would_be_wanted_is_told_without_being_offered() -> None:
-    intake = wanting(Told(b1=0.9, b2=0.1))
-    assert list(intake.wanted(keys_of(1, 2, 3))) == keys_of(1, 3)
-    assert not intake.waiting_keys()
+    backlog = wanting(Told(b1=0.9, b2=0.1))
+    assert list(backlog.wanted(keys_of(1, 2, 3))) == keys_of(1, 3)
+    assert not backlog.waiting_keys()
 
 
 def test_a_tier_that_waits_for_a_second_use_wants_nothing_before_it() -> None:
-    intake = make_intake(None, TierSettings(store_threshold=2))
-    intake.on_used(keys_of(1), REQUEST)
-    assert list(intake.wanted(keys_of(1))) == []
-    intake.on_used(keys_of(1), ReqContext("next"))
-    assert list(intake.wanted(keys_of(1))) == keys_of(1)
+    backlog = make_backlog(None, TierSettings(store_threshold=2))
+    backlog.on_used(keys_of(1), REQUEST)
+    assert list(backlog.wanted(keys_of(1))) == []
+    backlog.on_used(keys_of(1), ReqContext("next"))
+    assert list(backlog.wanted(keys_of(1))) == keys_of(1)
 
 
 def test_a_tier_that_is_out_of_service_wants_nothing() -> None:
-    intake = make_intake(None, TierSettings())
-    assert list(intake.wanted(keys_of(1))) == keys_of(1)
-    intake.tier.is_out_of_service = True
-    assert list(intake.wanted(keys_of(1))) == []
+    backlog = make_backlog(None, TierSettings())
+    assert list(backlog.wanted(keys_of(1))) == keys_of(1)
+    backlog.tier.is_out_of_service = True
+    assert list(backlog.wanted(keys_of(1))) == []

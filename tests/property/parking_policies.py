@@ -1,14 +1,14 @@
-"""LRU and ARC that set every busy block aside, not only many: what a model of a few blocks would never reach."""
+"""LRU and ARC that park every busy block, not only many: what a model of a few blocks would never reach."""
 
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 
-LRU_ASIDE = "lru, every busy block set aside"
-ARC_ASIDE = "arc, every busy block set aside"
+LRU_PARKING = "lru, every busy block parked"
+ARC_PARKING = "arc, every busy block parked"
 
 
-class AsideLRU(LRUCachePolicy):
+class ParkingLRU(LRUCachePolicy):
     """LRU."""
 
     def __init__(self, cache_capacity: int) -> None:
@@ -16,7 +16,7 @@ class AsideLRU(LRUCachePolicy):
         self.parked.min_busy_blocks = 1
 
 
-class AsideARC(ARCCachePolicy):
+class ParkingARC(ARCCachePolicy):
     """ARC."""
 
     def __init__(self, cache_capacity: int) -> None:
@@ -25,6 +25,6 @@ class AsideARC(ARCCachePolicy):
             parked.min_busy_blocks = 1
 
 
-for name, made in ((LRU_ASIDE, AsideLRU), (ARC_ASIDE, AsideARC)):
+for name, made in ((LRU_PARKING, ParkingLRU), (ARC_PARKING, ParkingARC)):
     if name not in CACHE_POLICIES:
         CACHE_POLICIES.register(name, f"{__name__}:{made.__name__}")
