@@ -1,9 +1,10 @@
 """The directory of the fs tier, seen, checked and emptied without an engine."""
 
+import errno
 import os
 import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -223,6 +224,26 @@ def test_a_directory_that_no_tier_has_used_is_none(tmp_path: Path) -> None:
     (tmp_path / "holiday.jpg").touch()
     with pytest.raises(ConfigError, match="no fs tier has used"):
         open_fs_place({"root_dir": str(tmp_path)})
+
+
+def test_a_namespace_that_may_not_be_read_is_not_taken_for_an_empty_one(
+    root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in MODELS:
+        start_tier(model).store([1])
+    place = open_fs_place({"root_dir": str(root)})
+    private = str(root / name_of(MODELS[0]))
+    real_scandir = os.scandir
+
+    def refuse_one(path: str) -> Iterator[os.DirEntry[str]]:
+        if str(path) == private:
+            raise PermissionError(errno.EACCES, "Permission denied", private)
+        return real_scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_one)
+    with pytest.raises(TierError, match="may not be read"):
+        list(place.blocks())
+    assert len(list(place.blocks([name_of(MODELS[1])]))) == 1
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="the superuser may write anywhere: run as another user")

@@ -79,7 +79,10 @@ class FSPlace(Place):
         return [PlaceNamespace(path.name, _read_document(path)) for path in folders]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
-        self._list_root()  # a directory that cannot be read is no empty one
+        # A folder that cannot be read is no empty one; engines pass it over, as they share the directory.
+        for path in self._list_root():
+            if FOLDER_PATTERNS[0].fullmatch(path.name) and (namespaces is None or path.name in namespaces):
+                _require_readable(path)
         for block in walk_blocks(self._root, namespaces):
             yield _as_place_block(block)
 
@@ -278,6 +281,15 @@ def _remove_file(block: PlaceBlock, *, unless_changed: bool) -> int | None:
     except OSError as error:
         raise TierError(TIER_TYPE, f"{path} cannot be removed: {error.strerror}") from error
     return found.st_size
+
+
+def _require_readable(folder: Path) -> None:
+    try:
+        os.scandir(folder).close()
+    except PermissionError as error:
+        raise TierError(TIER_TYPE, f"{folder} may not be read by this user: run as its owner") from error
+    except OSError:
+        return  # removed meanwhile, or no folder
 
 
 def _remove_folders(top: Path) -> None:

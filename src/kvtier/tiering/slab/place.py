@@ -316,10 +316,8 @@ def find_owners(fd: int, lock_table: Path = LOCK_TABLE) -> tuple[str, ...]:
 
 def _describe(pid: str) -> str:
     with suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        words = b" ".join(command[:3]).decode("utf-8", "replace").strip()
-        if words:
-            return f"process {pid} ({words[:60]})"
+        # The name alone: arguments may hold what no message should.
+        return f"process {pid} ({Path(f'/proc/{pid}/comm').read_text(encoding='utf-8', errors='replace').strip()})"
     return f"process {pid}" if pid.isdigit() and pid != "0" else "a process of another container"
 
 
