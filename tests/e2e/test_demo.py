@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.servers import require_mooncake
+from tests.tiering.patience import be_patient
 from transformers import MambaConfig, MambaForCausalLM
 
 from kvtier.cli.demo.servers.program import is_free
@@ -43,11 +44,12 @@ LOOK_INTERVAL_S = 0.05
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an empty place for temporary directories."""
+    """Return an empty place for temporary directories; tiers of this process wait as long as they must."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    be_patient(monkeypatch.setattr)
     return temporary
 
 
