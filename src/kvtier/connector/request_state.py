@@ -23,6 +23,7 @@ from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
 
 logger = logging.getLogger(__name__)
@@ -298,7 +299,8 @@ def make_request_state(
         is_prompt_only: whether nothing beyond its prompt is stored.
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
-    params = request.kv_transfer_params
+    # vLLM from 0.32 on; other engines have no such attribute.
+    params = add_envelope(request.kv_transfer_params, getattr(request, "kv_hints", None))
     limits = parse_request_limits(params) if params else NO_LIMITS
     return RequestState(
         request=request,

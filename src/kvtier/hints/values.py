@@ -148,7 +148,7 @@ class HintReader:
             name: self._read(name, params.get(name), is_valid, remedy) for name, is_valid, remedy in CHECKS
         }
         if found[CONTINUES] is False and found[RETURNS_IN_S] is not None:
-            self._warn(RETURNS_IN_S, found[RETURNS_IN_S], "leave it out where continues is false")
+            self.warn(RETURNS_IN_S, found[RETURNS_IN_S], "leave it out where continues is false")
             found[RETURNS_IN_S] = None
         found[PRIORITY] = found[PRIORITY] or 0
         return RequestHints(**found)
@@ -162,10 +162,11 @@ class HintReader:
     ) -> Any:  # noqa: ANN401
         if value is None or is_valid(value):
             return value
-        self._warn(name, value, f"give {remedy}")
+        self.warn(name, value, f"give {remedy}")
         return None
 
-    def _warn(self, name: str, value: object, remedy: str) -> None:
+    def warn(self, name: str, value: object, remedy: str) -> None:
+        """Log that a value is ignored, and what to do."""
         now_s = self._clock()
         last_s, num_silent = self._logged.get(name, (-WARNING_INTERVAL_S, 0))
         if now_s - last_s < WARNING_INTERVAL_S:
@@ -176,9 +177,9 @@ class HintReader:
         logger.warning("kv_transfer_params: %s=%s is ignored: %s%s", name, reprlib.repr(value), remedy, more)
 
 
-_READER = HintReader()
+READER = HintReader()
 
 
 def parse_hints(params: Mapping[str, Any] | None) -> RequestHints:  # Any: a client's JSON
     """Return the hints among ``params``, a client's ``kv_transfer_params``; what is invalid is logged and ignored."""
-    return _READER.read(params)
+    return READER.read(params)

@@ -6,6 +6,7 @@ from math import ceil, floor, log10
 
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE, LoadIf
 from kvtier.errors import ConfigError
+from kvtier.sim.clients import EXACT, ClientHints, HintNoise
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace, TraceRequest
@@ -75,6 +76,8 @@ class HostModel:
         max_tracker_size: keys whose accesses the reuse filter counts.
         lookup_deadline_s: seconds a request may wait for promotions.
         load_if: whether to load a hit that would be faster to compute.
+        client_hints: which hints clients send with their requests.
+        hint_noise: how wrong they are.
 
     Raises:
         ConfigError: two tiers have the same name or a reserved one, or the threshold is negative.
@@ -90,6 +93,8 @@ class HostModel:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
     load_if: LoadIf = LoadIf.ALWAYS
+    client_hints: ClientHints = ClientHints.NONE
+    hint_noise: HintNoise = EXACT
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]

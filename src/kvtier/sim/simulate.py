@@ -8,6 +8,7 @@ from functools import cache
 
 from kvtier.errors import ConfigError
 from kvtier.sim.bound import count_bound_tokens
+from kvtier.sim.clients import Clients
 from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.history import HistoryRecorder, Reading
 from kvtier.sim.model import EngineModel, HostModel
@@ -75,6 +76,10 @@ def simulate(
     requests = [
         make_request(number, one, trace.block_tokens, hash_of) for number, one in enumerate(trace.requests)
     ]
+    if host is not None:
+        clients = Clients(host.client_hints, trace, host.hint_noise)
+        for number, (request, traced) in enumerate(zip(requests, trace.requests, strict=True)):
+            request.kv_transfer_params = clients.hints_of(traced, number)
     num_unique = hash_of.cache_info().currsize
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))

@@ -1,5 +1,6 @@
 """``kvtier simulate``: replay a trace with several policies and sizes, print a comparison and write its files."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvtier.cli.simulate.options import (
     blocks_of,
     make_engine,
     make_host,
+    parse_hints,
     parse_load_if,
     parse_sweep,
     parse_tier,
@@ -47,6 +49,8 @@ def simulate(
     policy: options.Policies = "lru",
     store_threshold: options.StoreThreshold = 0,
     load_if: options.LoadIfText = "always",
+    hints: options.Hints = "none",
+    hint_noise: options.HintNoiseText = "",
     sweep: options.SweepText = None,
     kv_bytes: options.KVBytes = "128KiB",
     prefill: options.Prefill = None,
@@ -81,6 +85,8 @@ def simulate(
         store_threshold,
         parse_load_if(load_if),
     )
+    client_hints, noise = parse_hints(hints, hint_noise)
+    base = replace(base, client_hints=client_hints, hint_noise=noise)
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
     with naming_options({"place to sweep": "--sweep"}):
         cases = plan_cases(engine, base, policies, swept)

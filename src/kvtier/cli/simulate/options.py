@@ -15,6 +15,7 @@ from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate
 from kvtier.sim.sweep import Size, Sweep
@@ -22,6 +23,19 @@ from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import parse_tier_settings
+
+HINT_NOISE_FORM = "by comma wrong=0.3, silent=0.5, factor=2, random, hostile, liars=0.5, seed=1"
+
+NOISE_FIELDS = {
+    "wrong": "wrong_share",
+    "silent": "silent_share",
+    "factor": "time_factor",
+    "liars": "liar_share",
+    "seed": "seed",
+}
+"""Words of --hint-noise -> fields of HintNoise."""
+
+HINTS = ("none", "continues", "returns")
 
 TIER_FORM = (
     "NAME:CAPACITY:BANDWIDTH[:LATENCY[:STREAMS]] such as fs:4TiB:3GB/s or obj:20TiB:1GB/s,500MB/s:15ms:64"
@@ -91,6 +105,11 @@ StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is st
 LoadIfText = Annotated[
     str, typer.Option("--load-if", help="When to load hits of tiers: always, or if faster than computing.")
 ]
+Hints = Annotated[
+    str,
+    typer.Option(help="What clients say of a prompt's future: none, continues (or ends), returns (when)."),
+]
+HintNoiseText = Annotated[str, typer.Option("--hint-noise", help=f"How wrong they are: {HINT_NOISE_FORM}.")]
 SweepText = Annotated[
     str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
 ]
@@ -160,6 +179,30 @@ def parse_load_if(text: str) -> LoadIf:
     if text not in names:
         raise ConfigError("--load-if", text, f"must be one of {', '.join(map(repr, names))}")
     return LoadIf(text)
+
+
+def parse_hints(hints: str, noise: str) -> tuple[ClientHints, HintNoise]:
+    """Return the values of ``--hints`` and ``--hint-noise``, the latter in the form HINT_NOISE_FORM. Pure.
+
+    Raises:
+        ConfigError: one is not valid.
+    """
+    if hints not in HINTS:
+        raise ConfigError("--hints", hints, f"must be one of {', '.join(HINTS)}")
+    honest = Honesty.HONEST
+    values: dict[str, Any] = {}  # Any: fields of HintNoise, which are numbers here
+    for part in split_names(noise):
+        word, equals, text = (each.strip() for each in part.partition("="))
+        if not equals and word in {Honesty.RANDOM.value, Honesty.HOSTILE.value}:
+            honest = Honesty(word)
+            continue
+        value = parse_value(text) if word in NOISE_FIELDS else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError("--hint-noise", part, f"must be {HINT_NOISE_FORM}")
+        values[NOISE_FIELDS[word]] = value
+    seed = int(values.pop("seed", 1))
+    with naming_options(dict.fromkeys(NOISE_FIELDS.values(), "--hint-noise")):
+        return ClientHints(hints), HintNoise(honesty=honest, seed=seed, **values)
 
 
 def split_names(text: str) -> list[str]:

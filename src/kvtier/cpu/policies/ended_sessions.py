@@ -39,25 +39,29 @@ class EndedSessions:
 
     def note(self, request: ArrivedRequest) -> None:
         """Learn who names the blocks of a request that arrives."""
-        owners = self._owners
-        if request.hints is NO_HINTS and not owners:
+        if request.hints is NO_HINTS and not self._owners:
             return
         hints = self._trust.hear(request.hints, request.arrival_s)
         name = f"{hints.tenant or ''}/{hints.session}" if hints.session is not None else f"#{request.req_id}"
         keys = [key for chain in request.chains for key in chain]
-        for key in keys:
-            owner = owners.get(key)
-            if owner is None:
-                if hints is not NO_HINTS and key not in self._held:
-                    owners[key] = name
-            elif owner != name:
-                del owners[key]
+        self._set_owners(keys, name, may_own=hints is not NO_HINTS)
         if hints.is_ended or hints.priority < 0:
             self._ending[request.req_id] = (name, keys)
-        if len(owners) > self._max_owners:
-            self._owners = {key: owner for key, owner in owners.items() if key in self._held}
 
     def finish(self, req_id: str) -> Collection[OffloadKey]:
         """Return the blocks that leave next now that a request has finished, head first."""
         name, keys = self._ending.pop(req_id, ("", []))
         return [key for key in keys if self._owners.get(key) == name and key in self._held]
+
+    def _set_owners(self, keys: Collection[OffloadKey], name: str, *, may_own: bool) -> None:
+        """Make a session the owner of the blocks that are new, and those of others ownerless."""
+        owners = self._owners
+        for key in keys:
+            owner = owners.get(key)
+            if owner is None:
+                if may_own and key not in self._held:
+                    owners[key] = name
+            elif owner != name:
+                del owners[key]
+        if len(owners) > self._max_owners:
+            self._owners = {key: owner for key, owner in owners.items() if key in self._held}

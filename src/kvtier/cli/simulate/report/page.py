@@ -28,6 +28,7 @@ from kvtier.cli.simulate.table import breaker_openings, group_rejected
 from kvtier.cli.simulate.verdict import Verdict, chosen_size, make_verdict
 from kvtier.cli.traces import describe_rate
 from kvtier.config import LoadIf
+from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.tier import TierModel
 
 
@@ -57,6 +58,8 @@ def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     is_chosen = host.load_if is LoadIf.FASTER
     loaded = "a hit that would be faster to compute is computed" if is_chosen else "every hit is loaded"
     yield "load_if", f"{host.load_if.value}: {loaded}"
+    if host.client_hints is not ClientHints.NONE:
+        yield "hints", f"{host.client_hints.value}, {_describe_noise(host.hint_noise)}"
     if host.store_threshold > 1:
         yield "stored", f"blocks from access {host.store_threshold} on"
     if comparison.sweep is not None:
@@ -66,6 +69,16 @@ def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "prefill", describe_rate(engine.prefill_tokens_per_s) if comparison.is_rate_derived else rate
     yield "decode", f"{engine.decode_tokens_per_s:,.0f} tokens per second for each running request"
     yield "running", f"at most {engine.max_running} requests at the same time"
+
+
+def _describe_noise(noise: HintNoise) -> str:
+    """Return how wrong clients are, in words. Pure."""
+    if noise.honesty is not Honesty.HONEST:
+        return f"{noise.liar_share:.0%} of the tenants say what is {noise.honesty.value}"
+    return (
+        f"wrong for {noise.wrong_share:.0%} of the requests, silent in {noise.silent_share:.0%} of the sessions, "
+        f"times off by a factor of {noise.time_factor:g}"
+    )
 
 
 def list_limits() -> Iterator[str]:

@@ -28,13 +28,13 @@ from kvtier.errors import InvariantError
 WINDOW_REQUESTS = 1000
 """Requests after which a hit counts 1/e. A shorter window follows noise, a longer one adapts too late."""
 
-DEFICIT_WINDOW_S = 300.0
-"""Seconds after which a lead over LRU counts 1/e where the present matters. Shorter gives up what is kept for later at
-every lull; longer lets ten minutes be lost."""
+DEFICIT_WINDOW_S = 60.0
+"""Seconds after which a lead over LRU counts 1/e where the present matters. Shorter stops keeping blocks for later at
+every lull; longer notices too late to bound what ten minutes lose."""
 
 MAX_DEFICIT_RATIO = 0.01
-"""How far it may be behind LRU, as a share of the blocks named of late. It loses about as much again until the cache
-holds what LRU would: the bound for ten minutes is twice this. Lower gives up more of what a pause would have paid."""
+"""How far it may be behind LRU, as a share of the blocks named of late. It loses more until the cache holds what LRU
+would; with this, ten minutes lose at most two of a hundred. Lower costs hits on agents' traffic, higher bounds less."""
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
