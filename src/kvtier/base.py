@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvtier.config import OffloadingConfig
 from kvtier.errors import KVCacheLayoutError
 from kvtier.hints.values import RequestHints, parse_hints
+from kvtier.histogram import HistogramSnapshot
 
 if TYPE_CHECKING:
     import torch
@@ -251,7 +252,11 @@ class OffloadingManager(ABC):
         """Forget every block; slots of transfers in flight are freed when those are reported."""
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by dotted name."""
+        """Return counters and gauges by dotted name. Thread: any."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms by dotted name. Thread: any."""
         return {}
 
     def shutdown(self) -> None:

@@ -266,7 +266,7 @@ def test_stats_add_up() -> None:
         "primary.evictable_blocks": 0.0,
         "primary.in_flight_blocks": 0.0,
         "primary.orphaned_blocks": 3.0,
-        "primary.pinned_blocks": 0.0,
+        "primary.leased_blocks": 0.0,
         "primary.refused_pins": 0.0,
         "primary.tracked_keys": 0.0,
         "primary.loaded": 1.0,

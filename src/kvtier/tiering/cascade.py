@@ -18,6 +18,7 @@ from kvtier.cpu.policies.learning import ReuseForecast, ReuseForecaster, make_ar
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -159,14 +160,22 @@ class StoreBacklog:
         """Forget blocks that have left the primary; those that were pending are lost to the tier."""
         if not (self.pending or self._refused or self._withheld):
             return
+        lost: dict[TierDeparture, list[OffloadKey]] = {}
         for key in keys:
             if key in self.pending:
                 del self.pending[key]
-                self.tier.num_declined_cascades += 1
+                lost.setdefault(TierDeparture.DECLINED, []).append(key)
             elif key in self._refused:
                 self._refused.remove(key)
-                self.tier.num_refused_by_admission += 1
+                lost.setdefault(TierDeparture.ADMISSION, []).append(key)
+            elif key in self._withheld:
+                lost.setdefault(TierDeparture.REUSE_FILTER, []).append(key)
             self._withheld.discard(key)
+        tier = self.tier
+        tier.num_declined_cascades += len(lost.get(TierDeparture.DECLINED, ()))
+        tier.num_refused_by_admission += len(lost.get(TierDeparture.ADMISSION, ()))
+        for why, lost_keys in lost.items():
+            tier.departed.add(lost_keys, why)
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Forget what the request has used; it stays counted."""

@@ -10,8 +10,8 @@ from kvtier.cli.simulate.options import (
     parse_load_if,
     parse_tier,
     split_names,
-    take_first,
 )
+from kvtier.cli.traces import take_first
 from kvtier.config import LoadIf
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.clients import EXACT, ClientHints, HintNoise, Honesty

@@ -11,16 +11,16 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.option_names import naming_options
+from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
-from kvtier.sim.formats.registry import TRACE_FORMATS
 from kvtier.sim.link import LinkSpeed
-from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate
 from kvtier.sim.sweep import Size, Sweep
 from kvtier.sim.tier import TierModel
-from kvtier.sim.trace import Trace, make_trace
+from kvtier.sim.trace import Trace
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import parse_tier_settings
 
@@ -54,9 +54,6 @@ ENGINE_OPTIONS = {
 }
 """Fields of an engine -> the options that set them."""
 
-TRACE_OPTIONS = {"trace format": "--format"}
-"""Kinds of unknown names when reading a trace -> the options that set them."""
-
 TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 SWEEP_FORM = "PLACE=SIZE,SIZE,... or PLACE=FROM..TO:HOW_MANY such as host=64GiB,128GiB or fs=1TiB..16TiB:5"
@@ -89,15 +86,14 @@ PARSED_NAMES = {
 }
 """Names in the production parser's errors -> the setting's name."""
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")]
-TraceFormat = Annotated[
+Device = Annotated[
     str | None,
-    typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; default: detected."),
+    typer.Option(help=f"Memory of the device cache; default: {DEFAULT_DEVICE}, less with --example."),
 ]
-Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
-
-Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
-Host = Annotated[str, typer.Option(help="Host memory behind the device cache.")]
+Host = Annotated[
+    str | None,
+    typer.Option(help=f"Host memory behind the device cache; default: {DEFAULT_HOST}, less with --example."),
+]
 Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind host memory, repeatable: {TIER_FORM}.")]
 TierSettings = Annotated[
     list[str] | None, typer.Option(help=f"A setting of one tier, repeatable: {TIER_SETTING_FORM}.")
@@ -122,7 +118,10 @@ KVBytes = Annotated[
     str,
     typer.Option("--kv-bytes-per-token", help="Size of a token's keys and values, all layers and devices."),
 ]
-Prefill = Annotated[float, typer.Option(help="Prompt tokens computed per second.")]
+Prefill = Annotated[
+    float | None,
+    typer.Option(help="Prompt tokens computed per second; default: derived, so that prompts do not queue."),
+]
 Decode = Annotated[float, typer.Option(help="Tokens per second of each answer.")]
 MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 
@@ -190,7 +189,8 @@ def parse_hints(hints: str, noise: str) -> tuple[ClientHints, HintNoise]:
     """
     if hints not in HINTS:
         raise ConfigError("--hints", hints, f"must be one of {', '.join(HINTS)}")
-    honest, values = Honesty.HONEST, dict[str, float]()
+    honest = Honesty.HONEST
+    values: dict[str, Any] = {}  # Any: fields of HintNoise, which are numbers here
     for part in split_names(noise):
         word, equals, text = (each.strip() for each in part.partition("="))
         if not equals and word in {Honesty.RANDOM.value, Honesty.HOSTILE.value}:
@@ -234,9 +234,9 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
 
 
 def make_engine(
-    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float, decode: float
+    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float | None, decode: float
 ) -> EngineModel:
-    """Return the engine, with blocks of the trace's length.
+    """Return the engine, with blocks of the trace's length; without ``prefill``, of a rate derived from the trace.
 
     Raises:
         ConfigError: a value is not valid.
@@ -244,7 +244,8 @@ def make_engine(
     block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
     num_blocks = blocks_of("--device", device, block_bytes)
     with naming_options(ENGINE_OPTIONS):
-        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, prefill, decode)
+        rate = derive_prefill_rate(trace) if prefill is None else prefill
+        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, rate, decode)
 
 
 def parse_tier(text: str, block_bytes: int) -> TierModel:
@@ -268,19 +269,6 @@ def parse_tier(text: str, block_bytes: int) -> TierModel:
     )
     with naming_options({"name": "--tier"}):
         return TierModel(name, blocks_of("--tier", capacity, block_bytes), speed)
-
-
-def take_first(trace: Trace, num_requests: int | None) -> Trace:
-    """Return the first requests of ``trace``; None: all. Pure.
-
-    Raises:
-        ConfigError: ``num_requests`` is below 1.
-    """
-    if num_requests is None:
-        return trace
-    if num_requests < 1:
-        raise ConfigError("--requests", num_requests, "must be at least 1")
-    return make_trace(trace.requests[:num_requests], trace.block_tokens)
 
 
 def parse_sweep(text: str, block_bytes: int) -> Sweep:
