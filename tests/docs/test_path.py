@@ -43,10 +43,8 @@ def test_the_numbers_of_the_page_are_those_of_the_script(traced: list[str]) -> N
 def test_the_path_stays_short_enough_to_be_held_in_the_head(traced: list[str]) -> None:
     numbers = {line.partition(":")[0]: list(map(int, re.findall(r"\d+", line))) for line in traced}
     assert numbers["MISS"] == [MAX_CALLS_OF_A_KEY]
-    for path in ("STORE", "LOAD"):
-        num_functions, num_files = numbers[path]
-        assert num_functions <= MAX_FUNCTIONS
-        assert num_files <= MAX_FILES
+    for path, most in MOST.items():
+        assert all(number <= limit for number, limit in zip(numbers[path], most, strict=True)), path
 
 
 def test_each_member_that_the_page_names_is_there() -> None:
