@@ -33,7 +33,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled",
             "limits",
             "settings",
-            "misses",
             "departed",
         }
     ),

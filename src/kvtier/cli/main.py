@@ -67,12 +67,14 @@ COMMANDS = (
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
     Command("drain", "kvtier.cli.live.steer", "Wait until a living engine's tiers have what is pending."),
+    Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a living engine's host memory for a time."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
     ),
     Command("prefetch", "kvtier.cli.live.steer", "Bring a prefix from the tiers into host memory."),
     Command("ps", "kvtier.cli.live.overview", "List the engines that run, and how full their tiers are."),
+    Command("purge", "kvtier.cli.place.purge", "Remove blocks that a tier has stored."),
     Command(
         "recent", "kvtier.cli.live.overview", "Show where the last prompts of a living engine came from."
     ),
@@ -81,6 +83,7 @@ COMMANDS = (
     Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
     Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
     Command("unpin", "kvtier.cli.live.steer", "End the lease of a prefix, or every lease."),
+    Command("verify", "kvtier.cli.place.verify", "Read what a tier has stored and check every checksum."),
     Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),
 )
 

@@ -1,7 +1,9 @@
-"""What several commands print and write: tables of numbers, a console wide enough for them, result files."""
+"""What several commands print and write: tables of numbers, a console wide enough for them, checks, result files."""
 
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from rich import box
@@ -16,6 +18,39 @@ handful of tiers."""
 
 
 PLOT_MODULE = "matplotlib"
+
+
+class CheckResult(Enum):
+    """Result of a check."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's report.
+
+    Attributes:
+        subject: what was checked.
+        result: how the check ended.
+        found: what was found and, if it is not good, what to do.
+    """
+
+    subject: str
+    result: CheckResult
+    found: str
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Return a size in binary units, for people. Pure."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
 
 
 def make_console() -> Console:
