@@ -33,6 +33,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "compiled",
             "limits",
             "settings",
+            "hints",
+            "histogram",
             "departed",
         }
     ),
@@ -118,6 +120,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),
+    "plotly": ("cli.page",),
     "msgspec": ("cli.record",),
     "zmq": ("cli.record",),
     "pytest": ("testing",),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.output import Check, CheckResult, size_in_words
-from kvtier.config import Settings, parse_settings
+from kvtier.config import HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.limits import find_memory_limit
@@ -92,7 +92,7 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
         return
     yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings are understood")
     yield from check_host_memory(settings, shared_memory)
-    if settings.cpu_bytes_to_use is not None and CUDA_DEVICE.exists():
+    if isinstance(settings.cpu_bytes_to_use, int) and CUDA_DEVICE.exists():
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield check_locked_memory(limit, settings.cpu_bytes_to_use)
     for number, entry in enumerate(settings.secondary_tiers):
@@ -177,6 +177,9 @@ def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check
     wanted = settings.cpu_bytes_to_use
     if wanted is None:
         yield Check(subject, CheckResult.BROKEN, 'is required: host memory over all workers, such as "8GiB"')
+        return
+    if wanted is HostSize.AUTO:
+        yield Check(subject, CheckResult.NOTE, '"auto": the engine works it out at its start and logs how')
         return
     limit = find_memory_limit()
     if limit is not None and wanted > limit.available_bytes:

@@ -56,6 +56,7 @@ EXTRAS = {
     "xxhash": ("fs", "checksums of tiers on disk"),
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
+    "plotly": ("plot", "pages of simulate and plan"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 

@@ -32,6 +32,7 @@ EXTRA_OF_MODULE = {
     "transformers": "transformers",
     "tokenizers": "transformers",
     "matplotlib": "plot",
+    "plotly": "plot",
     "msgspec": "record",
     "zmq": "record",
 }
@@ -80,6 +81,7 @@ COMMANDS = (
     ),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
+    Command("size", "kvtier.cli.size", "How many tokens of a model fit into host memory?"),
     Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
     Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
     Command("unpin", "kvtier.cli.live.steer", "End the lease of a prefix, or every lease."),

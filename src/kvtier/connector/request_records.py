@@ -19,9 +19,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey
+from kvtier.connector.common import StopReason
 from kvtier.connector.groups import GroupLayout
+from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
-from kvtier.connector.protocols import Request
+from kvtier.connector.protocols import Request, RequestRecorder
 from kvtier.connector.request_state import NOTHING_UNWANTED, BegunRequest, EndedRequest, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
@@ -149,8 +151,11 @@ class RequestRecords:
         if num_external_tokens == 0:
             self._end(state, state.begun, {}, None)
 
-    def on_load_ended(self, state: RequestState, failure: Miss | None) -> None:
-        """Record the end of a request's first load; ``failure`` says why its tokens are computed after all."""
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        """Record the end of a request's first load; the tokens of one that has failed are computed after all."""
+        state, failure = job.state, None
+        if job.has_failed:
+            failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
         if state.begun is not None and state.ended is None:
             self._end(state, state.begun, state.load.tokens_by_tier, failure)
 
@@ -353,6 +358,16 @@ def make_record(ended: EndedRequest) -> RequestRecord:
                 origins[origin] = origins.get(origin, 0) + taken
     return RequestRecord(
         ended.req_id, begun.began_s, ended.num_prompt_tokens, origins, missed, begun.waited_s, begun.first_key
+    )
+
+
+def record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
+    """Record a request under the blocks of its first KV group; their content is that of the others'."""
+    request = state.request
+    num_output_tokens = request.num_tokens - request.num_prompt_tokens
+    record = None if state.ended is None else make_record(state.ended)
+    recorder.on_end(
+        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
     )
 
 

@@ -11,6 +11,7 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 import time
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
+from itertools import chain
 from types import MappingProxyType
 
 from kvtier.base import (
@@ -25,7 +26,7 @@ from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.pin_leases import PinLeases
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.departed import DepartedBlocks
@@ -79,11 +80,11 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
 
     Attributes:
         table: the blocks, their slots and pins.
-        leases: the blocks that operators have pinned.
+        leases: the blocks that operators and clients have pinned.
         departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        is_learning: whether note_request has an effect.
+        is_learning: whether note_request has an effect; any request may pin its blocks.
         follows_requests: whether request_finished has an effect.
 
     Raises:
@@ -113,8 +114,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
-        self.is_learning = self._learner is not None
-        self.follows_requests = self.is_learning or is_filtering
+        self.is_learning = True
+        self.follows_requests = self._learner is not None or is_filtering
         num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
         self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
@@ -141,9 +142,11 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._learner is not None:
-            hints = req_context.kv_transfer_params or {}
-            request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-            self._learner.note_request(request)
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        if self.leases.ends_s:
+            self.leases.expire()
+        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+            self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
@@ -177,6 +180,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             offered = admitted
             admitted = admission.admit(offered, req_context.req_id)
             if len(admitted) < len(offered):
+                if self.leases.ends_s:
+                    admitted = self.leases.add_leased(admitted, offered)
                 self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
@@ -260,6 +265,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
         """
+        if self.leases.ends_s:
+            self.leases.expire()
         evicted = self.table.evict(num, named, protected)
         if evicted is None:
             self._num_refused += 1
@@ -326,7 +333,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
-        numbers = {
+        numbers: dict[str, float] = {
             "capacity_blocks": table.num_blocks,
             "held_blocks": table.num_held,
             "free_blocks": num_free,
@@ -334,6 +341,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             "in_flight_blocks": table.num_in_flight,
             "orphaned_blocks": num_orphaned,
             "leased_blocks": len(self.leases.ends_s),
+            "refused_pins": self.leases.num_refused,
             "tracked_keys": len(self.counts or ()),
             "loaded": self._num_loaded,
             "stored": self._num_stored,
@@ -342,6 +350,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             "refused": self._num_refused,
             "dropped_events": 0 if self._events is None else self._events.num_dropped,
         }
+        num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
+        num_writing = min(numbers["in_flight_blocks"], num_pinned)
+        # Shares that vLLM's own dashboards show: of what no eviction could free now.
+        numbers["pinned_ratio"] = num_pinned / table.num_blocks
+        numbers["write_pinned_ratio"] = num_writing / table.num_blocks
+        numbers["read_pinned_ratio"] = (num_pinned - num_writing) / table.num_blocks
         return {f"primary.{name}": float(number) for name, number in numbers.items()}
 
     def is_ready(self, key: OffloadKey) -> bool:

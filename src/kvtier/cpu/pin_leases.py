@@ -4,7 +4,7 @@ A hold takes effect when its block is ready, so a block may be pinned before it 
 the slots may be held so: a cache that cannot evict stores nothing new.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.block_table import BlockTable
@@ -12,7 +12,8 @@ from kvtier.errors import InvariantError, PinLimitError
 from kvtier.operating import PinnedBlocks
 
 LIMIT_DIVISOR = 10
-"""A tenth of the slots may be pinned. More takes from every other request what one operator wants for his."""
+"""A tenth of the slots may be pinned, by operators and clients together: names of clients can be made up. More takes
+from every other request what one wants for his; less would not keep a few long prompts of a small cache."""
 
 NEVER_S = float("inf")
 
@@ -28,6 +29,7 @@ class PinLeases:
         limit: blocks that may have a lease.
         ends_s: the clock's reading at the end of each lease. INVARIANT: each key has one hold of its own in the table.
         next_end_s: not after the earliest of them; infinite when there is none.
+        num_refused: blocks that clients asked for beyond the limit.
     """
 
     def __init__(self, table: BlockTable, clock: Callable[[], float]) -> None:
@@ -36,6 +38,7 @@ class PinLeases:
         self.limit = max(1, table.num_blocks // LIMIT_DIVISOR)
         self.ends_s: dict[OffloadKey, float] = {}
         self.next_end_s = NEVER_S
+        self.num_refused = 0
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
         """Hold ``keys`` for ``lease_s`` seconds from now; a lease that ends later stays as it is.
@@ -58,6 +61,21 @@ class PinLeases:
             self.next_end_s = min(self.next_end_s, end_s)
         num_ready = len(self._table.ready_among(distinct))
         return PinnedBlocks(len(distinct), num_ready, len(ends_s), self.limit)
+
+    def pin_as_many_as_fit(self, keys: Iterable[OffloadKey], lease_s: float) -> None:
+        """Do what ``pin`` does for the first of ``keys`` that the limit allows, and count the others."""
+        distinct = list(dict.fromkeys(keys))
+        new = [key for key in distinct if key not in self.ends_s]
+        refused = frozenset(new[max(0, self.limit - len(self.ends_s)) :])
+        self.num_refused += len(refused)
+        self.pin([key for key in distinct if key not in refused], lease_s)
+
+    def add_leased(
+        self, admitted: Collection[OffloadKey], wanted: Collection[OffloadKey]
+    ) -> Collection[OffloadKey]:
+        """Return those of ``wanted`` that are admitted or have a lease, in order. Pure."""
+        kept = frozenset(admitted)
+        return [key for key in wanted if key in kept or key in self.ends_s]
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
         """End the leases of ``keys``, or all for None; return how many there were."""

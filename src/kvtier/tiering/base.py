@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.histogram import HistogramSnapshot
 from kvtier.settings import (
     IsDataclass,
     choice,
@@ -282,7 +283,11 @@ class SecondaryTierManager(ABC):
         """
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by name."""
+        """Return counters and gauges by name. Thread: any."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms by name. Thread: any."""
         return {}
 
     def shutdown(self, timeout_s: float) -> bool:

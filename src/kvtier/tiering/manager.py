@@ -25,6 +25,7 @@ from kvtier.base import (
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.errors import UnknownNameError
+from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
 from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
@@ -348,13 +349,21 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
+            "promotions_without_room": float(self._transfers.num_without_room),
             "open_jobs": float(len(self._transfers.jobs)),
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
         }
-        for position, tier in enumerate(self._tiers):
-            own = tier.stats() | self._cascades.stats(tier)
+        for position, tier in enumerate(tuple(self._tiers)):
+            own = tier.stats() | self._cascades.stats(tier) | self._transfers.open_jobs_stats(tier)
             stats |= {f"tier.{position}.{tier.name}.{name}": value for name, value in own.items()}
         return stats
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        return {
+            f"tier.{position}.{tier.name}.{name}": snapshot
+            for position, tier in enumerate(tuple(self._tiers))
+            for name, snapshot in tier.histograms().items()
+        }
 
     def shutdown(self) -> None:
         if self._is_shut_down:

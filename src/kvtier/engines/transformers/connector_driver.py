@@ -17,6 +17,7 @@ from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import LayerLoadError
+from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.control import open_control
 from kvtier.observe.control_commands import PromptHasher
 from kvtier.recording.recorder import open_recorder
@@ -204,6 +205,10 @@ class ConnectorDriver:
     def stats(self) -> dict[str, float]:
         """Return counters and gauges of the connector and the tiers, by dotted name."""
         return self._scheduler.stats()
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms of the connector and its manager by dotted name."""
+        return self._scheduler.histograms()
 
     def shutdown(self, timeout_s: float) -> None:
         """Drain for at most ``timeout_s``, then shut down worker, manager and tiers; idempotent."""

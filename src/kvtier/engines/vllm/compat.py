@@ -177,6 +177,20 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return f"{layout} layout, {backends} attention, {_device_kind()}, vLLM {release()}"
 
 
+def is_on_cpu() -> bool:
+    """Return whether the engine computes on the CPU, so that its weights and KV cache are in host memory."""
+    return bool(current_platform.is_cpu())
+
+
+def offloaded_weight_bytes(vllm_config: VllmConfig) -> int:
+    """Return the bytes of weights that --cpu-offload-gb keeps in host memory, for each worker. Pure.
+
+    From 0.30 on it is in a configuration of its own.
+    """
+    offload_config = getattr(getattr(vllm_config, "offload_config", None), "uva", vllm_config.cache_config)
+    return int(getattr(offload_config, "cpu_offload_gb", 0) * 2**30)
+
+
 def _device_kind() -> str:
     """Return device type and instruction set: on a CPU keys are packed for its matrix instructions."""
     if current_platform.is_cpu():

@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import RequestLearner, make_arrived
 from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
 from kvtier.misses import Miss, MissExplainer
@@ -129,8 +129,7 @@ class ExampleSecondaryTier(
         self._order.touch(held)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         if (learner := self._order.learner) is not None:
             learner.note_request(request)
 

@@ -38,7 +38,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer, PlaceTier, ProbedTier):
+class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier, MissExplainer):
     """One file per block in a directory that any number of engines may share.
 
     Args:

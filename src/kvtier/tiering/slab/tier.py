@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest
+from kvtier.cpu.policies.learning import make_arrived
 from kvtier.departed import make_losses
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.settings import parse_settings
@@ -38,7 +38,7 @@ DEFAULT_POLICY = "lru"
 
 
 class SlabTier(
-    ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, MissExplainer, PlaceTier, ProbedTier
+    ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, PlaceTier, ProbedTier, MissExplainer
 ):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
@@ -138,8 +138,7 @@ class SlabTier(
         self._slots.touch(self._namespace, keys)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         self._slots.report_to_learner(self._namespace, lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:
