@@ -53,9 +53,9 @@ def constants_of(path: Path) -> dict[str, float]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            is_number = isinstance(node.value, ast.Constant) and isinstance(node.value.value, int | float)
-            if re.fullmatch(r"[A-Z_]+_S", name) and is_number:
-                found[name] = float(ast.unparse(node.value))
+            value = node.value.value if isinstance(node.value, ast.Constant) else None
+            if re.fullmatch(r"[A-Z_]+_S", name) and isinstance(value, int | float):
+                found[name] = float(value)
     return found
 
 
