@@ -109,6 +109,25 @@ def test_keys_wait_in_bounded_number_where_nobody_folds() -> None:
         assert departed.num_waiting < MAX_WAITING_KEYS
 
 
+def test_with_a_stride_a_run_is_found_by_any_of_its_blocks_and_takes_a_part_of_the_memory() -> None:
+    clock = ManualClock()
+    departed = DepartedBlocks(8000, clock, [EVICTED], stride=8)
+    keys = make_keys(200)
+    rng, begin = random.Random(1), 0
+    while begin < len(keys):  # in batches of any size
+        end = begin + rng.randint(1, 11)
+        departed.add(keys[begin:end], 0)
+        begin = end
+    clock.advance(3.0)
+
+    num_alone = sum(departed.explain(key) is not None for key in keys)
+    runs = [departed.explain_run(key, keys[number + 1 :]) for number, key in enumerate(keys[:-8])]
+    assert num_alone == len(keys) / 8
+    assert runs == [Miss(MissCause.EVICTED, "host", {"ago_s": 3.0})] * len(runs)
+    assert departed.explain_run(make_keys(1, first=900)[0], make_keys(20, first=901)) is None
+    assert departed.num_bytes <= 16 * 8000 / 8
+
+
 def test_after_clear_nothing_is_remembered() -> None:
     departed = DepartedBlocks(10, ManualClock())
     keys = make_keys(4)

@@ -5,7 +5,7 @@ directory serves any number of engines, models and processes: each namespace has
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
@@ -110,7 +110,9 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer):
             return False
         return self._lookup.lookup(key)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         del req_context
         return self._store_of_files.losses.explain(key) or self._store_of_files.siblings.explain(key)
 
