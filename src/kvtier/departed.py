@@ -102,6 +102,11 @@ class DepartedBlocks:
         return self._num_waiting
 
     @property
+    def num_batches(self) -> int:
+        """Batches that the next ``fold`` takes. Thread: any."""
+        return len(self._waiting)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         arrays = (self._tags, self._stamps, self._following, self._heads)
@@ -126,11 +131,10 @@ class DepartedBlocks:
             self.fold()
 
     def report(self, keys: Sequence[OffloadKey], kind: int) -> None:
-        """Do what ``add`` does, from any thread; where the owner never looks, the oldest batches are forgotten."""
-        if keys:
+        """Do what ``add`` does, from any thread, with every key; what nothing ever looks for is not remembered."""
+        # Only the owner takes batches out: two that take could both want the last one.
+        if keys and len(self._waiting) < MAX_WAITING_BATCHES:
             self._waiting.append((keys, self._clock(), kind))
-            if len(self._waiting) > MAX_WAITING_BATCHES:
-                self._waiting.popleft()
 
     def find(self, key: OffloadKey) -> Departure | None:
         """Return why and when ``key`` left for the last time; None when that is not remembered."""
