@@ -56,6 +56,7 @@ EXTRAS = {
     "xxhash": ("fs", "checksums of tiers on disk"),
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
+    "prometheus_client": ("observe", "metrics for Prometheus"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 

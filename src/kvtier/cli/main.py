@@ -33,6 +33,7 @@ EXTRA_OF_MODULE = {
     "matplotlib": "plot",
     "msgspec": "record",
     "zmq": "record",
+    "prometheus_client": "observe",
 }
 """Optional module -> the extra of the package that installs it."""
 
