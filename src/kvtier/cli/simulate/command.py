@@ -77,14 +77,10 @@ def simulate(
         trace, device=device_size, kv_size=kv_bytes, max_running=max_running, prefill=prefill, decode=decode
     )
     policies = split_names(policy)
-    tiers = [parse_tier(text, engine.block_bytes) for text in tier or ()]
-    base = make_host(
-        policies,
-        blocks_of("--host", host_size, engine.block_bytes),
-        apply_tier_settings(tiers, tier_setting or (), engine.block_bytes),
-        store_threshold,
-        parse_load_if(load_if),
-    )
+    parsed = [parse_tier(text, engine.block_bytes) for text in tier or ()]
+    tiers = apply_tier_settings(parsed, tier_setting or (), engine.block_bytes)
+    host_blocks = blocks_of("--host", host_size, engine.block_bytes)
+    base = make_host(policies, host_blocks, tiers, store_threshold, parse_load_if(load_if))
     client_hints, noise = parse_hints(hints, hint_noise)
     base = replace(base, client_hints=client_hints, hint_noise=noise)
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
