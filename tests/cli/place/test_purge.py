@@ -89,6 +89,26 @@ def test_a_place_that_may_not_be_emptied_now_stays_as_it_is(
     assert "belongs to process 1" in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "PLACE"),
+        (["--all"], "PLACE"),
+        (["--tier", "host"], "--instance"),
+        (["--instance", "engine", PLACE, "--all"], "--instance"),
+        (["--instance", "engine", "--older-than", "1d"], "--instance"),
+        (["--instance", "engine"], "--tier"),
+        (["--instance", "no-such-engine", "--tier", "host"], "engine"),
+    ],
+)
+def test_a_place_and_a_living_engine_exclude_each_other(run: Run, arguments: list[str], named: str) -> None:
+    status, shown, said = run("purge", *arguments)
+    assert (status, shown) == (2, "")
+    assert named in said
+    assert len(said.splitlines()) == 1
+    assert len(MemoryPlace.blocks_by_address) == 3
+
+
 def namespace_of(tenant: str, name: str) -> PlaceNamespace:
     return PlaceNamespace(name, json.dumps({"layout_version": 1, "tenant": tenant}))
 

@@ -16,14 +16,12 @@ from kvtier.namespace import Document, parse_document
 from kvtier.tiering.kit.place import Place, PlaceNamespace
 from kvtier.tiering.places import open_place
 
-PlaceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="PLACE",
-        help="A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
-        "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON.",
-    ),
-]
+PLACE_ARGUMENT = typer.Argument(
+    metavar="PLACE",
+    help="A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
+    "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON.",
+)
+PlaceArgument = Annotated[str, PLACE_ARGUMENT]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -11,8 +11,8 @@ import typer
 
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
+    PLACE_ARGUMENT,
     JsonOption,
-    PlaceArgument,
     advance,
     choose_namespaces,
     counted,
@@ -53,7 +53,7 @@ class Selection:
 
 
 def purge(
-    place: PlaceArgument,
+    place: Annotated[str | None, PLACE_ARGUMENT] = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
@@ -66,40 +66,95 @@ def purge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
     ] = False,
+    instance: Annotated[
+        str | None, typer.Option(help="Instead of a place: a living engine, as kvtier ps shows it.")
+    ] = None,
+    tier: Annotated[
+        list[str] | None, typer.Option(help='With --instance: the tier, "host" for host memory.')
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
-    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all.
+    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
+    a living engine forgets what it holds: give --tier host, or --all.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
+    if instance is not None or tier or place is None:
+        has_others = bool(place or namespace or tenant or older_than or dry_run)
+        purge_instance(instance, tier or [], is_all=all_blocks, has_others=has_others, as_json=as_json)
+        return
     check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
     age_s = None if older_than is None else parse_duration("--older-than", older_than)
     with opened(place) as found:
-        if age_s is not None and not found.has_times:
-            able = ", ".join(name for name in names_of_place_tiers() if name != found.tier)
-            message = (
-                f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
-            )
-            raise TierError(found.tier, message)
-        known = found.namespaces()
-        names = choose(known, namespace or [], tenant)
-        emptied = tuple(one.name for one in known if names is None or one.name in names)
-        selection = (
-            Selection(names, None, emptied) if age_s is None else Selection(names, time.time() - age_s, ())
-        )
+        selection = select(found, namespace or [], tenant, age_s)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
         took_s = time.monotonic() - began_s
+    print_removed(removed, selection, took_s, dry_run=dry_run, as_json=as_json)
+
+
+def select(place: Place, starts: Sequence[str], tenant: str | None, age_s: float | None) -> Selection:
+    """Return what the options select in a place.
+
+    Raises:
+        ConfigError: an option chooses nothing.
+        TierError: blocks have no time there, and an age is given.
+    """
+    if age_s is not None and not place.has_times:
+        able = ", ".join(name for name in names_of_place_tiers() if name != place.tier)
+        message = f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
+        raise TierError(place.tier, message)
+    known = place.namespaces()
+    names = choose(known, starts, tenant)
+    if age_s is not None:
+        return Selection(names, time.time() - age_s, ())
+    return Selection(names, None, tuple(one.name for one in known if names is None or one.name in names))
+
+
+def print_removed(
+    removed: Amount, selection: Selection, took_s: float, *, dry_run: bool, as_json: bool
+) -> None:
+    """Print what was removed, or would be."""
     if as_json:
+        names = None if selection.namespaces is None else list(selection.namespaces)
         report = {"blocks": removed.num, "bytes": removed.num_bytes, "dry_run": dry_run, "took_s": took_s}
-        typer.echo(json.dumps(report | {"namespaces": None if names is None else list(names)}, indent=1))
+        typer.echo(json.dumps(report | {"namespaces": names}, indent=1))
         return
     verb = "would remove" if dry_run else "removed"
     size = size_in_words(removed.num_bytes)
     typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
+
+
+def purge_instance(
+    instance: str | None, tiers: Sequence[str], *, is_all: bool, has_others: bool, as_json: bool
+) -> None:
+    """Make a living engine forget what it holds.
+
+    Args:
+        instance: the engine.
+        tiers: the tiers to purge.
+        is_all: purge each tier that can be.
+        has_others: whether options are given that are about a place.
+        as_json: print JSON.
+
+    Raises:
+        ConfigError: neither an engine nor a place is given, or both.
+        ControlError: the engine cannot be reached.
+    """
+    if instance is None and not has_others and not tiers:
+        raise ConfigError("PLACE", None, "give a tier's place, or a living engine: --instance ID --tier host")
+    if instance is None:
+        raise ConfigError("--instance", None, "give a PLACE, or with --tier a living engine")
+    if has_others:
+        remedy = "goes with --tier or --all and nothing else: a PLACE needs no engine"
+        raise ConfigError("--instance", instance, remedy)
+    # Imported here: what is about places works where no engine can be reached.
+    from kvtier.cli.live.steer import DEFAULT_TIMEOUT_S, purge_living
+
+    purge_living(instance, tiers, is_all=is_all, timeout_s=DEFAULT_TIMEOUT_S, as_json=as_json)
 
 
 def check_selectors(*, has_selector: bool, is_all: bool) -> None:
