@@ -317,6 +317,29 @@ class EngineStateError(KVTierError, RuntimeError):
     """An engine cannot do something in its current state: it is busy, shut down, or not yet done."""
 
 
+class ControlError(KVTierError, RuntimeError):
+    """A living engine cannot be reached through its control socket, or refuses a command."""
+
+
+class PinLimitError(ControlError):
+    """More blocks of host memory would be pinned than may be.
+
+    Attributes:
+        num_new: blocks that were to be pinned and are not yet.
+        num_pinned: blocks that are.
+        limit: the most that may be.
+    """
+
+    def __init__(self, num_new: int, num_pinned: int, limit: int) -> None:
+        self.num_new = num_new
+        self.num_pinned = num_pinned
+        self.limit = limit
+        super().__init__(
+            f"{num_new} blocks cannot be pinned: {num_pinned} of at most {limit}, a tenth of host memory, are pinned; "
+            "unpin others, pin a shorter prefix, or raise cpu_bytes_to_use"
+        )
+
+
 class TraceError(KVTierError, ValueError):
     """A request trace cannot be read.
 

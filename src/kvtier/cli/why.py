@@ -1,6 +1,10 @@
-"""``kvtier why``: where the prompts of a recording came from, why the rest was computed, and what to do."""
+"""``kvtier why``: where prompts came from, why the rest was computed, and what to do.
+
+It reads the latest requests of a living engine, or those of a recording.
+"""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,31 +13,64 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.output import make_table
+from kvtier.observe.control import MAX_RECORDS
+from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
+from kvtier.observe.control_client import read_records as read_engine_records
 from kvtier.observe.why import Situation, WhyReport, explain_records
 from kvtier.sim.formats.kvtier import read_records
 
 
 def why(
-    trace: Annotated[
-        Path | None,
-        typer.Argument(help="A recording of kvtier (record_trace).", show_default=False),
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ID | TRACE]",
+            help="An engine, by its instance or process id, or a recording of kvtier (record_trace). "
+            "Not needed where one engine runs.",
+            show_default=False,
+        ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say why prompt tokens were computed, and what to do about it.
 
     Exit status 1 when nothing is known: no engine, or no request.
+
+    Raises:
+        ControlError: several engines run and none is named, or the engine cannot be reached.
+        UnknownNameError: there is neither such an engine nor such a file.
+        TraceError: the recording cannot be read.
     """
-    if trace is None:
-        report = explain_records([], Situation(has_engine=False))
-    else:
-        report = explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
+    report = explain_source(source)
     if is_json:
         typer.echo(json.dumps(report.to_json(), indent=1))
     else:
         print_report(report, Console())
     if not report.num_requests:
         raise typer.Exit(1)
+
+
+def explain_source(source: str | None) -> WhyReport:
+    """Return what is known of a recording, of an engine, or of the only engine that runs.
+
+    Raises:
+        ControlError: several engines run and none is named, or the engine cannot be reached.
+        UnknownNameError: there is neither such an engine nor such a file.
+        TraceError: the recording cannot be read.
+    """
+    if source is not None and (os.sep in source or Path(source).exists()):
+        trace = Path(source)
+        return explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
+    if source is None and not find_instances():
+        return explain_records([], Situation(has_engine=False))
+    instance = choose_instance(source)
+    records = read_engine_records(instance.path, MAX_RECORDS)
+    with EngineConnection(instance.path) as connection:
+        num_requests = connection.ask("stats")["stats"].get("connector.recorded_requests")
+    return explain_records(
+        records,
+        Situation(f"engine {instance.id}", num_requests=None if num_requests is None else int(num_requests)),
+    )
 
 
 def print_report(report: WhyReport, console: Console) -> None:

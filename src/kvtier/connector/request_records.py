@@ -10,6 +10,7 @@ has ended: a load that failed turns its tokens into missed ones.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,11 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey
+from kvtier.connector.common import StopReason
 from kvtier.connector.groups import GroupLayout
+from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
-from kvtier.connector.protocols import Request
+from kvtier.connector.protocols import Request, RequestRecorder
 from kvtier.connector.request_state import NOTHING_UNWANTED, BegunRequest, EndedRequest, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
@@ -67,9 +70,11 @@ class Segment(NamedTuple):
 
 
 class RequestRecords:
-    """The records of one scheduler half. Used from one thread.
+    """The records of one scheduler half. Requests come from its thread; any thread may read.
 
-    A request costs a tuple on the way of its step; records and counts are made of it when they are read.
+    The records and counts made so far are mutable. A lock guards them, which only readers take, and the scheduler's
+    thread when nothing has read for a thousand requests. A request costs a tuple on the way of its step; records and
+    counts are made of it when they are read.
 
     Args:
         layouts: the KV groups, by index.
@@ -91,7 +96,8 @@ class RequestRecords:
         self._clock = clock
         self._wall_clock = wall_clock
         self._latest: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
-        self._unread: list[EndedRequest] = []
+        self._unread: deque[EndedRequest] = deque()
+        self._lock = threading.Lock()
         self._tokens_by_origin: dict[str, int] = {}
         self._missed_tokens: dict[tuple[MissCause, str], int] = {}
         self._num_requests = 0
@@ -104,7 +110,8 @@ class RequestRecords:
     def latest(self) -> Sequence[RequestRecord]:
         """The records of the latest requests, oldest first; at most MAX_RECORDS."""
         self._read()
-        return self._latest
+        with self._lock:
+            return tuple(self._latest)
 
     @property
     def num_requests(self) -> int:
@@ -116,13 +123,15 @@ class RequestRecords:
     def tokens_by_origin(self) -> Mapping[str, int]:
         """Prompt tokens of all requests that were not computed, by origin."""
         self._read()
-        return self._tokens_by_origin
+        with self._lock:
+            return dict(self._tokens_by_origin)
 
     @property
     def missed_tokens(self) -> Mapping[tuple[MissCause, str], int]:
         """Prompt tokens of all requests that were computed, by cause and tier."""
         self._read()
-        return self._missed_tokens
+        with self._lock:
+            return dict(self._missed_tokens)
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
         """Record that the engine begins a request; only the first time counts. Call it before ``prepare_load``."""
@@ -145,8 +154,11 @@ class RequestRecords:
         if num_external_tokens == 0:
             self._end(state, state.begun, {}, None)
 
-    def on_load_ended(self, state: RequestState, failure: Miss | None) -> None:
-        """Record the end of a request's first load; ``failure`` says why its tokens are computed after all."""
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        """Record the end of a request's first load; the tokens of one that has failed are computed after all."""
+        state, failure = job.state, None
+        if job.has_failed:
+            failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
         if state.begun is not None and state.ended is None:
             self._end(state, state.begun, state.load.tokens_by_tier, failure)
 
@@ -192,13 +204,14 @@ class RequestRecords:
     def stats(self) -> dict[str, float]:
         """Return the tokens of all requests by dotted name: where they came from and why they were computed."""
         self._read()
-        counts = {"connector.recorded_requests": float(self._num_requests)}
-        for origin, num_tokens in self._tokens_by_origin.items():
-            counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
-        for (cause, tier), num_tokens in self._missed_tokens.items():
-            name = f"connector.missed_tokens.{cause.value}"
-            counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
-        return counts
+        with self._lock:
+            counts = {"connector.recorded_requests": float(self._num_requests)}
+            for origin, num_tokens in self._tokens_by_origin.items():
+                counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
+            for (cause, tier), num_tokens in self._missed_tokens.items():
+                name = f"connector.missed_tokens.{cause.value}"
+                counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
+            return counts
 
     def _explain(
         self, state: RequestState, first_token: int, num_external_tokens: int
@@ -280,15 +293,16 @@ class RequestRecords:
 
     def _read(self) -> None:
         """Make records and counts of the requests that have ended since the last call."""
-        unread, self._unread = self._unread, []
-        self._num_requests += len(unread)
-        for ended in unread:
-            record = make_record(ended)
-            self._latest.append(record)
-            add_tokens(self._tokens_by_origin, record.tokens_by_origin)
-            for _, num_tokens, miss in record.missed:
-                label = miss.cause, miss.tier
-                self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
+        unread = self._unread
+        with self._lock:
+            while unread:  # the scheduler's thread may append meanwhile
+                record = make_record(unread.popleft())
+                self._num_requests += 1
+                self._latest.append(record)
+                add_tokens(self._tokens_by_origin, record.tokens_by_origin)
+                for _, num_tokens, miss in record.missed:
+                    label = miss.cause, miss.tier
+                    self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
 
 
 def count_tokens_by_tier(
@@ -348,6 +362,16 @@ def make_record(ended: EndedRequest) -> RequestRecord:
                 origins[origin] = origins.get(origin, 0) + taken
     return RequestRecord(
         ended.req_id, begun.began_s, ended.num_prompt_tokens, origins, missed, begun.waited_s, begun.first_key
+    )
+
+
+def record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
+    """Record a request under the blocks of its first KV group; their content is that of the others'."""
+    request = state.request
+    num_output_tokens = request.num_tokens - request.num_prompt_tokens
+    record = None if state.ended is None else make_record(state.ended)
+    recorder.on_end(
+        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
     )
 
 

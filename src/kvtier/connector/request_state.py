@@ -23,6 +23,7 @@ from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class SearchState:
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
         is_layerwise: whether the last answer lets it compute while its load runs.
+        waits_since_s: when the first search began that was not final; None while the request does not wait.
         found: the prefix that the last search has found; None before its final answer.
         began_s: the clock's reading at the first search.
         first_missing: key of the first block that is missing, where one is.
@@ -85,6 +87,7 @@ class SearchState:
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
     is_layerwise: bool = False
+    waits_since_s: float | None = None
     found: FoundPrefix | None = None
     began_s: float = 0.0
     first_missing: OffloadKey | None = None
@@ -296,7 +299,8 @@ def make_request_state(
         is_prompt_only: whether nothing beyond its prompt is stored.
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
-    params = request.kv_transfer_params
+    # vLLM from 0.32 on; other engines have no such attribute.
+    params = add_envelope(request.kv_transfer_params, getattr(request, "kv_hints", None))
     limits = parse_request_limits(params) if params else NO_LIMITS
     return RequestState(
         request=request,

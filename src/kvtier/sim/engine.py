@@ -23,6 +23,7 @@ from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, W
 from kvtier.misses import RequestRecord
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest
+from kvtier.sim.results import name_places
 from kvtier.sim.spec import SimulatedSpec
 from kvtier.sim.timeline import Timeline
 from kvtier.sim.worker import SimulatedWorker
@@ -202,7 +203,9 @@ class SimulatedEngine:
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)
             return
-        request.loaded_tokens = self._connector.get_tokens_by_tier(request.request_id, num_loadable)
+        request.loaded_tokens = name_places(
+            self._connector.get_tokens_by_tier(request.request_id, num_loadable)
+        )
         self._loading[request.request_id] = request
 
     def _plan_compute(self) -> StepOutput:

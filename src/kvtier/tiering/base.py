@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.histogram import HistogramSnapshot
 from kvtier.settings import (
     IsDataclass,
     choice,
@@ -282,7 +283,11 @@ class SecondaryTierManager(ABC):
         """
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by name."""
+        """Return counters and gauges by name. Thread: any."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms by name. Thread: any."""
         return {}
 
     def shutdown(self, timeout_s: float) -> bool:
@@ -325,6 +330,14 @@ class EvictionReporter(ABC):
     @abstractmethod
     def drain_evicted(self) -> Collection[OffloadKey]:
         """Return blocks that the tier has evicted since the last call; called only with ``emit_events``."""
+
+
+class PurgeableTier(ABC):
+    """Optional contract for tiers that can drop every block while their engine runs, without waiting for a backend."""
+
+    @abstractmethod
+    def purge(self) -> Collection[OffloadKey]:
+        """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
 
 
 class TierFailure(Enum):

@@ -14,7 +14,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import MIN_STORE_THRESHOLD
 from kvtier.cpu.policies.base import EvictionPreview
-from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast, ReuseForecaster
+from kvtier.cpu.policies.learning import ReuseForecast, ReuseForecaster, make_arrived
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager
@@ -249,10 +249,7 @@ class CascadePlanner:
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Learn from a request that has arrived, where a tier needs to know how likely blocks are used again."""
         if self._learner is not None:
-            hints = req_context.kv_transfer_params or {}
-            self._learner.note_request(
-                ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-            )
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
 
     def offer(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Record blocks that the device has stored and that are ready now."""

@@ -13,11 +13,13 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
@@ -113,6 +115,11 @@ class GuardedTier:
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
         self.num_probe_blocks = 0
+        self.num_lookups = 0
+        self.num_found = 0
+        self.num_failed_promotion_jobs = 0
+        self.num_failed_cascade_jobs = 0
+        self.promotion_latency = Histogram(LATENCY_BOUNDS_S)
         self.num_errors = 0
         self._clock = clock
         self._has_logged_error = False
@@ -139,6 +146,8 @@ class GuardedTier:
         try:
             answer = self.tier.lookup(key, req_context)
             if answer is not None:
+                self.num_lookups += 1
+                self.num_found += bool(answer)
                 return bool(answer)
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
             self._count_failure(CallFailure("lookup", error))
@@ -209,6 +218,14 @@ class GuardedTier:
         if is_loading or any(key in self.open_lookups for key in keys):
             self.num_overdue_requests += 1
             self.breaker.record_no_response()
+
+    def count_ended(self, job: JobMetadata, result: JobResult, started_s: float) -> None:
+        """Count a reported job that failed in part or whole, and how long a promotion took."""
+        if not job.is_promotion:
+            self.num_failed_cascade_jobs += not result.success
+            return
+        self.num_failed_promotion_jobs += not result.success
+        self.promotion_latency.observe(self._clock() - started_s if result.took_s is None else result.took_s)
 
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
@@ -291,6 +308,18 @@ class GuardedTier:
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
+    def purge(self) -> int | None:
+        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+        tier = self.tier
+        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
+            return None
+        dropped = self._call("purge", lambda: list(tier.purge()))
+        if isinstance(dropped, CallFailure):
+            return None
+        if self.events is not None:
+            self.events.record(dropped, removed=True)
+        return len(dropped)
+
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
         return self.is_out_of_service or self._call("drain", self.tier.drain, timeout_s) is True
@@ -302,15 +331,21 @@ class GuardedTier:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
-        speed = {}
+        known = {}
         if self.load_times is not None:
-            rate = self.load_times.rate
-            speed["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
-            speed["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+            rate = self.load_times.present_rate()
+            known["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
+            known["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+        if self.tier.capacity_blocks is not None:
+            known["capacity_blocks"] = float(self.tier.capacity_blocks)
         return (
-            speed
+            known
             | ({} if isinstance(own, CallFailure) else own)
             | {
+                "lookups": float(self.num_lookups),
+                "found": float(self.num_found),
+                "failed_promotion_jobs": float(self.num_failed_promotion_jobs),
+                "failed_cascade_jobs": float(self.num_failed_cascade_jobs),
                 "declined_cascades": float(self.num_declined_cascades),
                 "refused_by_admission": float(self.num_refused_by_admission),
                 "promoted_blocks": float(self.num_promoted_blocks),
@@ -319,10 +354,19 @@ class GuardedTier:
                 "probe_blocks": float(self.num_probe_blocks),
                 "errors": float(self.num_errors),
                 "breaker_openings": float(self.breaker.num_openings),
+                "breaker_open": float(not self.breaker.is_closed),
                 "in_flight_store_bytes": float(self.in_flight_store_bytes),
+                "max_in_flight_store_bytes": float(self.max_in_flight_store_bytes),
                 "out_of_service": float(self.is_out_of_service),
             }
         )
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the tier's own histograms and those of its guard."""
+        own = self._call("histograms", lambda: dict(self.tier.histograms()))
+        return ({} if isinstance(own, CallFailure) else own) | {
+            "promotion_s": self.promotion_latency.snapshot()
+        }
 
     def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Look ``key`` up once more; a raise is an answer: the block is absent."""

@@ -11,6 +11,7 @@ Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pul
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -23,7 +24,10 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.errors import UnknownNameError
+from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -63,6 +67,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     Attributes:
         primary: host memory.
         locator: finds blocks without promoting them.
+        leases: the blocks that operators have pinned in host memory.
     """
 
     def __init__(
@@ -90,6 +95,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
         self._make_epoch = make_epoch
+        self.leases = primary_tier.manager.leases
         self._now_s = clock()
         self._step = 0
         self._is_polled = False
@@ -257,6 +263,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         for tier in self._tiers:
             if tier.uses_end_step:
                 tier.end_step()
+        if self.leases.ends_s:
+            self.leases.expire()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -286,6 +294,40 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         for tier in self._tiers:
             tier.reset(epoch)
 
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` in host memory for ``lease_s`` seconds; see ``PinningManager``."""
+        return self.leases.pin(keys, lease_s)
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return self.leases.unpin(keys)
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use; see ``PurgingManager``.
+
+        A block that a tier was still to get is lost to it.
+        """
+        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
+        wanted = known if tiers is None else list(tiers)
+        for name in wanted:
+            if name not in known:
+                raise UnknownNameError("tier", name, known)
+        num_purged: dict[str, int] = {}
+        num_in_use: dict[str, int] = {}
+        unable: list[str] = []
+        if HOST_ORIGIN in wanted:
+            keys = self._primary_manager.purge_blocks()
+            self._cascades.on_evicted(keys)
+            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
+        for tier in self._tiers:
+            if tier.name in wanted:
+                num_blocks = tier.purge()
+                if num_blocks is None:
+                    unable.append(tier.name)
+                else:
+                    num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
+        return PurgedBlocks(num_purged, num_in_use, tuple(unable))
+
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.
 
@@ -309,13 +351,21 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
+            "promotions_without_room": float(self._transfers.num_without_room),
             "open_jobs": float(len(self._transfers.jobs)),
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
         }
-        for position, tier in enumerate(self._tiers):
-            own = tier.stats() | self._cascades.stats(tier)
+        for position, tier in enumerate(tuple(self._tiers)):
+            own = tier.stats() | self._cascades.stats(tier) | self._transfers.open_jobs_stats(tier)
             stats |= {f"tier.{position}.{tier.name}.{name}": value for name, value in own.items()}
         return stats
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        return {
+            f"tier.{position}.{tier.name}.{name}": snapshot
+            for position, tier in enumerate(tuple(self._tiers))
+            for name, snapshot in tier.histograms().items()
+        }
 
     def shutdown(self) -> None:
         if self._is_shut_down:
@@ -340,7 +390,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.table.check_holds(self._waiting.count_holds())
+        leases = dict.fromkeys(self.leases.ends_s, 1)
+        self.primary.table.check_holds(dict(Counter(leases) + Counter(self._waiting.count_holds())))
         self._transfers.check()
         self._cascades.check()
 

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,10 @@ def test_rope_changes_the_digest_of_the_configuration_and_the_path_does_not(llam
     assert describe_model_config(other) == describe_model_config(llama)
     other.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
     assert describe_model_config(other) != describe_model_config(llama)
+
+
+def test_the_configuration_in_words_names_rope_and_window(llama: LlamaForCausalLM) -> None:
+    words = json.loads(describe_model_config(llama))
+    assert words["hidden_size"] == llama.config.hidden_size
+    assert "rope_theta" in json.dumps(words)
+    assert "_name_or_path" not in words

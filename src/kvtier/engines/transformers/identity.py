@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
@@ -77,11 +78,23 @@ def make_offloading_config(
         rank=0,
         enable_events=config.enable_events,
         engine_kind=ENGINE_KIND,
+        engine_host_bytes=count_host_bytes(adapter, config),
         extra_config=extra_config,
     )
     if described.settings.layerwise_load and described.block_size_factor > 1:
         return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
     return described
+
+
+def count_host_bytes(adapter: ModelAdapter, config: EngineConfig) -> int:
+    """Return the host memory of the engine: its process, and what of weights and device pool is on the CPU. Pure."""
+    # Tied weights are one memory under two names.
+    tensors = [*adapter.model.parameters(), *adapter.model.buffers()]
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"}
+    pool_tokens = config.num_device_blocks * config.block_size_tokens
+    # The sequence that is being computed is in the pool and, contiguous, in the model's own cache.
+    pool_bytes = 2 * pool_tokens * adapter.shape.token_bytes if adapter.shape.device.type == "cpu" else 0
+    return PROCESS_BYTES + sum(weights.values()) + pool_bytes
 
 
 def make_engine_id() -> str:

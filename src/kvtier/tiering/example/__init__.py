@@ -14,7 +14,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import RequestLearner, make_arrived
 from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
 from kvtier.misses import Miss, MissExplainer
@@ -24,6 +24,7 @@ from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     RequestAware,
     SecondaryTierManager,
     TierSettings,
@@ -51,7 +52,9 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware, MissExplainer):
+class ExampleSecondaryTier(
+    SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware, MissExplainer
+):
     """Keeps rows in a dictionary.
 
     Args:
@@ -126,8 +129,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware,
         self._order.touch(held)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         if (learner := self._order.learner) is not None:
             learner.note_request(request)
 
@@ -169,6 +171,11 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware,
     def get_num_blocks(self) -> int:
         """Return how many blocks are held."""
         return len(self.blocks)
+
+    def purge(self) -> list[OffloadKey]:
+        dropped = list(self.blocks)
+        self.clear()
+        return dropped
 
     def clear(self) -> None:
         """Drop every block."""

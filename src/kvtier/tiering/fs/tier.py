@@ -5,7 +5,7 @@ directory serves any number of engines, models and processes: each namespace has
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
@@ -17,6 +17,7 @@ from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, TierSettings
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace
+from kvtier.tiering.fs.place import FSPlace, open_fs_place, probe_fs_place
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.settings import FSSettings, plan_num_store_threads, require_capacity
 from kvtier.tiering.fs.store import FSBlockStore
@@ -24,6 +25,7 @@ from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
@@ -36,7 +38,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer):
+class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier, MissExplainer):
     """One file per block in a directory that any number of engines may share.
 
     Args:
@@ -53,6 +55,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer):
     """
 
     own_settings: ClassVar = FSSettings
+    place_setting: ClassVar[str] = "root_dir"
 
     def __init__(
         self,
@@ -101,6 +104,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, MissExplainer):
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> FSPlace:
+        return open_fs_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_fs_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         index = self._namespace.index
