@@ -141,11 +141,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return None if self._filter is None else self._filter.counts
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self._learner is not None:
-            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        params, learner = req_context.kv_transfer_params, self._learner
+        if learner is not None and (params or learner.learns_without_hints):
+            learner.note_request(make_arrived(chains, req_context, self._clock()))
         if self.leases.ends_s:
             self.leases.expire()
-        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+        if params and (pin_s := req_context.hints.pin_s):
             self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
