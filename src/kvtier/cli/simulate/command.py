@@ -69,8 +69,7 @@ def simulate(
         ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
-    if jobs < 1:
-        raise ConfigError("--jobs", jobs, "must be at least 1")
+    check_jobs(jobs)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
     device_size, host_size = choose_memory(example, device, host)
     engine = make_engine(
@@ -99,11 +98,26 @@ def simulate(
         command_line(context, "simulate"),
         is_rate_derived=prefill is None,
     )
+    show(comparison, outputs, progress)
+    if not any(one.total.num_requests for one in found):
+        raise typer.Exit(NOTHING_SERVED_STATUS)
+
+
+def check_jobs(num_processes: int) -> None:
+    """Refuse fewer processes than one.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if num_processes < 1:
+        raise ConfigError("--jobs", num_processes, "must be at least 1")
+
+
+def show(comparison: Comparison, outputs: Outputs, progress: Console) -> None:
+    """Print a comparison and write its files."""
     print_comparison(comparison, make_console())
     with progress.status("writing"):
         outputs.write(partial(to_json, comparison), partial(make_page, comparison))
-    if not any(one.total.num_requests for one in found):
-        raise typer.Exit(NOTHING_SERVED_STATUS)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:  # Any: JSON
