@@ -34,7 +34,7 @@ every lull; longer notices too late to bound what ten minutes lose."""
 
 MAX_DEFICIT_RATIO = 0.01
 """How far it may be behind LRU, as a share of the blocks named of late. It loses more until the cache holds what LRU
-would; with this, ten minutes lose at most two of a hundred. Lower costs hits on agents' traffic, higher bounds less."""
+would: about two of a hundred in ten minutes at most. Lower costs hits on agents' traffic, higher bounds less."""
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
