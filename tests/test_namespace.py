@@ -60,6 +60,8 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
     "engine_id": ["other"],
     "rank": [3],
     "enable_events": [True],
+    "engine_host_bytes": [1],
+    "engines_per_host": [2],
     "extra_config": [{"cpu_bytes_to_use": 1}, {"eviction_policy": "arc"}, {"instance_id": "i"}],
 }
 
