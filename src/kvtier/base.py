@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import KVCacheLayoutError
+from kvtier.hints.values import RequestHints, parse_hints
 from kvtier.histogram import HistogramSnapshot
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ class ReqContext:
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON, read where it is used
+    _hints: RequestHints | None = field(default=None, init=False, repr=False)
+
+    @property
+    def hints(self) -> RequestHints:
+        """The hints among ``kv_transfer_params``; they are read when they are first asked for, and then never again."""
+        if self._hints is None:
+            self._hints = parse_hints(self.kv_transfer_params)
+        return self._hints
 
 
 class LoadStoreSpec(ABC):

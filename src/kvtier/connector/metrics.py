@@ -3,14 +3,11 @@
 Workers report their copies with the jobs that these belong to, so the scheduler half has all numbers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from kvtier.base import OffloadKey
 from kvtier.connector.common import TransferSample
-from kvtier.connector.groups import GroupLayout
 from kvtier.connector.request_state import SearchState
-from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramSnapshot
 
 
@@ -101,11 +98,6 @@ class SchedulerCounters:
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     not_loaded_tokens: dict[str, int] = field(default_factory=dict)
 
-    def count_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
-        """Add the tokens of a load."""
-        for tier, num_tokens in tokens_by_tier.items():
-            self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_tokens
-
     def count_not_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
         """Add the tokens that a request found and does not load."""
         for tier, num_tokens in tokens_by_tier.items():
@@ -122,36 +114,3 @@ class SchedulerCounters:
             )  # another thread may read while this one counts
             counts |= {f"connector.{name}.{tier}": float(count) for tier, count in tokens.items()}
         return counts
-
-
-def count_tokens_by_tier(
-    layouts: Sequence[GroupLayout],
-    keys: Sequence[Sequence[OffloadKey]],
-    promoted: Mapping[OffloadKey, str],
-    first_token: int,
-    end_token: int,
-) -> dict[str, int]:
-    """Return how many tokens of a load come from each tier, none of them zero. Pure.
-
-    Args:
-        layouts: the KV groups.
-        keys: for each group the keys of the request's full blocks.
-        promoted: blocks that were promoted while the request waited for them, by their tier's type.
-        first_token: leading tokens that device memory has.
-        end_token: one past the last token of the load.
-    """
-    num_tokens = end_token - first_token
-    tokens_by_tier: dict[str, int] = {}
-    if promoted:
-        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
-        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
-        for block in range(span.first_block, span.end_block):
-            tier = promoted.get(keys[layout.idx][block])
-            if tier is not None:
-                begin = max(first_token, block * block_tokens)
-                end = min(end_token, (block + 1) * block_tokens)
-                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
-    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
-    return (
-        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
-    )

@@ -31,6 +31,7 @@ from kvtier.connector.handshake import region_identity_of
 from kvtier.connector.layerwise import LayerLoads
 from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
+from kvtier.log_limit import limit_log_lines
 from kvtier.worker.worker import OffloadingWorker
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class OffloadingConnectorWorker:
         identity = region_identity_of(self._spec)
         if identity is not None:
             self._report.region_identities = (identity,)
+        limit_log_lines()
 
     def unregister_kv_caches(self) -> None:
         """Drop every reference to the KV cache, whose memory the engine will free; stored blocks stay.

@@ -197,6 +197,18 @@ HOST = (
         "blocks",
     ),
     gauge(
+        "kvtier_host_leased_blocks",
+        "primary.leased_blocks",
+        "Blocks that operators or clients have pinned until a time.",
+        "blocks",
+    ),
+    counter(
+        "kvtier_host_refused_pins",
+        "primary.refused_pins",
+        "Blocks that clients asked to pin beyond a tenth of host memory.",
+        "blocks",
+    ),
+    gauge(
         "kvtier_host_pinned_ratio",
         "primary.pinned_ratio",
         "Share of host memory that cannot be evicted now, because it is read, written or waited for.",

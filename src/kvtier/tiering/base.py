@@ -332,6 +332,14 @@ class EvictionReporter(ABC):
         """Return blocks that the tier has evicted since the last call; called only with ``emit_events``."""
 
 
+class PurgeableTier(ABC):
+    """Optional contract for tiers that can drop every block while their engine runs, without waiting for a backend."""
+
+    @abstractmethod
+    def purge(self) -> Collection[OffloadKey]:
+        """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
+
+
 class TierFailure(Enum):
     """Why a block that a tier should have had was not loaded; the names of the counters."""
 

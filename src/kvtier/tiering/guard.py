@@ -14,15 +14,18 @@ from typing import TypeVar, TypeVarTuple
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
+from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
+from kvtier.tiering.departures import down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class GuardedTier:
         was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
+        departed: the blocks that it lost, refused or failed to deliver.
         events: what the tier has gained and lost, as its jobs report it; None unless its settings ask for it.
         load_times: how fast it loads; None unless it is measured.
         max_in_flight_store_bytes: bytes of primary slots that its unfinished stores may hold.
@@ -103,6 +107,7 @@ class GuardedTier:
         self.is_out_of_service = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.was_active = True  # the first poll takes what the tier has counted since its start
+        self.departed = make_departures(self.name, tier.capacity_blocks, clock)
         self.events = EventLog(self.name) if tier.settings.emit_events else None
         self.num_declined_cascades = 0
         self.num_refused_by_admission = 0
@@ -119,6 +124,7 @@ class GuardedTier:
         self._clock = clock
         self._has_logged_error = False
         # An isinstance of an abstract class is slow, and the answers never change.
+        self._explainer = tier if isinstance(tier, MissExplainer) else None
         self._reachable = tier if isinstance(tier, ReachableTier) else None
         self._aware = tier if isinstance(tier, RequestAware) else None
         self.is_learning = self._aware is not None
@@ -278,12 +284,41 @@ class GuardedTier:
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
+        if self.is_out_of_service:
+            return down(self.name, "out of service")
+        if not self.breaker.is_closed:
+            return down(self.name, "circuit breaker open")
+        own = (
+            None
+            if self._explainer is None
+            else self._call("explain", self._explainer.explain, key, req_context)
+        )
+        known = None if isinstance(own, CallFailure) else own
+        if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
+            return known
+        return self.departed.explain(key) or known
+
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
+        self.departed.clear()
         self.open_lookups.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
+
+    def purge(self) -> int | None:
+        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+        tier = self.tier
+        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
+            return None
+        dropped = self._call("purge", lambda: list(tier.purge()))
+        if isinstance(dropped, CallFailure):
+            return None
+        if self.events is not None:
+            self.events.record(dropped, removed=True)
+        return len(dropped)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""

@@ -17,6 +17,7 @@ from kvtier.cpu.common import EventLog
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -292,6 +293,7 @@ class TierTransfers:
         is_declined = submission is Submission.DECLINED
         if is_declined and not is_promotion:
             tier.num_declined_cascades += len(keys)
+            tier.departed.add(keys, TierDeparture.DECLINED)
         self._release(job, (), ended, is_tried=not is_declined)
         return ended
 
@@ -313,6 +315,7 @@ class TierTransfers:
             tier.breaker.record_success(metadata.req_context)
         if tier.events is not None and not job.is_stale:
             record_event(tier.events, metadata, arrived, is_fault=result.is_fault)
+        remember_left_out(job, arrived, result)
         self._release(job, arrived, ended)
 
     def _release(
@@ -350,6 +353,18 @@ class TierTransfers:
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
+
+
+def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobResult) -> None:
+    """Let the tier's memory know which blocks of a reported job did not arrive, and why."""
+    keys = job.metadata.keys
+    if len(arrived) == len(keys) or job.is_stale:
+        return
+    if job.metadata.is_promotion:
+        why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
+    else:
+        why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
+    job.tier.departed.add(left_out(keys, arrived), why)
 
 
 def record_event(

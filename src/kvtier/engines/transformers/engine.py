@@ -25,6 +25,7 @@ from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.model_checks import require_shareable_prefixes
 from kvtier.engines.transformers.paged_cache import PagedKVCache
+from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
 from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
@@ -78,7 +79,10 @@ class KVTierEngine:
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
-            self._driver = ConnectorDriver(*specs, caches, clock, pause)
+            hash_prompt = make_prompt_hasher(
+                config.salt, config.block_size_tokens, lambda num: adapter.rope.range_of(num).name
+            )
+            self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
             self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)

@@ -29,6 +29,7 @@ from kvtier.engines.vllm.identity import start_fingerprints
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
+from kvtier.observe.control import open_control
 from kvtier.observe.prometheus import MetricsServer, serve_metrics
 from kvtier.recording.recorder import open_recorder
 
@@ -59,7 +60,12 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         is_scheduler = role is KVConnectorRole.SCHEDULER
         config = make_offloading_config(vllm_config, kv_cache_config, role)
         self._connector = (
-            OffloadingConnector(config, ConnectorRole.SCHEDULER, open_recorder(config))
+            OffloadingConnector(
+                config,
+                ConnectorRole.SCHEDULER,
+                open_recorder(config),
+                open_control(config, compat.make_prompt_hasher(vllm_config, config.hash_block_size)),
+            )
             if is_scheduler
             else OffloadingConnector(config, ConnectorRole.WORKER)
         )
