@@ -275,6 +275,9 @@ def test_stats_add_up() -> None:
         "primary.evicted": 2.0,
         "primary.refused": 0.0,
         "primary.dropped_events": 0.0,
+        "primary.pinned_ratio": 1.0,
+        "primary.read_pinned_ratio": 1.0,
+        "primary.write_pinned_ratio": 0.0,
     }
 
 
