@@ -56,8 +56,8 @@ EXTRAS = {
     "xxhash": ("fs", "checksums of tiers on disk"),
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
-    "plotly": ("plot", "pages of simulate and plan"),
     "prometheus_client": ("observe", "metrics for Prometheus"),
+    "plotly": ("plot", "pages of simulate and plan"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 
