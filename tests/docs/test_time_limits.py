@@ -23,8 +23,8 @@ ROW = re.compile(
 WITHOUT_LIMITS = ("cli", "planning", "sim", "testing", "cpu/policies")
 """Folders whose times are those of a program or a model, not limits of a running engine."""
 
-UPPER_ENDS = frozenset({"MAX_TTL_S", "MAX_TIMEOUT_S", "MAX_PIN_S", "SHORTEST_S"})
-"""Constants that bound settings and durations that clients give; one out of range is refused or cut."""
+UPPER_ENDS = frozenset({"MAX_TTL_S", "MAX_TIMEOUT_S"})
+"""Constants that bound settings; a setting out of range is refused."""
 
 ALIASES = frozenset(
     {"DEFAULT_LOOKUP_DEADLINE_S", "DEFAULT_JOB_TIMEOUT_S", "DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S"}
