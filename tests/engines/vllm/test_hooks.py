@@ -375,12 +375,12 @@ def test_copies_of_a_worker_are_reported_with_their_bytes(engine: MiniEngine) ->
     store(engine)
     engine.load(engine.request("second", PROMPT), [[4, 5, 2, 3]])
 
-    stats = engine.worker.get_kv_connector_stats()
-
-    assert stats is not None
-    assert stats.reduce()["GPU_to_CPU_total_bytes"] == 3 * 2 * 2048
-    assert stats.reduce()["CPU_to_GPU_total_bytes"] == 3 * 2 * 2048
     assert engine.worker.get_kv_connector_stats() is None
+    half = engine.scheduler._connector.connector_scheduler
+    assert half is not None
+    numbers = half.stats()
+    assert numbers["connector.store_bytes"] == 3 * 2 * 2048
+    assert numbers["connector.load_bytes"] == 3 * 2 * 2048
 
 
 def test_what_was_stored_is_loaded_into_the_kv_caches_that_come_after_a_sleep(engine: MiniEngine) -> None:
