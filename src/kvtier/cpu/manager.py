@@ -74,6 +74,7 @@ class CPUOffloadingManager(OffloadingManager):
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
+        self._is_shut_down = False
         self.is_learning = self._learner is not None
         self.follows_requests = self.is_learning or is_filtering
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
@@ -234,6 +235,12 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.clear()
 
+    def shutdown(self) -> None:
+        if self._events is not None and not self._is_shut_down:
+            held = self.table.slots.held_blocks(self._get_block)
+            self._events.record([key for key, block in held.items() if block.ref_cnt >= 0], removed=True)
+        self._is_shut_down = True
+
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
@@ -250,7 +257,7 @@ class CPUOffloadingManager(OffloadingManager):
             "failed": self._num_failed,
             "evicted": self._num_evicted,
             "refused": self._num_refused,
-            "dropped_events": 0 if self._events is None else self._events.num_dropped,
+            "event_merges": 0 if self._events is None else self._events.num_merges,
         }
         return {f"primary.{name}": float(number) for name, number in numbers.items()}
 

@@ -90,7 +90,7 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
         if isinstance(self.inner, RequestAware):
             self.inner.note_request(chains, req_context)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self.inner.drain_evicted() if isinstance(self.inner, EvictionReporter) else ()
 
 

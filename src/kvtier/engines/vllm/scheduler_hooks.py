@@ -16,26 +16,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm.distributed import kv_events
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.connector.common import (
-    BlockRemoved,
-    BlockStored,
-    OffloadingConnectorMetadata,
-    StopReason,
-)
+from kvtier.connector.common import OffloadingConnectorMetadata, StopReason
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
+from kvtier.engines.vllm.events import translate_events
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +147,7 @@ class SchedulerHooks:
         return self._scheduler.request_finished(request, stop_of(request))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the blocks stored and removed since the last call, for vLLM's publisher."""
+        """Return which blocks can be loaded, or no longer, since the last call, for vLLM's publisher."""
         return translate_events(self._scheduler.take_events())
 
     def has_pending_push_work(self) -> bool:
@@ -262,11 +256,6 @@ class AdapterSalts:
         return self._clock_s() - pending.start_s > DEADLINE_S
 
 
-def translate_events(events: Iterable[BlockStored | BlockRemoved]) -> list[kv_events.KVCacheEvent]:
-    """Return vLLM's form of each event, in the same order. Pure."""
-    return [_translate(event) for event in events]
-
-
 def stop_of(request: Request) -> StopReason:
     """Return why a request ended, for a recorded trace; a tool call counts as the end of a turn. Pure."""
     is_end = request.status is RequestStatus.FINISHED_STOPPED
@@ -284,18 +273,3 @@ def _sign(folder: Path) -> Signature:
 
 def _signature_of(fingerprint: Fingerprint) -> Signature:
     return tuple((file.name, file.stamp) for file in fingerprint.files)
-
-
-def _translate(event: BlockStored | BlockRemoved) -> kv_events.KVCacheEvent:
-    hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.block_hashes]
-    if isinstance(event, BlockRemoved):
-        return kv_events.BlockRemoved(block_hashes=hashes, medium=event.medium)
-    return kv_events.BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=event.block_size,
-        lora_id=None,
-        medium=event.medium,
-        lora_name=None,
-    )

@@ -6,12 +6,12 @@ has no thread: a synchronous tier does its work in submit and reports it at the 
 """
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
@@ -26,11 +26,9 @@ from kvtier.tiering.base import (
     SecondaryTierManager,
     TierSettings,
 )
+from kvtier.tiering.kit.eviction_log import EvictionLog
 
 DEFAULT_POLICY = "lru"
-
-MAX_UNREPORTED_KEYS = 65_536
-"""Evicted keys that wait for a report, with ``emit_events``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +64,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
     """
 
     own_settings: ClassVar[type[IsDataclass] | None] = ExampleSettings
+    locality: ClassVar[Locality | None] = Locality.LOCAL
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
@@ -87,8 +86,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         self._clock = clock
         self._order = KeyOrder(create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks))
         self._begun: list[JobMetadata] = []
-        # Without events no eviction is recorded.
-        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS if settings.emit_events else 0)
+        self._evicted = EvictionLog()
         self._is_shut_down = False
 
     @staticmethod
@@ -132,10 +130,9 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         if (learner := self._order.learner) is not None:
             learner.on_finished(req_context.req_id)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
-        evicted = tuple(self._evicted)
-        self._evicted.clear()
-        return evicted
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
+        # Whether an eviction came before or after a store that is still to be reported is the guard's to judge.
+        return self._evicted.take((), self.blocks.__contains__)
 
     def reset(self, epoch: bytes) -> None:
         del epoch
@@ -181,7 +178,8 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
             if key not in self.blocks and len(self.blocks) == self.max_blocks:
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
-                self._evicted.append(evicted)
+                if self.settings.emit_events:
+                    self._evicted.add(evicted)
             self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)

@@ -51,7 +51,9 @@ class KeyIndex:
             with self._lock:
                 self._keys.update(dict.fromkeys(batch))
                 while len(self._keys) > self._max_keys:
-                    self._keys.popitem(last=False)
+                    oldest, _ = self._keys.popitem(last=False)
+                    if self._evicted is not None:
+                        self._evicted.add(oldest)
 
     def evict(self, keys: Iterable[OffloadKey]) -> None:
         """Remove blocks that this process has evicted, and record those it knew of for the next report."""
@@ -76,8 +78,12 @@ class KeyIndex:
             num_removed += len(batch)
         return num_removed
 
-    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
+    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call.
+
+        Returns:
+            None when more was evicted than is remembered.
+        """
         with self._lock:
             if self._evicted is None:
                 return []

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+from kvtier.base import Locality
 from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
@@ -47,6 +48,7 @@ class ObjTier(ThreadedTier[ObjNamespace]):
     """
 
     own_settings: ClassVar = ObjSettings
+    locality: ClassVar[Locality | None] = Locality.REMOTE
 
     def __init__(
         self,

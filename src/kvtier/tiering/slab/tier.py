@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.learning import ArrivedRequest
@@ -58,6 +58,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
     """
 
     own_settings: ClassVar = SlabSettings
+    locality: ClassVar[Locality | None] = Locality.LOCAL
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
@@ -130,7 +131,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
         self._slab.indexer.stop()
         return super().shutdown(timeout_s)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self._slots.drain_evicted(self.keys_being_stored())
 
 

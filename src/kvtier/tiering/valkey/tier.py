@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar
 
+from kvtier.base import Locality
 from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
@@ -46,6 +47,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace]):
     """
 
     own_settings: ClassVar = ValkeySettings
+    locality: ClassVar[Locality | None] = Locality.REMOTE
 
     def __init__(
         self,
