@@ -5,7 +5,7 @@ Who draws the operations is somebody else's business: Hypothesis, or a seeded wa
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from tests.connector.fakes import HASH_TOKENS
@@ -18,6 +18,7 @@ from tests.property.connector_device import (
 from tests.property.connector_engine import SimEngine
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
 from tests.property.connector_requests import Phase, SimRequest
+from tests.property.connector_router import ConnectorRouter
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.testing.clock import ManualClock
@@ -151,20 +152,28 @@ class ConnectorDriver:
         )
         rows = HostRows(options.num_slots, NUM_WORKERS, factor)
         self.clock = ManualClock()
-        self.manager: MoodyCPUManager | MoodyTieringManager = MoodyCPUManager(options.num_slots)
+        alone = MoodyCPUManager(options.num_slots, enable_events=True)
+        self.manager: MoodyCPUManager | MoodyTieringManager = alone
+        table = alone.table
+        tiers: list[ExampleSecondaryTier] = []
         if options.is_tiered:
             primary = CPUPrimaryTierOffloadingManager(
-                options.num_slots, rows, options.cache_policy, clock=self.clock
+                options.num_slots, rows, options.cache_policy, enable_events=True, clock=self.clock
             )
+            table = primary.table
             tiers = [
                 ExampleSecondaryTier(
-                    config, primary.get_kv_memoryview(), max_blocks, simulate_async=True, settings=own
+                    config,
+                    primary.get_kv_memoryview(),
+                    max_blocks,
+                    simulate_async=True,
+                    settings=replace(own, emit_events=True),
                 )
                 for max_blocks, own in zip(
                     (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
                 )
             ]
-            self.manager = MoodyTieringManager(primary, tiers, measures_loads=True, clock=self.clock)
+            self.manager = MoodyTieringManager(primary, tiers, True, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
             config,
@@ -176,6 +185,7 @@ class ConnectorDriver:
             calls_preemption_hook=options.calls_preemption_hook,
             can_wait_by_layer=options.is_layerwise,
         )
+        self.router = ConnectorRouter(self.engine.scheduler, table, tiers)
         for worker in self.engine.workers:
             worker.loads.is_newest_first = worker.stores.is_newest_first = options.copies_newest_first
         self.options = options
@@ -230,6 +240,7 @@ class ConnectorDriver:
         """The engine takes the output of a step."""
         if self.engine.steps and self.engine.steps[0].report is not None:
             self.engine.process_output(is_stopping=is_stopping)
+            self.router.read()
 
     def step(self, chunk: int, *, is_copying: bool = False, drafts: list[bool] | None = None) -> None:
         """Let one step pass as a whole, or planned ahead of the one before where the engine does that."""
