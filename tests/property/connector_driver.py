@@ -5,6 +5,7 @@ Who draws the operations is somebody else's business: Hypothesis, or a seeded wa
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -161,18 +162,7 @@ class ConnectorDriver:
                 options.num_slots, rows, options.cache_policy, enable_events=True, clock=self.clock
             )
             table = primary.table
-            tiers = [
-                ExampleSecondaryTier(
-                    config,
-                    primary.get_kv_memoryview(),
-                    max_blocks,
-                    simulate_async=True,
-                    settings=replace(own, emit_events=True),
-                )
-                for max_blocks, own in zip(
-                    (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
-                )
-            ]
+            tiers = make_tiers(config, primary.get_kv_memoryview(), options.tier_settings)
             self.manager = MoodyTieringManager(primary, tiers, True, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
@@ -404,3 +394,15 @@ class ConnectorDriver:
             self.seen["name used again"] += 1
             self.seen["name used again while stores are open"] += self.engine.scheduler.has_open_stores()
         return f"r{number}"
+
+
+def make_tiers(
+    config: OffloadingConfig, view: memoryview, settings: Sequence[TierSettings]
+) -> list[ExampleSecondaryTier]:
+    """Return tiers that tell routers what they hold, the last of them large."""
+    return [
+        ExampleSecondaryTier(
+            config, view, max_blocks, simulate_async=True, settings=replace(own, emit_events=True)
+        )
+        for max_blocks, own in zip((12, 60)[-len(settings) :], settings, strict=True)
+    ]

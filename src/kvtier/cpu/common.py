@@ -22,7 +22,7 @@ class EventLog:
     """Events since they were last taken, oldest first; none is ever lost.
 
     When too many wait they are merged into what they amount to. A block that came and went meanwhile is left out, since
-    no reader has heard of it, so the merged log names at most the blocks held at the last taking and those held now.
+    no reader knows it, so the merged log names at most the blocks held at the last taking and those held now.
     vLLM's event that says "all blocks cleared" would be shorter, but it also clears what the device holds.
 
     Args:

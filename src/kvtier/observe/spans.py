@@ -26,7 +26,8 @@ NOT_HIT = ("none",)
 MAX_HEADERS = 65_536
 """Requests whose trace headers wait for the record; beyond it a span has no parent. An engine has far fewer."""
 
-NS_PER_S = 1_000_000_000
+NANOS = 1_000_000_000
+"""OpenTelemetry counts time in nanoseconds."""
 
 AttributeValue = str | int | float | tuple[str, ...]
 
@@ -81,11 +82,11 @@ class RequestSpans:
         headers = self._headers.pop(record.req_id, None)
         if not self.is_active:
             return
-        end_ns = int(record.began_s * NS_PER_S)
+        end_ns = int(record.began_s * NANOS)
         span = _tracer().start_span(
             SPAN_NAME,
             context=None if headers is None else _context_of(headers),
-            start_time=end_ns - int(record.waited_s * NS_PER_S),
+            start_time=end_ns - int(record.waited_s * NANOS),
             attributes=attributes_of(record, self._block_tokens),
         )
         span.end(end_time=end_ns)

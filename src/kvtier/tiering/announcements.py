@@ -2,8 +2,8 @@
 
 A router sends a request to the engine that already has its blocks. It knows only events, so each block is announced
 when the tier has it and withdrawn as soon as the engine knows that it cannot be loaded: evicted, missed by a lookup or
-a load, behind an open breaker, of an older epoch. Where this module is in doubt it withdraws: a router that is told too
-little costs a hit, one that is told too much sends requests to the wrong engine.
+a load, behind an open breaker, of an older epoch. Where this module is in doubt it withdraws: a router that knows too
+little costs a hit, one that believes too much sends requests to the wrong engine.
 
 States of a block: unknown -> announced, by a store or a load that succeeded -> unknown. While the tier is hidden the
 announced blocks are withdrawn and remembered, and announced again when the tier can be used again.

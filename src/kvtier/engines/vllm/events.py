@@ -19,7 +19,11 @@ STORAGE_MEDIUM: str = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
 
 
 def translate_events(events: Iterable[BlockStored | BlockRemoved]) -> list[kv_events.KVCacheEvent]:
-    """Return vLLM's form of each event, in the same order. Pure."""
+    """Return vLLM's form of each event, in the same order. Pure.
+
+    Hashes are bytes or numbers, as vLLM's environment says. There are no tokens in them: the device's own events have
+    told those of each block.
+    """
     return [_translate(event) for event in events]
 
 

@@ -6,7 +6,7 @@ has no thread: a synchronous tier does its work in submit and reports it at the 
 """
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -26,9 +26,11 @@ from kvtier.tiering.base import (
     SecondaryTierManager,
     TierSettings,
 )
-from kvtier.tiering.kit.eviction_log import EvictionLog
 
 DEFAULT_POLICY = "lru"
+
+MAX_UNREPORTED_KEYS = 65_536
+"""Evicted keys that wait for a report, with ``emit_events``; with more, all blocks are withdrawn from routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         self._clock = clock
         self._order = KeyOrder(create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks))
         self._begun: list[JobMetadata] = []
-        self._evicted = EvictionLog()
+        # One more than is reported, which shows that some were forgotten. Without events none is recorded.
+        self._evicted: deque[OffloadKey] = deque(
+            maxlen=MAX_UNREPORTED_KEYS + 1 if settings.emit_events else 0
+        )
         self._is_shut_down = False
 
     @staticmethod
@@ -132,7 +137,10 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
         # Whether an eviction came before or after a store that is still to be reported is the guard's to judge.
-        return self._evicted.take((), self.blocks.__contains__)
+        evicted = [key for key in dict.fromkeys(self._evicted) if key not in self.blocks]
+        has_forgotten = len(self._evicted) > MAX_UNREPORTED_KEYS
+        self._evicted.clear()
+        return None if has_forgotten else evicted
 
     def reset(self, epoch: bytes) -> None:
         del epoch
@@ -178,8 +186,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
             if key not in self.blocks and len(self.blocks) == self.max_blocks:
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
-                if self.settings.emit_events:
-                    self._evicted.add(evicted)
+                self._evicted.append(evicted)
             self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)

@@ -11,7 +11,7 @@ from kvtier.base import OffloadKey
 
 MAX_UNREPORTED_KEYS = 65_536
 """Keys that wait for a report, about 130 bytes each. More only cost memory when no report is made. With fewer,
-evictions between two steps are forgotten, and then routers are told that all blocks of the tier are gone."""
+evictions between two steps are forgotten, and then all blocks of the tier are withdrawn from routers."""
 
 
 class EvictionLog:
