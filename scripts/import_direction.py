@@ -28,9 +28,14 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cost_model",
             "locations",
             "misses",
+            "log_limit",
+            "operating",
             "compiled",
             "limits",
             "settings",
+            "hints",
+            "histogram",
+            "departed",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -60,7 +65,18 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 """Modules of ``kvtier.tiering`` that a tier's own folder may import."""
 
 TIER_FOUNDATIONS = frozenset(
-    {"base", "config", "namespace", "errors", "settings", "compiled", "limits", "cpu.policies"}
+    {
+        "base",
+        "config",
+        "namespace",
+        "errors",
+        "settings",
+        "compiled",
+        "limits",
+        "misses",
+        "departed",
+        "cpu.policies",
+    }
 )
 """Modules below tiering that a tier's own folder may import: the bottom, and the orders in which blocks leave."""
 
@@ -91,6 +107,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "triton": ("cpu.cuda",),
     "transformers": ("engines.transformers", "cli.demo"),
     "safetensors": ("engines.transformers",),
+    "tokenizers": ("cli.live",),
     "vllm": ("engines.vllm",),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
@@ -104,6 +121,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),
+    "plotly": ("cli.page",),
     "msgspec": ("cli.record",),
     "zmq": ("cli.record",),
     "pytest": ("testing",),

@@ -10,6 +10,8 @@ from tests.leftovers import pytest_runtest_makereport, pytest_runtest_protocol
 from tests.marks import pytest_collection_modifyitems
 from tests.servers import describe_servers
 
+from kvtier.log_limit import LIMIT
+
 __all__ = [
     "pytest_collection_modifyitems",
     "pytest_report_header",
@@ -57,6 +59,20 @@ def own_cache_folder() -> Iterator[None]:
     with TemporaryDirectory(prefix="kvtier-cache-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTIER_CACHE_DIR", folder)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_runtime_folder() -> Iterator[None]:
+    """Keep the control sockets of this run's engines away from those of the user, in child processes too."""
+    with TemporaryDirectory(prefix="kvtier-run-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_log_limit() -> None:
+    """Count the repeated log lines of each test for itself."""
+    LIMIT.forget()
 
 
 def pytest_report_header() -> str:

@@ -22,6 +22,7 @@ PROGRAMS = {
     "Redis": "redis-server",
     "Redis cluster": "redis-cli",
     "TLS": "openssl",
+    "Prometheus": "prometheus",
     "browser": "chromium-headless-shell",
 }
 

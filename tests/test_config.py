@@ -62,6 +62,9 @@ def test_every_setting_is_read() -> None:
         "record_trace": "/traces/engine.jsonl",
         "record_max_bytes": "2 MB",
         "record_salt_file": "/secrets/salt",
+        "control_socket": False,
+        "metrics_port": 9464,
+        "metrics_host": "0.0.0.0",  # noqa: S104 - a user's choice
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
@@ -83,6 +86,9 @@ def test_every_setting_is_read() -> None:
         record_trace="/traces/engine.jsonl",
         record_max_bytes=2_000_000,
         record_salt_file="/secrets/salt",
+        control_socket=False,
+        metrics_port=9464,
+        metrics_host="0.0.0.0",  # noqa: S104 - as above
         secondary_tiers=({"type": "fs"},),
     )
 

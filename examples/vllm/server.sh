@@ -73,5 +73,5 @@ ask 1
 ask 2
 ask 3
 ask 1
-curl --silent --fail "$URL/metrics" | grep -E '^vllm:(kvtier_transfer[a-z_]*_total|prompt_tokens_[a-z_]*by_source_total)' |
+curl --silent --fail "$URL/metrics" | grep -E '^vllm:(kv_offload_(load|store)_[a-z]*_total|prompt_tokens_[a-z_]*by_source_total)' |
   grep -v ' 0\.0$' | sed -E 's/engine="0",model_name="model",?//; s/,\}/}/'

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import KVCacheLayoutError
+from kvtier.hints.values import RequestHints, parse_hints
+from kvtier.histogram import HistogramSnapshot
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +74,14 @@ class ReqContext:
 
     req_id: str
     kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON, read where it is used
+    _hints: RequestHints | None = field(default=None, init=False, repr=False)
+
+    @property
+    def hints(self) -> RequestHints:
+        """The hints among ``kv_transfer_params``; they are read when they are first asked for, and then never again."""
+        if self._hints is None:
+            self._hints = parse_hints(self.kv_transfer_params)
+        return self._hints
 
 
 class LoadStoreSpec(ABC):
@@ -254,7 +264,11 @@ class OffloadingManager(ABC):
         """Forget every block; slots of transfers in flight are freed when those are reported."""
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by dotted name."""
+        """Return counters and gauges by dotted name. Thread: any."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms by dotted name. Thread: any."""
         return {}
 
     def shutdown(self) -> None:

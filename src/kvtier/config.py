@@ -69,6 +69,12 @@ class CudaCopier(Enum):
     KERNEL = "kernel"
 
 
+class HostSize(Enum):
+    """How the size of the primary tier is chosen where it is no number of bytes."""
+
+    AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
     """Identity of the weights that produced the KV cache.
@@ -78,12 +84,15 @@ class ModelIdentity:
         revision: revision of the weights, or a fingerprint of them with a prefix that marks it.
         dtype: data type of the weights.
         config_digest: hex digest of the effective model configuration (rope scaling, window, quantisation).
+        config_json: that configuration in words, a JSON object, for people to read: nothing depends on it. Empty where
+            the engine gives no more than the digest.
     """
 
     name: str
     revision: str = ""
     dtype: str = ""
     config_digest: str = ""
+    config_json: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +122,19 @@ class KVGroup:
             raise ConfigError("window_tokens", self.window_tokens, "exactly the window groups have a window")
 
 
+DEFAULT_METRICS_HOST = "127.0.0.1"
+"""The page has no authentication, so only this machine reads it unless another address is asked for."""
+
+MAX_PORT = 65_535
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
 
     Attributes:
-        cpu_bytes_to_use: host memory of the primary tier over all workers; None when not given.
+        cpu_bytes_to_use: host memory of the primary tier over all workers; AUTO: what the machine can spare; None when
+            not given.
         eviction_policy: name of the primary tier's policy.
         store_threshold: accesses of a key before it is stored; below 2 the reuse filter is off.
         max_tracker_size: access counts kept by the reuse filter.
@@ -135,10 +151,13 @@ class Settings:
         record_trace: absolute path of a trace of the requests; None: no recording.
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
+        control_socket: whether the scheduler half listens for its operators.
+        metrics_port: port on which the engine's metrics are served; 0 takes a free one, None serves none.
+        metrics_host: the address to serve them on.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
-    cpu_bytes_to_use: int | None = None
+    cpu_bytes_to_use: int | HostSize | None = None
     eviction_policy: str = "lru"
     store_threshold: int = 0
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
@@ -155,6 +174,9 @@ class Settings:
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
+    control_socket: bool = True
+    metrics_port: int | None = None
+    metrics_host: str = DEFAULT_METRICS_HOST
     secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
 
 
@@ -171,7 +193,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         raise UnknownNameError("setting", unknown[0], known)
     read = SettingsReader(extra_config)
     return Settings(
-        cpu_bytes_to_use=read.size_bytes("cpu_bytes_to_use", None),
+        cpu_bytes_to_use=read.size_or("cpu_bytes_to_use", HostSize.AUTO),
         eviction_policy=read.text("eviction_policy", "lru"),
         store_threshold=read.whole("store_threshold", 0, minimum=0),
         max_tracker_size=read.whole("max_tracker_size", DEFAULT_MAX_TRACKER_SIZE, minimum=1),
@@ -188,6 +210,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         record_trace=read.text("record_trace", "") or None,
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
+        control_socket=read.flag("control_socket", default=True),
+        metrics_port=read.port("metrics_port"),
+        metrics_host=read.text("metrics_host", DEFAULT_METRICS_HOST),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
 
@@ -227,6 +252,15 @@ class SettingsReader:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
         return value
 
+    def port(self, name: str) -> int | None:
+        """Return a port, 0 to 65535, None when it is not given."""
+        value = self._values.get(name)
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT
+        ):
+            raise ConfigError(name, value, f"must be a port, 0 to {MAX_PORT}; 0 takes a free one")
+        return value
+
     def flag(self, name: str, *, default: bool) -> bool:
         """Return a boolean setting."""
         value = self._values.get(name, default)
@@ -250,6 +284,13 @@ class SettingsReader:
         value = self._values.get(name)
         return default if value is None else parse_bytes(name, value)
 
+    def size_or(self, name: str, choice: E) -> int | E | None:
+        """Return a size in bytes, ``choice`` where its word stands in place of one, or None when not given."""
+        value = self._values.get(name)
+        if value is None or value in (choice, choice.value):
+            return None if value is None else choice
+        return parse_bytes(name, value, also=f"; or {choice.value!r}")
+
     def choice(self, name: str, default: E) -> E:
         """Return a member of the enum of ``default``."""
         value = self._values.get(name, default.value)
@@ -260,19 +301,20 @@ class SettingsReader:
         raise ConfigError(name, value, f"must be one of {known}")
 
 
-def parse_bytes(name: str, value: object) -> int:
+def parse_bytes(name: str, value: object, *, also: str = "") -> int:
     """Return ``value`` as a number of bytes.
 
     Args:
         name: the setting, for the message.
         value: a whole number, or text with a unit in any case such as ``"64MiB"``, ``"64Mi"``, ``"2 GB"`` or ``"2G"``.
+        also: the end of the message: what else the setting takes.
 
     Raises:
         ConfigError: it is neither, less than one byte or more than MAX_BYTES.
     """
     num_bytes = None if isinstance(value, bool) else _count_bytes(value)
     if num_bytes is None or not 1 <= num_bytes <= MAX_BYTES:
-        raise ConfigError(name, value, SIZE_FORMS, max_value_chars=MAX_SIZE_CHARS)
+        raise ConfigError(name, value, SIZE_FORMS + also, max_value_chars=MAX_SIZE_CHARS)
     return num_bytes
 
 
@@ -306,6 +348,9 @@ class OffloadingConfig:
         num_hosts: machines the workers are on.
         enable_events: whether managers record OffloadingEvents.
         engine_kind: which engine laid out the bytes, for example "transformers".
+        engine_host_bytes: host memory that the engine takes for itself, all of its processes together; None: unknown.
+            Equal in every process, so from facts that do not change, not from what is in use.
+        engines_per_host: engines that share the memory of this host, such as replicas of one server.
         extra_config: the settings, as the user wrote them.
         settings: the same, parsed.
     """
@@ -326,6 +371,8 @@ class OffloadingConfig:
     num_hosts: int = 1
     enable_events: bool = False
     engine_kind: str = ""
+    engine_host_bytes: int | None = None
+    engines_per_host: int = 1
     # Neither is part of the repr: a tier's URL may carry a password, and a repr goes into logs.
     extra_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Any: parsed below
     settings: Settings = field(init=False, repr=False)

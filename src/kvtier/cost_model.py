@@ -232,6 +232,13 @@ class PrefillEstimator:
             self._rate = PrefillRate(weighted_median(sorted(self._samples)))
         return self._rate
 
+    def present_rate(self) -> PrefillRate | None:
+        """Return what ``rate`` would, and change nothing. Thread: any."""
+        rate, samples = self._rate, list(self._samples)
+        if rate is None and len(samples) >= MIN_PREFILL_SAMPLES:
+            rate = PrefillRate(weighted_median(sorted(samples)))
+        return rate
+
     def _add(self, num_tokens: int, time_s: float) -> None:
         if time_s > 0:
             self._samples.append((time_s / num_tokens, num_tokens))
@@ -293,6 +300,11 @@ class BandwidthEstimator:
         if self._rate is None and self._samples:
             self._rate = fit_rate(list(self._samples))
         return self._rate
+
+    def present_rate(self) -> LinkRate | None:
+        """Return what ``rate`` would, and change nothing. Thread: any."""
+        rate, samples = self._rate, list(self._samples)
+        return fit_rate(samples) if rate is None and samples else rate
 
     def _note_surprise(self, num_bytes: float, time_s: float) -> None:
         """Discard the samples that the present one contradicts."""

@@ -124,6 +124,20 @@ class NamedClassError(KVTierError, ValueError):
         super().__init__(f"{kind} {shorten(name)}: {reason}")
 
 
+class NamespaceDocumentError(KVTierError, ValueError):
+    """A text is not the description of a namespace.
+
+    Attributes:
+        text: the text.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, text: str, reason: str) -> None:
+        self.text = text
+        self.reason = reason
+        super().__init__(f"{shorten(text)} is not the namespace.json of a tier: {reason}")
+
+
 class DuplicateNameError(KVTierError, ValueError):
     """A name is registered a second time.
 
@@ -303,6 +317,29 @@ class EngineStateError(KVTierError, RuntimeError):
     """An engine cannot do something in its current state: it is busy, shut down, or not yet done."""
 
 
+class ControlError(KVTierError, RuntimeError):
+    """A living engine cannot be reached through its control socket, or refuses a command."""
+
+
+class PinLimitError(ControlError):
+    """More blocks of host memory would be pinned than may be.
+
+    Attributes:
+        num_new: blocks that were to be pinned and are not yet.
+        num_pinned: blocks that are.
+        limit: the most that may be.
+    """
+
+    def __init__(self, num_new: int, num_pinned: int, limit: int) -> None:
+        self.num_new = num_new
+        self.num_pinned = num_pinned
+        self.limit = limit
+        super().__init__(
+            f"{num_new} blocks cannot be pinned: {num_pinned} of at most {limit}, a tenth of host memory, are pinned; "
+            "unpin others, pin a shorter prefix, or raise cpu_bytes_to_use"
+        )
+
+
 class TraceError(KVTierError, ValueError):
     """A request trace cannot be read.
 
@@ -320,6 +357,22 @@ class TraceError(KVTierError, ValueError):
         self.remedy = remedy
         place = self.path if line is None else f"{self.path}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
+
+
+class RecordError(KVTierError, ValueError):
+    """A record of a request, from a recording or a control socket, cannot be read.
+
+    Attributes:
+        value: the record.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, value: object, reason: str) -> None:
+        self.value = value
+        self.reason = reason
+        super().__init__(
+            f"{shorten(value)}: not a record of a request ({reason}): read it with the kvtier that wrote it"
+        )
 
 
 class RestartError(KVTierError, RuntimeError):

@@ -199,6 +199,47 @@ def find_memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+class MemorySize(NamedTuple):
+    """Memory that exists or is allowed, in use or not, and what sets it.
+
+    Attributes:
+        num_bytes: bytes.
+        source: the file or mount that says so.
+    """
+
+    num_bytes: int
+    source: str
+
+
+def find_memory_size(root: Path = Path("/")) -> MemorySize | None:
+    """Return the smallest of the machine's memory and the limits on this process, however much is in use.
+
+    Equal in all processes of a control group, at any time; None when the kernel reports nothing.
+
+    Args:
+        root: the folder that holds /proc and /sys.
+    """
+    meminfo = root / "proc/meminfo"
+    total_kib = _read_fields(meminfo).get("MemTotal:")
+    sizes = [] if total_kib is None else [MemorySize(total_kib * 1024, str(meminfo))]
+    for is_second_version, folder in find_cgroup_folders("memory", root):
+        path = folder / CGROUP_FILES["v2" if is_second_version else "v1"][0]
+        try:
+            sizes.append(MemorySize(int(path.read_text()), str(path)))
+        except (OSError, ValueError):  # no such controller here, or "max"
+            continue
+    return min(sizes, default=None)
+
+
+def find_mount_size(mount: Path) -> MemorySize | None:
+    """Return the size of the file system at ``mount``, however full it is; None when it cannot be read."""
+    try:
+        found = os.statvfs(mount)
+    except OSError:
+        return None
+    return MemorySize(found.f_blocks * found.f_frsize, str(mount))
+
+
 def _read_meminfo(path: Path) -> MemoryLimit | None:
     fields = _read_fields(path)
     available_kib = fields.get("MemAvailable:")

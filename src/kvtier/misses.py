@@ -4,18 +4,26 @@ Every prompt token has one origin. It came from device memory, from host memory,
 computed, for exactly one cause. For each request these counts sum to the length of its prompt.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import InvariantError, RecordError
 
 Detail = Mapping[str, str | float]
 """What stands beside a cause: which tier's namespace differs, how many seconds ago a block left."""
 
 NO_DETAIL: Detail = MappingProxyType({})
+
+DEVICE_ORIGIN = "device"
+"""The origin of tokens that device memory held."""
+
+HOST_ORIGIN = "host"
+"""The origin of tokens from host memory, and the tier of causes that are about it."""
 
 
 class MissCause(Enum):
@@ -59,12 +67,33 @@ class Miss(NamedTuple):
     Attributes:
         cause: why.
         tier: the type of the tier that it is about, "host" for the primary; empty when it is about none.
-        detail: what is known besides; every value is a number or a short text.
+        detail: what is known besides; every value is a number or a short text. "ago_s" is how many seconds ago it
+            happened, "reason" names a kind within the cause.
     """
 
     cause: MissCause
     tier: str = ""
     detail: Detail = NO_DETAIL
+
+
+NEVER_SEEN = Miss(MissCause.NEVER_SEEN)
+
+
+def not_stored(reason: NotStored, tier: str = HOST_ORIGIN) -> Miss:
+    """Return the miss of a block that was computed here and not kept. Pure."""
+    return Miss(MissCause.NOT_STORED, tier, MappingProxyType({"reason": reason.value}))
+
+
+class MissExplainer(ABC):
+    """Optional contract of a manager, and of a secondary tier, that remembers why blocks are missing."""
+
+    @abstractmethod
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        """Return why ``key`` is missing; None when nothing is known of it. Changes nothing and must not block.
+
+        The scheduler half calls a manager once for a request whose search has its final answer, for the first block
+        that is missing, before it prepares the load of what was found.
+        """
 
 
 class MissedRun(NamedTuple):
@@ -89,7 +118,8 @@ class RequestRecord:
         req_id: the request.
         began_s: when the engine began to compute it, seconds since 1970.
         num_prompt_tokens: length of the prompt.
-        tokens_by_origin: tokens that were not computed, by "device", "host" or the type of a secondary tier.
+        tokens_by_origin: tokens that were not computed, by "device", "host" or the type of a secondary tier; none of
+            the counts is zero.
         missed: tokens that were computed, first positions first.
         waited_s: seconds from its first search to the final answer.
         first_key: key of the first block that is missing; None when none is.
@@ -102,3 +132,99 @@ class RequestRecord:
     missed: tuple[MissedRun, ...] = ()
     waited_s: float = 0.0
     first_key: OffloadKey | None = None
+
+    @property
+    def num_missed_tokens(self) -> int:
+        """Prompt tokens that were computed."""
+        return sum(run.num_tokens for run in self.missed)
+
+    def missed_by_cause(self) -> dict[tuple[MissCause, str], int]:
+        """Return the tokens that were computed by cause and tier."""
+        tokens: dict[tuple[MissCause, str], int] = {}
+        for _, num_tokens, miss in self.missed:
+            tokens[miss.cause, miss.tier] = tokens.get((miss.cause, miss.tier), 0) + num_tokens
+        return tokens
+
+    def check(self) -> None:
+        """Assert that each prompt token has one origin.
+
+        Raises:
+            InvariantError: the counts do not sum to the prompt, or runs overlap or are empty.
+        """
+        end = num_found = sum(self.tokens_by_origin.values())
+        for first, num_tokens, miss in self.missed:
+            if first != end or num_tokens < 1:
+                raise InvariantError(
+                    f"request {self.req_id}: {num_tokens} tokens at {first} ({miss.cause.value}) follow token {end}"
+                )
+            end += num_tokens
+        if end != self.num_prompt_tokens or any(count < 1 for count in self.tokens_by_origin.values()):
+            raise InvariantError(
+                f"request {self.req_id}: {num_found} tokens of {dict(self.tokens_by_origin)} and {end - num_found} "
+                f"computed ones are not a prompt of {self.num_prompt_tokens}"
+            )
+
+    def to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the record as a JSON object, with its key in hex."""
+        return {
+            "req_id": self.req_id,
+            "began_s": round(self.began_s, 6),
+            "prompt_tokens": self.num_prompt_tokens,
+            "origins": dict(self.tokens_by_origin),
+            "missed": [run_to_json(run) for run in self.missed],
+            "waited_s": round(self.waited_s, 6),
+            "first_key": None if self.first_key is None else self.first_key.hex(),
+        }
+
+    @staticmethod
+    def from_json(values: object) -> "RequestRecord":
+        """Return the record that ``to_json`` has written.
+
+        Raises:
+            RecordError: it is no such object, or its tokens do not sum to its prompt.
+        """
+        try:
+            record = _read_record(values)
+            record.check()
+        except (KeyError, TypeError, ValueError, AttributeError, InvariantError) as error:
+            raise RecordError(values, f"{type(error).__name__}: {error}") from error
+        return record
+
+
+def run_to_json(run: MissedRun) -> dict[str, Any]:  # Any: JSON
+    """Return a run of missed tokens as a JSON object; tier and detail are left out where there are none. Pure."""
+    values: dict[str, Any] = {"first_token": run.first_token, "tokens": run.num_tokens}
+    values["cause"] = run.miss.cause.value
+    if run.miss.tier:
+        values["tier"] = run.miss.tier
+    if run.miss.detail:
+        values["detail"] = dict(run.miss.detail)
+    return values
+
+
+def run_from_json(values: Mapping[str, Any]) -> MissedRun:  # Any: JSON
+    """Return the run that ``run_to_json`` has written.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such object.
+    """
+    detail = {str(name): _read_detail(value) for name, value in values.get("detail", {}).items()}
+    miss = Miss(MissCause(values["cause"]), str(values.get("tier", "")), MappingProxyType(detail))
+    return MissedRun(int(values["first_token"]), int(values["tokens"]), miss)
+
+
+def _read_record(values: Any) -> RequestRecord:  # noqa: ANN401 - JSON; the caller catches what does not fit
+    key = values.get("first_key")
+    return RequestRecord(
+        req_id=str(values["req_id"]),
+        began_s=float(values["began_s"]),
+        num_prompt_tokens=int(values["prompt_tokens"]),
+        tokens_by_origin={str(name): int(count) for name, count in values["origins"].items()},
+        missed=tuple(map(run_from_json, values["missed"])),
+        waited_s=float(values.get("waited_s", 0.0)),
+        first_key=None if key is None else OffloadKey(bytes.fromhex(key)),
+    )
+
+
+def _read_detail(value: object) -> str | float:
+    return value if isinstance(value, int | float) else str(value)

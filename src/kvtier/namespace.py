@@ -1,19 +1,45 @@
 """Identity of the bytes: what two instances must have in common to exchange blocks.
 
-Everything that changes the bytes of a row, or their order, goes into one canonical JSON document, and its SHA-256 is
+Everything that changes the bytes of a row, or their order, goes into one canonical JSON text, and its SHA-256 is
 the namespace's digest. The rank is not part of it, because tiers store whole rows. Any difference makes a different
 namespace, so a difference costs a miss and is never a guess.
+
+A tier keeps the same in words beside its blocks, the namespace's document, with two differences. It has the model's
+configuration itself and not only its digest. And of a tenant's salt it has a short tag of a slow digest: who reads a
+place needs a tenth of a second and 32 MiB for each salt that he guesses.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, NamespaceDocumentError
 
 LAYOUT_VERSION = 1
 """Increased when the meaning of a row's bytes changes, so that old data is a miss."""
+
+SLOW_DIGEST = {"n": 2**15, "r": 8, "p": 1, "maxmem": 2**26, "dklen": 32}
+"""Cost of one guess of a salt, for ``hashlib.scrypt``: about a tenth of a second and 32 MiB. An engine pays it once at
+its start. Other values make other namespaces of every tenant."""
+
+TENANT_TAG_CHARS = 16
+"""Hex digits that tell tenants apart; more add nothing for people."""
+
+NO_SALT_DIGEST = hashlib.sha256(b"").hexdigest()
+"""What stands in the identity of an engine without a salt. Older documents have the SHA-256 of each salt."""
+
+OLDER_TENANT = "set, in the form of an older version"
+"""What is said of a document that still has the SHA-256 of a salt, which is not shown."""
+
+ABSENT = "(absent)"
+MAX_DEPTH = 32
+"""Levels of a document that are compared; a model's configuration has about five."""
+
+MAX_SHOWN_CHARS = 120
 
 RANDOM_SEED = "random"
 """The ``hash_seed`` of an engine whose next process would hash the same tokens differently."""
@@ -24,8 +50,8 @@ class Namespace:
     """The identity of one engine's blocks.
 
     Attributes:
-        document: canonical JSON of everything that determines the bytes, readable by people.
-        digest: its SHA-256, 32 bytes.
+        document: JSON of everything that determines the bytes, for people to read; no secret is in it.
+        digest: of all of that, 32 bytes.
     """
 
     document: str
@@ -38,17 +64,20 @@ class Namespace:
 
 
 def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes = b"") -> Namespace:
-    """Derive the namespace of an engine's blocks. Pure.
+    """Derive the namespace of an engine's blocks. Pure; with a new ``tenant_salt`` it takes a tenth of a second, once.
 
     Args:
         config: the engine's configuration.
         row_stride_bytes: bytes of one row of the primary tier.
         epoch: 16 random bytes after a reset, empty before the first.
     """
+    model = dataclasses.asdict(config.model)
+    config_json = model.pop("config_json")
+    salt = config.settings.tenant_salt
     identity = {
         "layout_version": LAYOUT_VERSION,
         "engine": config.engine_kind,
-        "model": dataclasses.asdict(config.model),
+        "model": model,
         "kv_dtype": config.kv_dtype,
         "kv_layout": config.kv_layout,
         "block_size_factor": config.block_size_factor,
@@ -61,11 +90,95 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "context_parallel_size": config.context_parallel_size,
-        "tenant_salt": hashlib.sha256(config.settings.tenant_salt.encode()).hexdigest(),
+        "tenant_salt": digest_salt(salt) if salt else NO_SALT_DIGEST,
         "epoch": epoch.hex(),
     }
-    document = json.dumps(identity, sort_keys=True, indent=1)
-    return Namespace(document, hashlib.sha256(document.encode()).digest())
+    text = json.dumps(identity, sort_keys=True, indent=1)
+    del identity["tenant_salt"]
+    words = {"model": model | _config_in_words(config_json), "tenant": tag_tenant(salt)}
+    document = json.dumps(identity | words, sort_keys=True, indent=1)
+    return Namespace(document, hashlib.sha256(text.encode()).digest())
+
+
+@functools.lru_cache(maxsize=16)
+def digest_salt(salt: str) -> str:
+    """Return a digest of a tenant's salt that is slow to compute, in hex. Pure.
+
+    It is the same for every model, so that one tenant's namespaces can be told from another's. The namespace's digest
+    is made with it: with a quick one a folder's name and its document together would confirm a guess at once.
+
+    Source: scrypt, RFC 7914.
+    """
+    return hashlib.scrypt(salt.encode(), salt=b"kvtier tenant", **SLOW_DIGEST).hex()
+
+
+def tag_tenant(salt: str) -> str:
+    """Return what stands for a tenant in a document, 16 hex digits; empty without a salt. Pure."""
+    if not salt:
+        return ""
+    # Not the beginning of the digest itself, which is a part of the identity.
+    return hashlib.sha256(f"tag {digest_salt(salt)}".encode()).hexdigest()[:TENANT_TAG_CHARS]
+
+
+Document = Mapping[str, Any]  # Any: it came from a disk
+"""A namespace's document as JSON has it."""
+
+
+def parse_document(text: str) -> Document:
+    """Return what a namespace's document says, in the form of today; the digest of a salt is taken out. Pure.
+
+    Raises:
+        NamespaceDocumentError: it is no such document.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NamespaceDocumentError(text, str(error)) from error
+    if not isinstance(found, dict) or "layout_version" not in found:
+        raise NamespaceDocumentError(text, "it does not describe a namespace")
+    salt_digest = found.pop("tenant_salt", None)
+    if salt_digest is not None:
+        found["tenant"] = "" if salt_digest == NO_SALT_DIGEST else OLDER_TENANT
+    return found
+
+
+class Difference(NamedTuple):
+    """A field in which two namespaces differ.
+
+    Attributes:
+        field: its name, with dots: "model.config.rope_scaling.factor".
+        value_a: what the first has, as text; "(absent)" when it has none.
+        value_b: what the second has.
+    """
+
+    field: str
+    value_a: str
+    value_b: str
+
+
+def differences(document_a: str, document_b: str) -> list[Difference]:
+    """Return the fields in which the documents of two namespaces differ, those of the model first. Pure.
+
+    Of a list of plain values only the first that differs is named. Where one of the two documents has no words for the
+    model's configuration the digests are compared.
+
+    Args:
+        document_a: ``Namespace.document``, or what a ``namespace.json`` holds.
+        document_b: the other.
+
+    Raises:
+        NamespaceDocumentError: one of them is no such document.
+    """
+    a, b = parse_document(document_a), parse_document(document_b)
+    found = [_shown(*one) for one in _compare("", a, b)]
+    names = {one.field for one in found}
+    if "model.config" in names:  # only one has it
+        found = [one for one in found if one.field != "model.config"]
+    elif any(name.startswith("model.config.") for name in names):
+        found = [one for one in found if one.field != "model.config_digest"]
+    return sorted(
+        found, key=lambda one: (one.field == "epoch", not one.field.startswith("model."), one.field)
+    )
 
 
 def require_stable_hash(config: OffloadingConfig, tier: str) -> None:
@@ -77,3 +190,53 @@ def require_stable_hash(config: OffloadingConfig, tier: str) -> None:
     if config.hash_seed == RANDOM_SEED:
         remedy = f"tier {tier!r} outlives the process: give the engine a fixed hash seed (PYTHONHASHSEED=0)"
         raise ConfigError("hash_seed", config.hash_seed, remedy)
+
+
+_NOTHING = object()
+"""Stands for a value that one side has not."""
+
+
+def _config_in_words(config_json: str) -> dict[str, object]:
+    """Return the entry of a document for a model's configuration; none where there are no words for it."""
+    try:
+        words = json.loads(config_json) if config_json else None
+    except (ValueError, RecursionError):
+        return {}
+    return {"config": words} if isinstance(words, dict) else {}
+
+
+def _compare(name: str, a: object, b: object, depth: int = 0) -> Iterator[tuple[str, object, object]]:
+    """Yield the names below ``name`` whose values differ, with both values."""
+    if a == b and type(a) is type(b):
+        return
+    start = f"{name}." if name else ""
+    if isinstance(a, dict) and isinstance(b, dict) and depth < MAX_DEPTH:
+        for key in sorted(a.keys() | b.keys()):
+            yield from _compare(f"{start}{key}", a.get(key, _NOTHING), b.get(key, _NOTHING), depth + 1)
+    elif isinstance(a, list) and isinstance(b, list) and depth < MAX_DEPTH:
+        yield from _compare_lists(start, a, b, depth)
+    else:
+        yield name, a, b
+
+
+def _compare_lists(
+    start: str, a: list[object], b: list[object], depth: int
+) -> Iterator[tuple[str, object, object]]:
+    for position in range(max(len(a), len(b))):
+        one = a[position] if position < len(a) else _NOTHING
+        other = b[position] if position < len(b) else _NOTHING
+        found = list(_compare(f"{start}{position}", one, other, depth + 1))
+        yield from found
+        if found and not isinstance(one, dict):
+            return
+
+
+def _shown(field: str, a: object, b: object) -> Difference:
+    return Difference(field, _as_text(a), _as_text(b))
+
+
+def _as_text(value: object) -> str:
+    if value is _NOTHING:
+        return ABSENT
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

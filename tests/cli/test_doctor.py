@@ -8,7 +8,7 @@ import pytest
 
 import kvtier
 from kvtier.cli import doctor, main
-from kvtier.cli.doctor import Check, CheckResult
+from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.cpu.row_copy import COMPILED_CALLS
 from kvtier.limits import AFFINITY, UsableCores
 
@@ -140,7 +140,7 @@ def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyP
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")],
 )
 def test_sizes_are_in_binary_units(num_bytes: int, shown: str) -> None:
-    assert doctor.size(num_bytes) == shown
+    assert size_in_words(num_bytes) == shown
 
 
 def test_what_was_not_compiled_or_cannot_be_loaded_is_a_note_with_a_remedy(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_layouts_follow_the_kinds_of_the_groups() -> None:
     assert [layout.num_tail_tokens for layout in layouts] == [None, 19, 16]
     assert [layout.num_tail_blocks for layout in layouts] == [None, 3, 1]
     assert [layout.hashes_per_block for layout in layouts] == [1, 2, 4]
-    assert split_by_need(layouts) == (layouts[:1], layouts[1:], 16)
+    assert split_by_need(layouts) == (layouts[:1], layouts[1:], 16, layouts[0])
 
 
 def test_of_a_state_only_the_block_of_the_last_token_is_live() -> None:

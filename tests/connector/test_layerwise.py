@@ -43,7 +43,7 @@ class Bench:
 
     def store(self, request: FakeRequest, block_ids: list[int]) -> None:
         """Put a prompt into the primary tier, without asking the connector for it by layer."""
-        tables = tuple([list(block_ids)] * len(self.half._layouts))
+        tables = tuple([list(block_ids)] * len(self.half.layouts))
         self.half.get_num_new_matched_tokens(request, 0)
         step = FakeStep([FakeNewRequest(request.request_id, tables)])
         step.num_scheduled_tokens[request.request_id] = request.num_tokens

@@ -1,54 +1,65 @@
-"""Sums of transfers, and their bound."""
+"""What the connector measures: sizes and durations of copies, searches, and waits."""
 
-from kvtier.base import TransferType
-from kvtier.connector.metrics import MAX_RECORDED_OPERATIONS, OffloadingConnectorStats, SchedulerCounters
+from kvtier.connector.common import OffloadingWorkerMetadata, TransferSample
+from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter
+from kvtier.connector.request_state import SearchState
 
-STORE = TransferType("GPU", "CPU")
-LOAD = TransferType("CPU", "GPU")
+LOAD = TransferSample(is_load=True, num_bytes=5_000, time_s=1.0)
+STORES = (
+    TransferSample(is_load=False, num_bytes=10, time_s=0.5),
+    TransferSample(is_load=False, num_bytes=20, time_s=0.25),
+)
 
 
-def test_transfers_are_recorded_by_direction_and_summed() -> None:
-    stats = OffloadingConnectorStats()
-    stats.record_transfer(10, 0.5, STORE)
-    stats.record_transfer(20, 0.25, STORE)
-    stats.record_transfer(5, 1.0, LOAD)
+def test_copies_are_counted_by_direction_with_size_and_time() -> None:
+    meter = TransferMeter()
+    meter.add([*STORES, LOAD])
 
-    assert stats.data["CPU_to_GPU"] == [{"op_size": 5, "op_time": 1.0}]
-    assert stats.reduce() == {
-        "GPU_to_CPU_total_bytes": 30,
-        "GPU_to_CPU_total_time": 0.75,
-        "CPU_to_GPU_total_bytes": 5,
-        "CPU_to_GPU_total_time": 1.0,
+    assert meter.stats() == {
+        "connector.load_bytes": 5_000,
+        "connector.load_time_s": 1.0,
+        "connector.store_bytes": 30,
+        "connector.store_time_s": 0.75,
     }
+    assert meter.histograms()["connector.store_size_bytes"].count == 2
+    assert meter.histograms()["connector.load_duration_s"].sum == 1.0
 
 
-def test_aggregate_adds_to_the_left_and_leaves_the_right_alone() -> None:
-    left, right = OffloadingConnectorStats(), OffloadingConnectorStats()
-    left.record_transfer(1, 1.0, STORE)
-    right.record_transfer(2, 1.0, STORE)
+def test_the_copies_of_all_workers_are_in_the_sum_of_their_reports() -> None:
+    first, second = OffloadingWorkerMetadata(transfers=(LOAD,)), OffloadingWorkerMetadata(transfers=STORES)
 
-    left.aggregate(right).record_transfer(4, 1.0, STORE)
-
-    assert left.reduce()["GPU_to_CPU_total_bytes"] == 7
-    assert right.reduce()["GPU_to_CPU_total_bytes"] == 2
+    assert first.aggregate(second).transfers == (LOAD, *STORES)
+    assert first.transfers == (LOAD,)
 
 
-def test_reset_empties() -> None:
-    stats = OffloadingConnectorStats()
-    assert stats.is_empty()
-    stats.record_transfer(1, 1.0, STORE)
-    assert not stats.is_empty()
-    stats.reset()
-    assert stats.is_empty()
+def test_a_wait_lasts_from_the_first_search_that_is_not_final_to_the_one_that_is() -> None:
+    meter, search = SearchMeter(), SearchState()
+    meter.on_search(search, 10.0, 10.001, is_final=False)
+    meter.on_search(search, 11.0, 11.001, is_final=False)
+    meter.on_search(search, 12.0, 12.5, is_final=True)
+    meter.on_search(search, 13.0, 13.001, is_final=True)
+
+    waits = meter.histograms()["connector.wait_s"]
+    assert (waits.count, waits.sum) == (1, 2.5)
+    assert meter.histograms()["connector.search_s"].count == 4
 
 
-def test_stats_that_nobody_takes_stay_bounded_and_keep_their_totals() -> None:
-    stats = OffloadingConnectorStats()
-    for _ in range(MAX_RECORDED_OPERATIONS + 10):
-        stats.record_transfer(1, 0.5, STORE)
+def test_a_request_that_ends_while_it_waits_has_waited_until_then() -> None:
+    meter, search = SearchMeter(), SearchState()
+    meter.on_search(search, 10.0, 10.001, is_final=False)
+    meter.on_wait_ended(search, 14.0)
+    meter.on_wait_ended(search, 15.0)
 
-    assert len(stats.data["GPU_to_CPU"]) == MAX_RECORDED_OPERATIONS
-    assert stats.reduce()["GPU_to_CPU_total_bytes"] == MAX_RECORDED_OPERATIONS + 10
+    waits = meter.histograms()["connector.wait_s"]
+    assert (waits.count, waits.sum) == (1, 4.0)
+
+
+def test_a_request_that_never_waits_is_not_counted() -> None:
+    meter, search = SearchMeter(), SearchState()
+    meter.on_search(search, 10.0, 10.001, is_final=True)
+    meter.on_wait_ended(search, 11.0)
+
+    assert meter.histograms()["connector.wait_s"].count == 0
 
 
 def test_counters_are_read_by_dotted_name() -> None:

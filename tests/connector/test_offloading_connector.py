@@ -159,10 +159,9 @@ def test_the_workers_moves_are_measured(engine: Engine) -> None:
     engine.compute(FakeRequest("a", PROMPT), [0, 1, 2, 3, 4])
     engine.settle()
 
-    stats = engine.worker.drain_stats()
-
-    assert stats is not None
-    assert stats.reduce()["GPU_to_CPU_total_bytes"] == 4 * PAGE_BYTES
+    assert engine.scheduler.stats()["connector.store_bytes"] == 4 * PAGE_BYTES
+    assert engine.scheduler.histograms()["connector.store_size_bytes"].sum == 4 * PAGE_BYTES
+    assert engine.scheduler.histograms()["connector.load_duration_s"].count == 0
 
 
 def test_each_role_builds_its_own_half_only(engine: Engine) -> None:

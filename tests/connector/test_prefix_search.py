@@ -94,7 +94,7 @@ def search(
     answers = {key: found for idx, run in keys.items() for key, found in zip(run, held[idx], strict=True)}
     manager = TableManager(answers)
     num_tokens = min(len(run) * layouts[idx].block_tokens for idx, run in keys.items())
-    return find_loadable_end(
+    found = find_loadable_end(
         split_by_need(layouts),
         manager,
         [keys[layout.idx] for layout in layouts],
@@ -102,6 +102,7 @@ def search(
         min(max_end_tokens, num_tokens),
         CONTEXT,
     )
+    return None if found is None else found.end_token
 
 
 def test_one_full_group_gives_its_leading_run_beyond_the_device() -> None:

@@ -466,7 +466,7 @@ def test_a_policy_that_learns_is_told_of_a_request_once_with_the_blocks_of_its_p
     bench.half.get_num_new_matched_tokens(request, 0)
     bench.store(request)
 
-    assert [(told.req_id, told.chains, told.hints) for told in learner.requests] == [
+    assert [(told.req_id, told.chains, told.params) for told in learner.requests] == [
         ("a", (tuple(keys_of(PROMPT)),), {"skip_load": True})
     ]
     assert learner.offered == [("a", keys_of(PROMPT))]

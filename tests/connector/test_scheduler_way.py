@@ -30,8 +30,9 @@ CONNECTOR = Path(kvtier.connector.__file__).parent
 PROMPT = list(range(17))
 TABLE = [0, 1, 2, 3, 4]
 
-MAX_FUNCTIONS = 33
-"""Functions of the connector that a store and a load take. Each further one is a step on the way of every request."""
+MAX_FUNCTIONS = 47
+"""Functions of the connector that a store and a load take. Each further one is a step on the way of every request.
+Eight of them keep the record of where the prompt came from."""
 
 
 class AllOrNothingManager(TableManager):

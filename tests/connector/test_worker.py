@@ -19,6 +19,7 @@ from kvtier.connector.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
+    TransferSample,
 )
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
@@ -283,21 +284,19 @@ def test_a_job_that_was_never_begun_here_is_ignored(caplog: pytest.LogCaptureFix
     assert "99" in caplog.text
 
 
-def test_stats_are_those_of_transfers_that_succeeded_and_said_what_they_moved() -> None:
+def test_copies_are_reported_that_succeeded_and_said_what_they_moved() -> None:
     bench = Bench()
     other = TransferJobId(3)
-    assert bench.half.drain_stats() is None
     bench.loads.failing.add(other)
     bench.step(load_step())
     bench.step(load_step(other))
     bench.loads.end(LOAD, other)
-    bench.step(empty_step())
 
-    stats = bench.half.drain_stats()
+    _, report = bench.step(empty_step())
 
-    assert stats is not None
-    assert stats.data == {"CPU_to_GPU": [{"op_size": 64, "op_time": 0.5}]}
-    assert bench.half.drain_stats() is None
+    assert report is not None
+    assert report.completed_jobs == {LOAD: 1, other: 1}
+    assert report.transfers == (TransferSample(is_load=True, num_bytes=64, time_s=0.5),)
 
 
 def test_shutdown_drops_deferred_stores_and_may_be_repeated() -> None:

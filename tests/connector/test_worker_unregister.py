@@ -180,11 +180,10 @@ def test_stores_under_way_are_ended_measured_and_reported_as_they_ended() -> Non
     bench.half.unregister_kv_caches()
 
     assert step(bench.half) == set()
-    report = OffloadingWorkerMetadata({STORE: 1, LATER: 1}, frozenset({LATER}))
-    assert bench.half.build_connector_worker_meta() == report
-    stats = bench.half.drain_stats()
-    assert stats is not None
-    assert list(stats.data) == ["GPU_to_CPU"]
+    report = bench.half.build_connector_worker_meta()
+    assert report is not None
+    assert (report.completed_jobs, report.failed_jobs) == ({STORE: 1, LATER: 1}, frozenset({LATER}))
+    assert [copied.is_load for copied in report.transfers] == [False]
     step(bench.half)
     assert bench.half.build_connector_worker_meta() is None
 

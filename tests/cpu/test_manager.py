@@ -266,6 +266,11 @@ def test_stats_add_up() -> None:
         "primary.evictable_blocks": 0.0,
         "primary.in_flight_blocks": 0.0,
         "primary.orphaned_blocks": 3.0,
+        "primary.leased_blocks": 0.0,
+        "primary.refused_pins": 0.0,
+        "primary.pinned_ratio": 1.0,
+        "primary.read_pinned_ratio": 1.0,
+        "primary.write_pinned_ratio": 0.0,
         "primary.tracked_keys": 0.0,
         "primary.loaded": 1.0,
         "primary.stored": 3.0,
@@ -323,7 +328,7 @@ def test_a_policy_that_learns_is_told_of_each_request_with_time_and_hints() -> N
 
     (told,) = learner.requests
     assert (told.req_id, told.chains) == ("r", (keys_of(1, 2), keys_of(3)))
-    assert (told.arrival_s, told.hints) == (7.0, {"max_load_tokens": 9})
+    assert (told.arrival_s, told.params) == (7.0, {"max_load_tokens": 9})
     assert learner.finished == ["r"]
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "kvtier"
 PAGE = ROOT / "docs" / "concepts" / "path.md"
 
-MAX_FUNCTIONS, MAX_FILES, MAX_CALLS_OF_A_KEY = 100, 26, 8
+MAX_FUNCTIONS, MAX_FILES, MAX_CALLS_OF_A_KEY = 100, 27, 8
 """A reader holds the way of one store or one load in the head; each frame of a lookup is paid for each block."""
 
 

@@ -8,13 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+
 from tests.browser import Browser, find_browser, open_browser
 
 from kvtier.cli.main import main
 
 pytestmark = pytest.mark.servers
 
-MAX_PAGE_BYTES = 2_000_000
+MAX_PAGE_BYTES = 6_000_000
+"""Plotly's script has five megabytes."""
+
 TRACE_NAME = "<img src=x onerror=alert(1)>.jsonl"
 
 
@@ -45,8 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [
             "simulate",
             str(trace),
-            *("--kv-bytes-per-token", "1KiB", "--device", "16MiB", "--tier", "fs:60MiB:1GB/s"),
-            *("--tier-setting", "fs.cascade=on_evict", "--policy", "lru,arc", "--sweep", "host=8MiB,64MiB"),
+            *("--kv-bytes-per-token", "1KiB", "--device", "16MiB", "--tier", "fs:6MiB:1GB/s"),
+            *(
+                "--tier-setting",
+                "fs.cascade=on_evict",
+                "--policy",
+                "lru,arc",
+                "--sweep",
+                "host=4MiB,8MiB,16MiB,64MiB",
+            ),
             *("--html", str(folder / "page.html"), "--json", str(folder / "numbers.json")),
         ]
     )
@@ -56,13 +68,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def browser(folder: Path, tmp_path: Path) -> Iterator[Browser]:
-    """Return a browser with the page open, every part of it unfolded."""
+    """Return a browser with the page open."""
     program = find_browser()
     if program is None:
         pytest.skip("no browser: apt-get install chromium-headless-shell")
     with open_browser(program, tmp_path / "profile") as browser:
         browser.open(folder / "page.html")
-        browser.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         yield browser
 
 
@@ -83,22 +94,35 @@ def test_the_page_loads_itself_and_nothing_else_and_complains_of_nothing(
 
 def test_every_plot_is_drawn_with_lines_text_and_a_name(browser: Browser) -> None:
     plots = browser.evaluate(
-        "Array.from(document.querySelectorAll('svg'), (svg) => ({"
-        "  width: svg.getBoundingClientRect().width, height: svg.getBoundingClientRect().height,"
-        "  drawn: Array.from(svg.querySelectorAll('path')).filter((path) => path.getBBox().width > 100).length,"
-        "  texts: svg.querySelectorAll('text').length,"
-        "  name: svg.querySelector('title').textContent, words: svg.querySelector('desc').textContent.length,"
+        "Array.from(document.querySelectorAll('.plot'), (plot) => ({"
+        "  id: plot.id, name: plot.getAttribute('aria-label'),"
+        "  width: plot.getBoundingClientRect().width, height: plot.getBoundingClientRect().height,"
+        "  drawn: Array.from(plot.querySelectorAll('.trace path, .bars path'))"
+        "    .filter((path) => path.getBBox().width > 100).length,"
+        "  texts: plot.querySelectorAll('text').length,"
         "}))"
     )
 
-    assert len(plots) == 1 + 2 * 4
+    names = {plot["id"] for plot in plots}
+    assert {"hits-0", "origins", "first-token-0", "writes-0", "occupancy-0"} <= names
+    assert len(names) == len(plots)
     for plot in plots:
         assert plot["width"] > 300
-        assert plot["height"] > 80
-        assert plot["drawn"] > 0
+        assert plot["height"] > 150
+        assert plot["drawn"] > 0, plot
         assert plot["texts"] > 5
         assert plot["name"]
-        assert plot["words"] > 20
+
+
+def test_values_show_under_the_pointer(browser: Browser, runs: list[dict[str, Any]]) -> None:
+    browser.evaluate("Plotly.Fx.hover('hits-0', [{curveNumber: 1, pointNumber: 2}])")
+    shown = browser.evaluate(
+        "Array.from(document.querySelectorAll('#hits-0 .hoverlayer text'), (text) => text.textContent).join(' ')"
+    )
+
+    result = next(run["result"] for run in runs if (run["policy"], run["size"]) == ("lru", "16MiB"))
+    saved = sum(result["total"]["hit_tokens"].values()) / result["total"]["num_prompt_tokens"]
+    assert f"lru {100 * saved:.4g} at 16MiB" in shown.replace(" : ", " ")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, runs: list[dict[str, Any]]) -> None:
@@ -110,13 +134,13 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, runs: l
         "Array.from(document.querySelectorAll('#results th'), (cell) => cell.textContent)"
     )
 
-    assert len(rows) == len(runs) == 5
+    assert len(rows) == len(runs) == 9
     for row, run in zip(rows, runs, strict=True):
         cells = dict(zip(headings, row, strict=True))
         total, num_tokens = run["result"]["total"], run["result"]["total"]["num_prompt_tokens"]
         assert cells["policy"][0] == run["policy"]
-        assert cells["host"][0] == (run["size"] or "-")
-        for place in ("device", "CPU", "fs"):
+        assert cells["host size"][0] == (run["size"] or "-")
+        for place in ("device", "host", "fs"):
             ratio = total["hit_tokens"].get(place, 0) / num_tokens
             assert float(cells[place][1]) == ratio
             assert cells[place][0] == f"{ratio:.1%}"
@@ -129,8 +153,8 @@ def test_the_numbers_of_the_page_are_those_of_the_json(browser: Browser, runs: l
 def test_what_the_user_named_is_text_and_not_markup(browser: Browser) -> None:
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert TRACE_NAME in browser.evaluate("document.querySelector('h1').textContent")
-    command = browser.evaluate("document.querySelector('dd').textContent")
-    assert "--sweep host=8MiB,64MiB" in command
+    command = browser.evaluate("document.querySelector('.facts dd').textContent")
+    assert "--sweep host=4MiB,8MiB,16MiB,64MiB" in command
 
 
 def test_no_part_of_the_page_is_wider_than_a_telephone(browser: Browser) -> None:
@@ -171,11 +195,11 @@ WEAKEST_CONTRAST = """(() => {
     return (Math.max(ground, other) + 0.05) / (Math.min(ground, other) + 0.05);
   };
   const colours = [];
-  for (const each of document.querySelectorAll("h1, h2, td, th, dd, figcaption")) {
+  for (const each of document.querySelectorAll("h1, h2, h3, h4, td, th, dt, dd, figcaption p, .verdict")) {
     colours.push([each.tagName, getComputedStyle(each).color]);
   }
-  for (const each of document.querySelectorAll("svg text")) colours.push(["text", getComputedStyle(each).fill]);
-  for (const each of document.querySelectorAll("svg .series path")) {
+  for (const each of document.querySelectorAll(".plot text")) colours.push(["text", getComputedStyle(each).fill]);
+  for (const each of document.querySelectorAll(".plot .js-line")) {
     colours.push(["line", getComputedStyle(each).stroke]);
   }
   return colours.filter(([, colour]) => colour !== "none")
@@ -183,41 +207,3 @@ WEAKEST_CONTRAST = """(() => {
     .reduce((worst, each) => (each.ratio < worst.ratio ? each : worst));
 })()"""
 """The contrast with the ground, by the formula of WCAG 2, of what has the least."""
-
-
-def test_a_heading_sorts_its_table_by_exact_values_and_back(browser: Browser) -> None:
-    read = (
-        "Array.from(document.querySelectorAll('#results tbody tr'), (row) => {"
-        "  const at = Array.from(document.querySelectorAll('#results th'), (cell) => cell.textContent)"
-        "    .indexOf('not computed');"
-        "  return Number(row.cells[at].dataset.value); })"
-    )
-    press = (
-        "Array.from(document.querySelectorAll('#results th button'))"
-        "  .find((button) => button.textContent === 'not computed').click()"
-    )
-    unsorted = browser.evaluate(read)
-
-    browser.evaluate(press)
-    rising = browser.evaluate(read)
-    browser.evaluate(press)
-    falling = browser.evaluate(read)
-
-    assert rising == sorted(unsorted)
-    assert falling == rising[::-1]
-
-
-def test_a_box_hides_the_lines_of_one_policy_on_every_plot(browser: Browser) -> None:
-    shown = "Array.from(document.querySelectorAll('.series-1')).filter((line) => line.getClientRects().length).length"
-    press = (
-        "Array.from(document.querySelectorAll('.toggles label'))"
-        "  .find((label) => label.textContent.trim() === 'lru').querySelector('input').click()"
-    )
-    others = shown.replace("series-1", "series-2")
-    num_shown, num_others = browser.evaluate(shown), browser.evaluate(others)
-
-    browser.evaluate(press)
-
-    assert num_shown == 1 + 2 * (1 + 2 + 3)
-    assert browser.evaluate(shown) == 0
-    assert browser.evaluate(others) == num_others

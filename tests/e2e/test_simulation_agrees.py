@@ -132,7 +132,7 @@ def predict(trace: Trace, sizes: Sizes, tier: str) -> list[Hits]:
 
 def compare(real: Sequence[Hits], predicted: Sequence[Hits], tier: str) -> list[tuple[int, Hits, Hits]]:
     """Return the requests whose tokens came from elsewhere, each with what was found and what was predicted."""
-    names = {"device": "device", "host": "CPU", tier: tier}
+    names = {"device": "device", "host": "host", tier: tier}
     differences: list[tuple[int, Hits, Hits]] = []
     for number, (found, told) in enumerate(zip(real, predicted, strict=True)):
         expected = {name: told.get(simulated, 0) for name, simulated in names.items()}
@@ -190,8 +190,8 @@ def test_hits_are_those_of_the_real_engine_when_the_tier_evicts_too(
 
 def test_the_comparison_notices_a_single_block() -> None:
     real = [{"device": 16, "host": 8, "computed": 3}, {"fs": 8, "computed": 2}]
-    same = [{"device": 16, "CPU": 8}, {"device": 0, "fs": 8}]
-    other = [{"device": 16, "CPU": 8}, {"device": 0, "CPU": 8}]
+    same = [{"device": 16, "host": 8}, {"device": 0, "fs": 8}]
+    other = [{"device": 16, "host": 8}, {"device": 0, "host": 8}]
 
     assert compare(real, same, "fs") == []
     assert [number for number, _, _ in compare(real, other, "fs")] == [1]

@@ -134,7 +134,7 @@ def test_what_a_model_needs_grows_with_the_prompt_or_is_bounded_by_a_window() ->
     shape = shape_of_config(GPT_OSS_20B)
 
     layer = 2 * 8 * 64 * 2
-    assert shape.layers == (LayerGroup(12, layer, 128), LayerGroup(12, layer, None))
+    assert shape.layers == (LayerGroup(12, layer, 128, 8), LayerGroup(12, layer, None, 8))
     assert shape.growing_bytes_per_token == 12 * layer
     assert shape.bounded_bytes == 12 * layer * 128
     assert shape.load_bytes(100) == 24 * layer * 100
@@ -218,7 +218,7 @@ def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_3_8B))
     assert read_shape(path, "fp8") == ModelShape(
-        (LayerGroup(32, 2048),),
+        (LayerGroup(32, 2048, num_kv_heads=8),),
         "float8_e4m3fn",
         ("keys and values are stored as fp8; their scales take no bytes",),
     )

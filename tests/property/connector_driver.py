@@ -17,6 +17,7 @@ from tests.property.connector_device import (
     SlowHandler,
 )
 from tests.property.connector_engine import SimEngine
+from tests.property.connector_laws import check_records
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
 from tests.property.connector_requests import Phase, SimRequest
 from tests.property.connector_router import ConnectorRouter
@@ -374,6 +375,9 @@ class ConnectorDriver:
         assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]
         assert stats["primary.orphaned_blocks"] == 0
         assert not self.engine.scheduler.has_open_stores()
+        check_records(self.engine.scheduler.records.latest, self.requests)
+        for record in self.engine.scheduler.records.latest:
+            self.seen.update(f"missed: {cause.value}" for cause, _ in record.missed_by_cause())
         self.check()
 
     def _check_found(self, request: SimRequest) -> None:

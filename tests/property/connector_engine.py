@@ -272,6 +272,8 @@ class SimEngine:
             self.seen["no room for a load"] += num_external > 0
             return False
         self.scheduler.update_state_after_alloc(request, FakeBlocks(tables_of(request)), num_external)
+        if request.first_begin is None:
+            request.first_begin = (num_local, num_external)
         self._note_begun(request, num_computed)
         if is_to_wait:
             self._note_load_begun(request, num_local, num_external)

@@ -4,6 +4,7 @@ A store reads device blocks that its request holds now and that are full of conf
 load writes blocks that its request holds, within its limits, and never those that device memory already has.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.property.connector_blocks import SimGroup
@@ -12,6 +13,7 @@ from tests.property.connector_requests import SimRequest
 
 from kvtier.base import GPULoadStoreSpec
 from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata, TransferJob
+from kvtier.misses import MissCause, RequestRecord
 
 
 def check_metadata(
@@ -40,6 +42,36 @@ def check_metadata(
             assert end <= limit, f"{job.req_id}: a block that ends at {end} is loaded, {limit} are allowed"
             assert first >= num_local, f"{job.req_id}: a block is loaded that device memory has"
         assert is_lost(job) or num_held <= limit
+
+
+def check_records(records: Sequence[RequestRecord], requests: Sequence[SimRequest]) -> None:
+    """Check that every prompt token of each request that has begun has one origin, or one cause.
+
+    Args:
+        records: of the latest requests.
+        requests: all of the engine's, none of which has a load under way.
+    """
+    begun = [request for request in requests if request.first_begin is not None]
+    assert Counter((record.req_id, record.num_prompt_tokens) for record in records) == Counter(
+        (request.request_id, request.num_prompt_tokens) for request in begun
+    )
+    for record in records:
+        record.check()
+        same = [
+            request
+            for request in begun
+            if (request.request_id, request.num_prompt_tokens) == (record.req_id, record.num_prompt_tokens)
+        ]
+        assert any(_is_record_of(record, request) for request in same), record
+
+
+def _is_record_of(record: RequestRecord, request: SimRequest) -> bool:
+    """Return whether a record has what the engine knows: a load brings all of its tokens, or none."""
+    num_local, num_external = request.first_begin or (0, 0)
+    origins = dict(record.tokens_by_origin)
+    num_device_tokens = origins.pop("device", 0)
+    has_failed = any(run.miss.cause is MissCause.LOAD_FAILED for run in record.missed)
+    return num_device_tokens == num_local and sum(origins.values()) == (0 if has_failed else num_external)
 
 
 def is_lost(job: TransferJob) -> bool:

@@ -69,6 +69,7 @@ class SimRequest:
         was_refused: whether the manager had no room in the last step that computed for it.
         epoch: the number of resets when it first began, or first began again after a reset; None before.
         is_whole: whether it then began with its first token.
+        first_begin: tokens on the device and tokens to load when it first began; None before.
     """
 
     request_id: str
@@ -93,6 +94,7 @@ class SimRequest:
     was_refused: bool = False
     epoch: int | None = None
     is_whole: bool = False
+    first_begin: tuple[int, int] | None = None
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

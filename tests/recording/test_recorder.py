@@ -5,17 +5,26 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.connector.fakes import HASH_TOKENS, FakeNewRequest, FakeRequest, FakeSpec, FakeStep, make_config
+from tests.connector.fakes import (
+    HASH_TOKENS,
+    FakeBlocks,
+    FakeNewRequest,
+    FakeRequest,
+    FakeSpec,
+    FakeStep,
+    make_config,
+)
 
 from kvtier.connector.common import ConnectorRole, StopReason
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.misses import MissCause
 from kvtier.recording.recorder import TraceRecorder, open_recorder
 from kvtier.recording.trace_file import TraceFile
 from kvtier.recording.trace_line import TraceEnd
 from kvtier.recording.trace_salt import TraceSalt
-from kvtier.sim.formats.kvtier import read_end
+from kvtier.sim.formats.kvtier import read_end, read_records
 from kvtier.sim.formats.registry import read_trace
 from kvtier.testing.clock import ManualClock
 
@@ -68,6 +77,23 @@ def test_a_request_s_arrival_lengths_shared_blocks_and_end_are_recorded(
     assert first.hash_ids[0] == second.hash_ids[0]
     assert first.hash_ids[1] != second.hash_ids[1]
     assert first.stop is StopReason.END_TURN
+
+
+def test_where_the_prompt_of_a_request_that_was_computed_came_from_is_recorded(
+    path: Path, clock: ManualClock
+) -> None:
+    half = make_half(make_recorder(path, clock))
+    computed = FakeRequest("a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    half.get_num_new_matched_tokens(computed, 4)
+    half.update_state_after_alloc(computed, FakeBlocks(([0, 1, 2],)), 0)
+    half.request_finished(computed)
+    serve(half, FakeRequest("aborted", [1, 2, 3, 4]))
+    half.shutdown()
+
+    (found,) = read_records(path)
+    assert found.tokens_by_origin == {"device": 4}
+    assert found.missed_by_cause() == {(MissCause.NEVER_SEEN, ""): 4, (MissCause.PARTIAL_BLOCK, ""): 1}
+    assert len(read_trace(path).requests) == 2
 
 
 def test_neither_tokens_nor_names_of_requests_or_blocks_are_in_the_file(

@@ -16,7 +16,7 @@ class Place:
 
     def read(self) -> Reading:
         self.num_reads += 1
-        return Reading({"CPU": self.held}, {"CPU": 2 * self.held})
+        return Reading({"host": self.held}, {"host": 2 * self.held})
 
 
 def test_a_sample_shows_what_held_before_the_next_event() -> None:
@@ -30,8 +30,8 @@ def test_a_sample_shows_what_held_before_the_next_event() -> None:
     history = recorder.finish(12.5)
 
     assert history.at_s == (10.0, 11.0, 12.0, 12.5)
-    assert history.held_blocks == {"CPU": (0, 0, 7, 9)}
-    assert history.written_blocks == {"CPU": (0, 0, 14, 18)}
+    assert history.held_blocks == {"host": (0, 0, 7, 9)}
+    assert history.written_blocks == {"host": (0, 0, 14, 18)}
 
 
 def test_nothing_is_read_where_no_sample_is_due() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtier.sim.host_replay import ClientHints, Clients, HostCache, blocks_of_share, replay_host
+from kvtier.sim.clients import ClientHints, Clients
+from kvtier.sim.host_replay import HostCache, blocks_of_share, replay_host
 from kvtier.sim.trace import StopReason, Trace, TraceRequest
 
 TOOL, END = StopReason.TOOL_USE, StopReason.END_TURN

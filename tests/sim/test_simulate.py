@@ -121,7 +121,7 @@ def test_what_the_device_gave_away_is_loaded_from_the_host() -> None:
 
     done = serve(trace, ENGINE, host)
 
-    assert sources_of(done)["2"] == {"CPU": 20}
+    assert sources_of(done)["2"] == {"host": 20}
     assert done[2].first_token_s == pytest.approx(20 + (0.5 + 2.0) + 1.0)
 
 
@@ -134,7 +134,7 @@ def test_what_the_host_has_evicted_is_promoted_from_a_tier() -> None:
     assert found.total.hit_tokens == {DEVICE: 0, "disk": 20}
     assert found.num_saved_tokens == 20
     assert found.hit_ratio("disk") == 20 / 90
-    assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("CPU", 2), ("disk", 2)]
+    assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("host", 2), ("disk", 2)]
 
 
 def test_a_promotion_takes_the_time_of_its_link() -> None:
@@ -208,7 +208,7 @@ def test_a_loaded_prefix_is_shared_before_the_rest_of_the_prompt_is_computed() -
 
     done = serve(trace, engine, HostModel(100, speed=FAST))
 
-    assert sources_of(done)["3"] == {"CPU": 20}
+    assert sources_of(done)["3"] == {"host": 20}
     assert sources_of(done)["4"] == {DEVICE: 20}
 
 
@@ -336,7 +336,7 @@ def test_equal_input_gives_an_equal_result() -> None:
     first, second = (simulate(trace, ENGINE, host) for _ in range(2))
 
     assert first == second
-    assert first.hit_ratio("CPU") > 0
+    assert first.hit_ratio("host") > 0
 
 
 def test_a_load_whose_blocks_are_gone_is_computed() -> None:
@@ -364,7 +364,7 @@ def test_a_result_is_json() -> None:
     again = json.loads(json.dumps(found.to_json()))
 
     assert again["total"]["num_prompt_tokens"] == 10
-    assert [tier["name"] for tier in again["tiers"]] == ["CPU", "disk"]
+    assert [tier["name"] for tier in again["tiers"]] == ["host", "disk"]
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
@@ -406,8 +406,8 @@ def test_the_history_shows_how_device_host_and_tier_fill_up() -> None:
     at_19_s, end = history.at_s.index(19.0), -1
     assert history.at_s[0] == 7.0
     assert history.at_s[end] == 7.0 + found.duration_s
-    assert [history.held_blocks[place][at_19_s] for place in (DEVICE, "CPU", "disk")] == [3, 3, 3]
-    assert [history.held_blocks[place][end] for place in (DEVICE, "CPU", "disk")] == [4, 4, 4]
+    assert [history.held_blocks[place][at_19_s] for place in (DEVICE, "host", "disk")] == [3, 3, 3]
+    assert [history.held_blocks[place][end] for place in (DEVICE, "host", "disk")] == [4, 4, 4]
     assert {name: written[end] for name, written in history.written_blocks.items()} == {
         tier.name: tier.num_written_blocks for tier in found.tiers
     }
@@ -485,6 +485,9 @@ def test_each_request_is_served_and_nothing_stays_pinned(data: st.DataObject, tr
     for one in done:
         assert one.num_computed_tokens == one.num_prompt_tokens
         assert one.arrival_s <= one.admitted_s < one.first_token_s
+        record = next(each for each in simulated.records if each.req_id == one.request_id)
+        record.check()
+        assert record.tokens_by_origin.get("device", 0) == one.num_device_tokens
     stats = simulated.stats()
     assert stats["connector.open_jobs"] == stats["connector.requests"] == stats["open_jobs"] == 0
     assert stats["primary.evictable_blocks"] == stats["primary.held_blocks"]

@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, SimulationDiedError, UnknownNameError
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.simulate import simulate
-from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep, plan_cases, resize, run_cases
+from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep, find_knee, plan_cases, resize, run_cases
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import TraceRequest, make_trace
 
@@ -180,6 +180,25 @@ def test_no_process_outlives_a_sweep_that_is_ended(tmp_path: Path, number: signa
         for process in processes:
             assert select.select([process], [], [], 60.0)[0], "it goes on without its parent"
             os.close(process)
+
+
+@pytest.mark.parametrize(
+    ("gains", "knee"),
+    [
+        ((0.0, 0.5, 0.9, 1.0, 1.0), 2),
+        ((0.0, 0.9, 0.95, 1.0), 1),
+        ((0.0, 1 / 3, 2 / 3, 1.0), None),
+        ((0.0, 0.01, 0.1, 1.0), None),
+        ((0.5, 0.5, 0.5), None),
+        ((1.0, 0.5, 0.2), None),
+        ((0.0, 1.0), None),
+        ((), None),
+    ],
+)
+def test_a_knee_brings_nine_tenths_of_the_gain_before_the_end(
+    gains: tuple[float, ...], knee: int | None
+) -> None:
+    assert find_knee(gains) == knee
 
 
 @pytest.mark.parametrize("name", ["host", "device", "CPU"])

@@ -1,5 +1,7 @@
 """The breaker opens, is tried and closes by the manual clock; the back-off keeps its bounds."""
 
+import random
+
 import pytest
 
 from kvtier.testing.clock import ManualClock
@@ -16,7 +18,7 @@ from kvtier.tiering.breaker import (
     LoadBackoff,
 )
 
-OLD, PROBE, OTHER = object(), object(), object()
+OLD, TRIAL, OTHER = object(), object(), object()
 """Owners of work: begun before the breaker opened, the trial, and anybody else."""
 
 
@@ -42,13 +44,13 @@ def test_it_stays_closed_below_the_limit(breaker: CircuitBreaker) -> None:
     for _ in range(FAILURES_TO_OPEN - 1):
         breaker.record_failure(OLD)
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
 def test_consecutive_failures_open_it(breaker: CircuitBreaker) -> None:
     open_by_failures(breaker)
     assert breaker.state is BreakerState.OPEN
-    assert not breaker.begin(PROBE)
+    assert not breaker.begin(TRIAL)
     assert breaker.num_openings == 1
 
 
@@ -66,17 +68,17 @@ def test_after_the_pause_one_trial_and_only_one_gets_through(
     open_by_failures(breaker)
     clock.advance(OPEN_S)
     assert breaker.state is BreakerState.HALF_OPEN
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
     assert not breaker.allows(OTHER)
     assert not breaker.begin(OTHER)
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
 def test_a_good_trial_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
-    breaker.record_success(PROBE)
+    breaker.begin(TRIAL)
+    breaker.record_success(TRIAL)
     assert breaker.state is BreakerState.CLOSED
     assert breaker.begin(OTHER)
 
@@ -84,11 +86,11 @@ def test_a_good_trial_closes_it(breaker: CircuitBreaker, clock: ManualClock) -> 
 def test_a_bad_trial_opens_it_for_another_pause(breaker: CircuitBreaker, clock: ManualClock) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
-    breaker.record_failure(PROBE)
+    breaker.begin(TRIAL)
+    breaker.record_failure(TRIAL)
     assert breaker.state is BreakerState.OPEN
     clock.advance(OPEN_S)
-    assert breaker.begin(PROBE)
+    assert breaker.begin(TRIAL)
 
 
 def test_a_late_success_of_older_work_does_not_close_an_open_breaker(breaker: CircuitBreaker) -> None:
@@ -102,7 +104,7 @@ def test_reports_of_older_work_decide_nothing_while_a_trial_is_out(
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
+    breaker.begin(TRIAL)
     breaker.record_success(OLD)
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.record_failure(OLD)
@@ -114,13 +116,35 @@ def test_a_trial_that_nobody_reports_makes_room_for_the_next(
 ) -> None:
     open_by_failures(breaker)
     clock.advance(OPEN_S)
-    breaker.begin(PROBE)
+    breaker.begin(TRIAL)
     clock.advance(TRIAL_TIMEOUT_S)
     assert breaker.begin(OTHER)
-    breaker.record_success(PROBE)
+    breaker.record_success(TRIAL)
     assert breaker.state is BreakerState.HALF_OPEN
     breaker.record_success(OTHER)
     assert breaker.allows(OLD)
+
+
+def test_a_success_changes_nothing_unless_something_has_failed(
+    breaker: CircuitBreaker, clock: ManualClock
+) -> None:
+    draw = random.Random(5)
+    num_without = 0
+    for _ in range(2000):
+        owner = draw.choice((OLD, TRIAL, OTHER))
+        if not breaker.has_failures:
+            before = dict(vars(breaker))
+            breaker.record_success(owner)
+            assert vars(breaker) == before
+            num_without += 1
+        change = draw.choice(
+            (breaker.begin, breaker.record_success, breaker.record_failure, breaker.end_lookup)
+        )
+        change(owner)
+        if draw.random() < 0.05:
+            breaker.trip()
+        clock.advance(draw.random() * OPEN_S)
+    assert 100 < num_without < 1900
 
 
 def test_an_overloaded_tier_can_be_tripped_at_once(breaker: CircuitBreaker) -> None:

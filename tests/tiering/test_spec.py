@@ -375,6 +375,15 @@ def test_a_cache_that_was_taken_away_comes_back_with_what_was_stored() -> None:
     assert leftovers("asleep") == []
 
 
+@pytest.mark.parametrize(("load_if", "is_timed"), [("always", False), ("faster", True)])
+def test_loads_are_timed_only_where_a_hit_may_be_computed_instead(load_if: str, *, is_timed: bool) -> None:
+    spec = TieringOffloadingSpec(make_config(None, f"timed-{load_if}", load_if=load_if))
+    stats = spec.get_manager().stats()
+    assert ("tier.0.example.load_bytes_per_s" in stats) is is_timed
+    assert ("tier.0.example.load_latency_s" in stats) is is_timed
+    spec.shutdown()
+
+
 def test_settings_of_the_primary_reach_it() -> None:
     config = make_config(None, "settings", eviction_policy="arc", store_threshold=2, lookup_deadline_s=1.5)
     spec = TieringOffloadingSpec(config)
@@ -382,5 +391,5 @@ def test_settings_of_the_primary_reach_it() -> None:
     assert isinstance(manager, TieringOffloadingManager)
     assert manager.primary.manager.counts is not None
     assert type(manager.primary.table.policy).__name__ == "ARCCachePolicy"
-    assert manager._waiting._lookup_deadline_s == 1.5
+    assert manager._waiting.lookup_deadline_s == 1.5
     spec.shutdown()

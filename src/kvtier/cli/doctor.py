@@ -1,7 +1,8 @@
-"""``kvtier doctor``: check what kvtier needs on this machine and print one line for each check.
+"""``kvtier doctor``: check what kvtier needs on this machine, and what an engine's settings name.
 
-It starts no engine and leaves nothing behind. Each check is a function that returns its result. The command ends with
-status 1 when something that is needed does not work; a missing optional part (CUDA, an extra) is not a failure.
+It prints one line for each check, starts no engine and leaves nothing behind. Each check is a function that returns its
+result. The command ends with status 1 when something that is needed does not work; a missing optional part (CUDA, an
+extra) is not a failure.
 """
 
 import contextlib
@@ -16,8 +17,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.compiled import REMEDY
 from kvtier.errors import ConfigError
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
@@ -56,6 +56,7 @@ EXTRAS = {
     "xxhash": ("fs", "checksums of tiers on disk"),
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
+    "plotly": ("plot", "pages of simulate and plan"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 
@@ -69,30 +70,7 @@ COMPILED_MODULES = {
 """Optional compiled modules: subject -> path in the package without the suffix, and what it improves."""
 
 
-class CheckResult(Enum):
-    """Result of a check."""
-
-    GOOD = "ok"
-    NOTE = "note"
-    BROKEN = "broken"
-
-
 STYLES = {CheckResult.GOOD: "green", CheckResult.NOTE: "yellow", CheckResult.BROKEN: "bold red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report.
-
-    Attributes:
-        subject: what was checked.
-        result: how the check ended.
-        found: what was found and, if it is not good, what to do.
-    """
-
-    subject: str
-    result: CheckResult
-    found: str
 
 
 def doctor(
@@ -100,6 +78,14 @@ def doctor(
         Path | None,
         typer.Option("--dir", help="A directory for the fs tier; it is probed and left unchanged."),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The engine's settings as JSON: vLLM's --kv-transfer-config, or the extra_config in it. Every tier "
+            "that it names is contacted, as an engine does at its start."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check what kvtier needs on this machine.
 
@@ -107,10 +93,28 @@ def doctor(
     """
     if directory is not None and not directory.is_dir():
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
-    checks = list(run_checks(directory))
-    print_checks(checks)
+    of_engine = [] if config is None else list(check_engine(config))
+    checks = [*run_checks(directory), *of_engine]
+    if as_json:
+        found = [{"subject": one.subject, "result": one.result.value, "found": one.found} for one in checks]
+        typer.echo(json.dumps({"checks": found}, indent=1))
+    else:
+        print_checks(checks)
     if any(check.result is CheckResult.BROKEN for check in checks):
         raise typer.Exit(1)
+
+
+def check_engine(config: Path) -> Iterator[Check]:
+    """Yield the checks of an engine's settings.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        MissingExtraError: the library for checksums, without which there are no tiers, is not installed.
+    """
+    # Imported here: without a library that tiers need the other checks must work.
+    from kvtier.cli.config_checks import check_config, read_config
+
+    yield from check_config(read_config(config), SHARED_MEMORY)
 
 
 def run_checks(directory: Path | None) -> Iterator[Check]:
@@ -201,7 +205,7 @@ def check_shared_memory(mount: Path) -> Check:
     if not mount.is_dir() or not os.access(mount, os.W_OK):
         return Check(subject, CheckResult.BROKEN, "missing or not writable: mount a tmpfs there")
     usage = shutil.disk_usage(mount)
-    found = f"{size(usage.free)} free of {size(usage.total)}"
+    found = f"{size_in_words(usage.free)} free of {size_in_words(usage.total)}"
     if usage.total <= SMALL_SHARED_MEMORY_BYTES:
         return Check(subject, CheckResult.NOTE, f"{found}: small, run the container with --shm-size=8g")
     return Check(subject, CheckResult.GOOD, found)
@@ -227,7 +231,7 @@ def check_leftovers(mount: Path, lock_table: Path) -> Check:
     dead = [file for file in files if (file.st_dev, file.st_ino) not in locked]
     if not dead:
         return Check(subject, CheckResult.GOOD, f"none; {len(files)} in use")
-    found = f"{len(dead)}, {size(sum(file.st_size for file in dead))}"
+    found = f"{len(dead)}, {size_in_words(sum(file.st_size for file in dead))}"
     return Check(
         subject,
         CheckResult.NOTE,
@@ -297,7 +301,11 @@ def check_space(directory: Path) -> Check:
     if not os.access(directory, os.W_OK | os.X_OK):
         return Check(subject, CheckResult.BROKEN, "not writable: choose another or change its owner")
     usage = shutil.disk_usage(directory)
-    return Check(subject, CheckResult.GOOD, f"writable, {size(usage.free)} free of {size(usage.total)}")
+    return Check(
+        subject,
+        CheckResult.GOOD,
+        f"writable, {size_in_words(usage.free)} free of {size_in_words(usage.total)}",
+    )
 
 
 def check_unnamed_files(directory: Path) -> Check:
@@ -332,13 +340,3 @@ def try_direct_write(path: str) -> None:
             os.pwrite(descriptor, page, 0)
     finally:
         os.close(descriptor)
-
-
-def size(num_bytes: int) -> str:
-    """Return a size in binary units, for messages. Pure."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

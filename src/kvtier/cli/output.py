@@ -1,13 +1,18 @@
-"""What several commands print and write: tables of numbers, a console wide enough for them, result files."""
+"""What several commands print and write: tables of numbers, a console wide enough for them, checks, result files."""
 
 import importlib.util
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvtier.cli.page.figures import require_plotly
 from kvtier.errors import ConfigError, MissingExtraError
 
 PLAIN_COLUMNS = 200
@@ -18,10 +23,48 @@ handful of tiers."""
 PLOT_MODULE = "matplotlib"
 
 
+class CheckResult(Enum):
+    """Result of a check."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's report.
+
+    Attributes:
+        subject: what was checked.
+        result: how the check ended.
+        found: what was found and, if it is not good, what to do.
+    """
+
+    subject: str
+    result: CheckResult
+    found: str
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Return a size in binary units, for people. Pure."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
 def make_console() -> Console:
     """Return a console for tables: as wide as the terminal, or ``PLAIN_COLUMNS`` where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print a sentence: on a terminal broken between words, elsewhere as one line, for programs that search it."""
+    console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
 
 def make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
@@ -32,6 +75,20 @@ def make_table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Tabl
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
+
+
+def command_line(context: typer.Context, command: str) -> tuple[str, ...]:
+    """Return the given words as a user would type them again."""
+    words = ["kvtier", command]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        source = context.get_parameter_source(parameter.name or "")
+        if source is None or source.name != "COMMANDLINE" or value is None:
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            is_option = parameter.opts[0].startswith("-")
+            words += [parameter.opts[0], str(one)] if is_option else [str(one)]
+    return tuple(words)
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -57,6 +114,50 @@ def write_result(option: str, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The files that a command writes.
+
+    Attributes:
+        json_file: for the numbers; None: not written.
+        html_file: for the page; None: not written.
+    """
+
+    json_file: Path | None
+    html_file: Path | None
+
+    def check_writable(self) -> None:
+        """Check each file before there are results, so that a wrong path costs none.
+
+        Raises:
+            ConfigError: one cannot be written. Its content is kept until ``write``.
+            MissingExtraError: plotly, for the plots of the page, is not installed.
+        """
+        if self.html_file is not None:
+            require_plotly()
+        for option, path in (("--json", self.json_file), ("--html", self.html_file)):
+            if path is not None:
+                check_writable(option, path)
+
+    def write(self, to_json: Callable[[], object], make_page: Callable[[], str]) -> None:
+        """Write each file.
+
+        Raises:
+            ConfigError: one cannot be written.
+        """
+        if self.json_file is not None:
+            write_result("--json", self.json_file, json.dumps(to_json(), indent=1) + "\n")
+        if self.html_file is not None:
+            write_result("--html", self.html_file, make_page())
+
+
+def format_change(before_s: float, after_s: float) -> str:
+    """Return two times with one unit, such as "2.37 -> 1.51 s"; times below a second are in milliseconds. Pure."""
+    if max(before_s, after_s) < 1:
+        return f"{before_s * 1e3:.0f} -> {after_s * 1e3:.0f} ms"
+    return f"{before_s:.2f} -> {after_s:.2f} s"
 
 
 def require_plot() -> None:

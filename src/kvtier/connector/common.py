@@ -6,6 +6,7 @@ OffloadingWorkerMetadata, and the engine sums these. The values cross process bo
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -31,6 +32,20 @@ class StopReason(Enum):
     UNKNOWN = 0
     TOOL_USE = 1
     END_TURN = 2
+
+
+class TransferSample(NamedTuple):
+    """A copy between device and host memory that has ended well.
+
+    Attributes:
+        is_load: whether it went to the device.
+        num_bytes: bytes moved.
+        time_s: seconds of the copy itself.
+    """
+
+    is_load: bool
+    num_bytes: int
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +107,7 @@ class OffloadingWorkerMetadata:
         load_bytes: bytes of loads that ended, all workers together.
         load_time_s: seconds that copying them took; workers copy at the same time, so it is the longest of them.
         measured_step: number of the step that this reports; None when its time is not measured.
+        transfers: the copies that ended well, each of a job in ``completed_jobs``.
     """
 
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
@@ -101,6 +117,8 @@ class OffloadingWorkerMetadata:
     load_bytes: int = 0
     load_time_s: float = 0.0
     measured_step: int | None = None
+    # Left out of comparisons: two reports of the same jobs are equal however long these took.
+    transfers: tuple[TransferSample, ...] = field(default=(), compare=False)
 
     def mark_completed(self, job_id: TransferJobId, success: bool = True) -> None:
         """Count that one worker has ended ``job_id``."""
@@ -121,6 +139,7 @@ class OffloadingWorkerMetadata:
             self.load_bytes + other.load_bytes,
             max(self.load_time_s, other.load_time_s),
             other.measured_step if self.measured_step is None else self.measured_step,
+            self.transfers + other.transfers,
         )
 
     def is_empty(self) -> bool:

@@ -255,7 +255,8 @@ class LoadOrCompute:
 
     def stats(self) -> dict[str, float]:
         """Return the measured rates by dotted name; 0 means not measured yet."""
-        prefill, bandwidth = self._prefill_estimator.rate(), self._bandwidth_estimator.rate()
+        prefill = self._prefill_estimator.present_rate()
+        bandwidth = self._bandwidth_estimator.present_rate()
         return {
             "connector.prefill_tokens_per_s": 0.0 if prefill is None else 1 / prefill.token_s,
             "connector.load_bytes_per_s": 0.0 if bandwidth is None else bandwidth.bytes_per_s,

@@ -1,73 +1,73 @@
-"""The connector's measurements: the transfers of a worker, and the counts of the scheduler half.
+"""The connector's measurements: what was decided, what was copied, and how long searches took.
 
-Stats of several workers and steps can be summed and serialised, so they are plain lists of operations.
+Workers report their copies with the jobs that these belong to, so the scheduler half has all numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypedDict
 
-from kvtier.base import OffloadKey, TransferType
-from kvtier.connector.groups import GroupLayout
-from kvtier.cpu.common import CPULoadStoreSpec
-
-MAX_RECORDED_OPERATIONS = 4096
-"""Operations kept for each direction until the stats are drained. Beyond it the last one absorbs the rest:
-totals stay right. More gives an exporter that reads rarely a finer histogram, at about 200 bytes each."""
+from kvtier.connector.common import TransferSample
+from kvtier.connector.request_state import SearchState
+from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramSnapshot
 
 
-class OperationStats(TypedDict):
-    """One transfer: its bytes, and the seconds that the copy itself took."""
+class TransferMeter:
+    """Size and duration of the copies between device and host memory, all workers together."""
 
-    op_size: int
-    op_time: float
+    def __init__(self) -> None:
+        self._sizes = {True: Histogram(SIZE_BOUNDS_BYTES), False: Histogram(SIZE_BOUNDS_BYTES)}
+        self._times = {True: Histogram(LATENCY_BOUNDS_S), False: Histogram(LATENCY_BOUNDS_S)}
+
+    def add(self, transfers: Iterable[TransferSample]) -> None:
+        """Count copies that have ended."""
+        for is_load, num_bytes, time_s in transfers:
+            self._sizes[is_load].observe(num_bytes)
+            self._times[is_load].observe(time_s)
+
+    def stats(self) -> dict[str, float]:
+        """Return the bytes and seconds of all loads and all stores, by dotted name."""
+        return {
+            "connector.load_bytes": self._sizes[True].snapshot().sum,
+            "connector.load_time_s": self._times[True].snapshot().sum,
+            "connector.store_bytes": self._sizes[False].snapshot().sum,
+            "connector.store_time_s": self._times[False].snapshot().sum,
+        }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the sizes in bytes and the durations in seconds, by dotted name."""
+        return {
+            "connector.load_size_bytes": self._sizes[True].snapshot(),
+            "connector.load_duration_s": self._times[True].snapshot(),
+            "connector.store_size_bytes": self._sizes[False].snapshot(),
+            "connector.store_duration_s": self._times[False].snapshot(),
+        }
 
 
-@dataclass(slots=True)
-class OffloadingConnectorStats:
-    """Transfers since the last reset.
+class SearchMeter:
+    """How long searches take, and how long requests wait for one that is final."""
 
-    Attributes:
-        data: for each "SRC_to_DST" the operations, oldest first.
-    """
+    def __init__(self) -> None:
+        self._search = Histogram(LATENCY_BOUNDS_S)
+        self._wait = Histogram(LATENCY_BOUNDS_S)
 
-    data: dict[str, list[OperationStats]] = field(default_factory=dict)
+    def on_search(self, search: SearchState, began_s: float, ended_s: float, *, is_final: bool) -> None:
+        """Count a search; the request waits from the first that is not final until one is."""
+        self._search.observe(ended_s - began_s)
+        if not is_final:
+            if search.waits_since_s is None:
+                search.waits_since_s = began_s
+        elif search.waits_since_s is not None:
+            self.on_wait_ended(search, ended_s)
 
-    def record_transfer(self, num_bytes: int, time_s: float, transfer_type: TransferType) -> None:
-        """Add one transfer."""
-        source, destination = transfer_type
-        self._append(f"{source}_to_{destination}", OperationStats(op_size=num_bytes, op_time=time_s))
+    def on_wait_ended(self, search: SearchState, ended_s: float) -> None:
+        """Count the wait of a request that waits no longer, because its search is final or it has ended."""
+        if search.waits_since_s is not None:
+            self._wait.observe(ended_s - search.waits_since_s)
+            search.waits_since_s = None
 
-    def aggregate(self, other: "OffloadingConnectorStats") -> "OffloadingConnectorStats":
-        """Add the transfers of ``other`` to this one and return it; ``other`` is not changed."""
-        for direction, operations in other.data.items():
-            for operation in operations:
-                self._append(direction, operation)
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """Return "<direction>_total_bytes" and "<direction>_total_time", in seconds, for each direction."""
-        totals: dict[str, int | float] = {}
-        for direction, operations in self.data.items():
-            totals[f"{direction}_total_bytes"] = sum(operation["op_size"] for operation in operations)
-            totals[f"{direction}_total_time"] = sum(operation["op_time"] for operation in operations)
-        return totals
-
-    def reset(self) -> None:
-        """Forget every transfer."""
-        self.data = {}
-
-    def is_empty(self) -> bool:
-        """Return whether there was no transfer."""
-        return not self.data
-
-    def _append(self, direction: str, operation: OperationStats) -> None:
-        operations = self.data.setdefault(direction, [])
-        if len(operations) < MAX_RECORDED_OPERATIONS:
-            operations.append(OperationStats(op_size=operation["op_size"], op_time=operation["op_time"]))
-            return
-        operations[-1]["op_size"] += operation["op_size"]
-        operations[-1]["op_time"] += operation["op_time"]
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the seconds of searches and of waits, by dotted name."""
+        return {"connector.search_s": self._search.snapshot(), "connector.wait_s": self._wait.snapshot()}
 
 
 @dataclass(slots=True)
@@ -98,11 +98,6 @@ class SchedulerCounters:
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     not_loaded_tokens: dict[str, int] = field(default_factory=dict)
 
-    def count_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
-        """Add the tokens of a load."""
-        for tier, num_tokens in tokens_by_tier.items():
-            self.loaded_tokens[tier] = self.loaded_tokens.get(tier, 0) + num_tokens
-
     def count_not_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
         """Add the tokens that a request found and does not load."""
         for tier, num_tokens in tokens_by_tier.items():
@@ -114,39 +109,8 @@ class SchedulerCounters:
         jobs = [item.name for item in fields(self) if item.name not in by_tier]
         counts = {f"connector.{name}": float(getattr(self, name)) for name in jobs}
         for name in by_tier:
-            tokens: Mapping[str, int] = getattr(self, name)
+            tokens: Mapping[str, int] = dict(
+                getattr(self, name)
+            )  # another thread may read while this one counts
             counts |= {f"connector.{name}.{tier}": float(count) for tier, count in tokens.items()}
         return counts
-
-
-def count_tokens_by_tier(
-    layouts: Sequence[GroupLayout],
-    keys: Sequence[Sequence[OffloadKey]],
-    promoted: Mapping[OffloadKey, str],
-    first_token: int,
-    end_token: int,
-) -> dict[str, int]:
-    """Return how many tokens of a load come from each tier, none of them zero. Pure.
-
-    Args:
-        layouts: the KV groups.
-        keys: for each group the keys of the request's full blocks.
-        promoted: blocks that were promoted while the request waited for them, by their tier's type.
-        first_token: leading tokens that device memory has.
-        end_token: one past the last token of the load.
-    """
-    num_tokens = end_token - first_token
-    tokens_by_tier: dict[str, int] = {}
-    if promoted:
-        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
-        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
-        for block in range(span.first_block, span.end_block):
-            tier = promoted.get(keys[layout.idx][block])
-            if tier is not None:
-                begin = max(first_token, block * block_tokens)
-                end = min(end_token, (block + 1) * block_tokens)
-                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
-    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
-    return (
-        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
-    )

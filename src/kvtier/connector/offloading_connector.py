@@ -2,7 +2,7 @@
 
 from kvtier.config import OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.protocols import RequestRecorder
+from kvtier.connector.protocols import RequestRecorder, StepControl
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
@@ -16,6 +16,8 @@ class OffloadingConnector:
         role: which half to build.
         recorder: records the scheduler's requests, such as what ``kvtier.recording.recorder.open_recorder`` returns;
             None records nothing. The connector closes it, also when it cannot be built.
+        control: serves operators of the scheduler half, such as what ``kvtier.observe.control.open_control`` returns;
+            None serves none. The connector closes it as well.
 
     Attributes:
         spec: what the configuration asked for; it is this half's own.
@@ -24,7 +26,11 @@ class OffloadingConnector:
     """
 
     def __init__(
-        self, config: OffloadingConfig, role: ConnectorRole, recorder: RequestRecorder | None = None
+        self,
+        config: OffloadingConfig,
+        role: ConnectorRole,
+        recorder: RequestRecorder | None = None,
+        control: StepControl | None = None,
     ) -> None:
         self.role = role
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
@@ -32,21 +38,26 @@ class OffloadingConnector:
         try:
             self.spec = OffloadingSpecFactory.create_spec(config)
             if role is ConnectorRole.SCHEDULER:
-                self.connector_scheduler = OffloadingConnectorScheduler(self.spec, recorder)
+                self.connector_scheduler = OffloadingConnectorScheduler(self.spec, recorder, control=control)
             else:
                 self.connector_worker = OffloadingConnectorWorker(self.spec)
         except BaseException:
             if recorder is not None:
                 recorder.close()
+            if control is not None:
+                control.close()
             raise
 
     def has_pending_push_work(self) -> bool:
-        """Return whether stores are open, deferred or started; further steps, which may be empty, end them.
+        """Return whether stores are open, or operators' commands; further steps, which may be empty, end them.
 
         An engine that runs out of requests calls this before it rests. If it rested earlier, its last stores
         would be neither found nor handed to the secondary tiers before another request comes.
         """
-        return self.connector_scheduler is not None and self.connector_scheduler.has_open_stores()
+        half = self.connector_scheduler
+        if half is None:
+            return False
+        return half.has_open_stores() or (half.control is not None and half.control.has_commands)
 
     def shutdown(self) -> None:
         """Shut down the half in this process; idempotent."""

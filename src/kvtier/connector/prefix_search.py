@@ -13,6 +13,21 @@ from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 
 
+class FoundPrefix(NamedTuple):
+    """The prefix that device memory and the tiers hold together.
+
+    Attributes:
+        end_token: its length: whole blocks of every group, or what the device holds when nothing can be loaded.
+        first_end_token: how far the full-attention group reaches that was searched first; beyond ``end_token`` another
+            group holds less.
+        short_group: index of the group that ended the prefix.
+    """
+
+    end_token: int
+    first_end_token: int
+    short_group: int
+
+
 class SearchGroups(NamedTuple):
     """The KV groups as a search needs them.
 
@@ -20,20 +35,21 @@ class SearchGroups(NamedTuple):
         full: those that need a whole prefix.
         windows: those that need only its tail.
         common_tokens: the smallest number of tokens that is whole blocks in every group.
+        first: the one that is searched first.
     """
 
     full: tuple[GroupLayout, ...]
     windows: tuple[GroupLayout, ...]
     common_tokens: int
+    first: GroupLayout
 
 
 def split_by_need(layouts: Sequence[GroupLayout]) -> SearchGroups:
     """Return the groups that need a whole prefix, and those that need only its tail. Pure."""
-    return SearchGroups(
-        tuple(layout for layout in layouts if layout.num_tail_tokens is None),
-        tuple(layout for layout in layouts if layout.num_tail_tokens is not None),
-        math.lcm(*(layout.block_tokens for layout in layouts)),
-    )
+    full = tuple(layout for layout in layouts if layout.num_tail_tokens is None)
+    windows = tuple(layout for layout in layouts if layout.num_tail_tokens is not None)
+    common_tokens = math.lcm(*(layout.block_tokens for layout in layouts))
+    return SearchGroups(full, windows, common_tokens, (*full, *windows)[0])
 
 
 def find_loadable_end(
@@ -43,7 +59,7 @@ def find_loadable_end(
     num_local_tokens: int,
     max_end_tokens: int,
     req_context: ReqContext,
-) -> int | None:
+) -> FoundPrefix | None:
     """Return how many tokens of the prefix device memory and the tiers hold together.
 
     Args:
@@ -55,19 +71,21 @@ def find_loadable_end(
         req_context: of the request.
 
     Returns:
-        Whole blocks of every group; ``num_local_tokens`` when nothing can be loaded; None when a block that
-        decides is in flight.
+        None when a block that decides is in flight.
     """
     common_tokens = groups.common_tokens
     end = max_end_tokens // common_tokens * common_tokens
-    is_pending = False
+    first_end, short_group, is_pending = end, groups.first.idx, False
     for layout in groups.full:
         first = num_local_tokens // layout.block_tokens
         leading = keys[layout.idx][first : max(first, end // layout.block_tokens)]
         found = maximal_prefix_lookup(manager, leading, req_context)
         is_pending |= found is None
-        if found is not None:
-            end = min(end, (first + found) * layout.block_tokens) // common_tokens * common_tokens
+        reached = _cut(end, layout, first, found, common_tokens)
+        if reached < end:
+            end, short_group = reached, layout.idx
+        if layout is groups.first:
+            first_end = end
     bound = None
     while groups.windows and end != bound and end > num_local_tokens:
         bound = end
@@ -76,11 +94,14 @@ def find_loadable_end(
             window = keys[layout.idx][first : max(first, end // layout.block_tokens)]
             found = sliding_window_lookup(manager, window, layout.num_tail_blocks or 1, req_context)
             is_pending |= found is None
-            if found is not None:
-                end = min(end, (first + found) * layout.block_tokens) // common_tokens * common_tokens
-    if end <= num_local_tokens:
-        return num_local_tokens
-    return None if is_pending else end
+            reached = _cut(end, layout, first, found, common_tokens)
+            if reached < end:
+                end, short_group = reached, layout.idx
+    if not groups.full:
+        first_end = end
+    if end > num_local_tokens and is_pending:
+        return None
+    return FoundPrefix(max(end, num_local_tokens), max(first_end, num_local_tokens), short_group)
 
 
 def maximal_prefix_lookup(
@@ -118,3 +139,13 @@ def sliding_window_lookup(
         if run_length == num_window_blocks:
             return None if is_pending else position + num_window_blocks
     return None if is_pending else run_length
+
+
+def _cut(
+    end_token: int, layout: GroupLayout, first_block: int, num_found: int | None, common_tokens: int
+) -> int:
+    """Return ``end_token``, or where a group's hits end if that is earlier; None, in flight, cuts nothing. Pure."""
+    if num_found is None:
+        return end_token
+    reached = (first_block + num_found) * layout.block_tokens // common_tokens * common_tokens
+    return min(end_token, reached)

@@ -27,8 +27,10 @@ Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
+from kvtier.connector.groups import GroupLayout
+from kvtier.misses import RequestRecord
 
 
 class Request(Protocol):
@@ -139,6 +141,7 @@ class RequestRecorder(Protocol):
         num_output_tokens: int,
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
+        record: RequestRecord | None = None,
     ) -> None:
         """Record a request that has ended, successfully or not.
 
@@ -148,6 +151,7 @@ class RequestRecorder(Protocol):
             num_output_tokens: length of its answer, as far as it got.
             keys: the names of its full blocks, head first.
             stop: why its answer ended.
+            record: where its prompt came from; None when it was never computed.
         """
 
     def forget(self, req_id: str) -> None:
@@ -158,6 +162,57 @@ class RequestRecorder(Protocol):
 
     def close(self) -> None:
         """Write the queued requests and close the file; idempotent."""
+
+
+class LatestRecords(Protocol):
+    """Records of requests."""
+
+    @property
+    def latest(self) -> Sequence[RequestRecord]:
+        """The latest, oldest first. Thread: any."""
+
+
+class ControlledHalf(Protocol):
+    """The scheduler half of a connector, as its operators see it."""
+
+    @property
+    def manager(self) -> OffloadingManager:
+        """Which blocks are held."""
+
+    @property
+    def layouts(self) -> Sequence[GroupLayout]:
+        """The KV groups."""
+
+    @property
+    def records(self) -> LatestRecords:
+        """Where the prompts of the latest requests came from. Thread: any."""
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges by dotted name."""
+
+    def has_open_stores(self) -> bool:
+        """Return whether a worker still has to report a store."""
+
+
+class StepControl(Protocol):
+    """Serves the operators of a living engine. Its methods are called on the scheduler's thread."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether ``on_step_end`` has something to do; read in each step."""
+
+    @property
+    def has_commands(self) -> bool:
+        """Whether commands wait or are under way, so that the engine should step."""
+
+    def attach(self, half: ControlledHalf) -> None:
+        """Begin to show ``half``, without keeping it alive."""
+
+    def on_step_end(self) -> None:
+        """Do what operators want done; never raises."""
+
+    def close(self) -> None:
+        """Stop serving; idempotent."""
 
 
 @runtime_checkable

@@ -17,11 +17,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.connector.groups import GroupLayout
+from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.hints.envelope import add_envelope
+from kvtier.misses import Miss, MissedRun
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +77,20 @@ class SearchState:
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
         is_layerwise: whether the last answer lets it compute while its load runs.
+        waits_since_s: when the first search began that was not final; None while the request does not wait.
+        found: the prefix that the last search has found; None before its final answer.
+        began_s: the clock's reading at the first search.
+        first_missing: key of the first block that is missing, where one is.
     """
 
     num_local_tokens: int | None = None
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
     is_layerwise: bool = False
+    waits_since_s: float | None = None
+    found: FoundPrefix | None = None
+    began_s: float = 0.0
+    first_missing: OffloadKey | None = None
 
 
 @dataclass(slots=True)
@@ -172,6 +183,42 @@ class StoreState:
         self.next_tokens = 0
 
 
+class BegunRequest(NamedTuple):
+    """What is known of a request since the engine began it, until its load has ended.
+
+    Attributes:
+        began_s: when it began, seconds since 1970.
+        num_device_tokens: tokens that the device had.
+        missed: what is computed, unless the load fails.
+        waited_s: seconds since its first search.
+        first_key: key of the first block that is missing.
+    """
+
+    began_s: float
+    num_device_tokens: int
+    missed: tuple[MissedRun, ...]
+    waited_s: float
+    first_key: OffloadKey | None
+
+
+class EndedRequest(NamedTuple):
+    """What is known of a request since its load has ended, or since it began without one.
+
+    Attributes:
+        req_id: the request.
+        num_prompt_tokens: length of its prompt.
+        begun: what was known when it began.
+        tokens_by_tier: tokens that its load has brought, by medium or type of their tier.
+        failure: why the load has failed, so that its tokens were computed; None: it has not.
+    """
+
+    req_id: str
+    num_prompt_tokens: int
+    begun: BegunRequest
+    tokens_by_tier: Mapping[str, int]
+    failure: Miss | None
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request; compared by identity, because an engine may use a name again.
@@ -187,6 +234,8 @@ class RequestState:
         search: what the last search found.
         load: what its loads brought.
         choice: how much of it is worth loading.
+        begun: where its prompt came from, once the engine has begun it.
+        ended: the same, once its load has ended.
     """
 
     request: Request
@@ -199,6 +248,8 @@ class RequestState:
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
     choice: ChoiceState = field(default_factory=ChoiceState)
+    begun: BegunRequest | None = None
+    ended: EndedRequest | None = None
 
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
@@ -248,7 +299,8 @@ def make_request_state(
         is_prompt_only: whether nothing beyond its prompt is stored.
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
-    params = request.kv_transfer_params
+    # vLLM from 0.32 on; other engines have no such attribute.
+    params = add_envelope(request.kv_transfer_params, getattr(request, "kv_hints", None))
     limits = parse_request_limits(params) if params else NO_LIMITS
     return RequestState(
         request=request,

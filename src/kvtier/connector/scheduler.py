@@ -28,7 +28,7 @@ from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.layerwise import make_layerwise_choice
 from kvtier.connector.load_or_compute import make_load_or_compute
-from kvtier.connector.metrics import SchedulerCounters, count_tokens_by_tier
+from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
@@ -43,6 +43,13 @@ from kvtier.connector.protocols import (
     Request,
     RequestRecorder,
     SchedulerOutput,
+    StepControl,
+)
+from kvtier.connector.request_records import (
+    RequestRecords,
+    add_tokens,
+    count_tokens_by_tier,
+    record_request,
 )
 from kvtier.connector.request_state import (
     RequestState,
@@ -51,6 +58,8 @@ from kvtier.connector.request_state import (
     make_request_state,
 )
 from kvtier.errors import BlockNotReadyError
+from kvtier.histogram import HistogramSnapshot
+from kvtier.log_limit import limit_log_lines
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +74,19 @@ class OffloadingConnectorScheduler:
         spec: builds the manager; its configuration names the KV groups and the number of workers.
         recorder: records the requests; the scheduler half closes it. None records nothing.
         clock: seconds, monotonic; how long steps take is measured with it.
+        control: serves operators of the living engine; the scheduler half closes it. None serves none.
+        wall_clock: seconds since 1970, for records.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
+        layouts: the KV groups.
         counters: what was decided so far.
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
+        control: what serves the operators; None when nothing does.
+        records: where the prompts of the latest requests came from, and counts of all.
+        layouts: the KV groups.
     """
 
     def __init__(
@@ -79,17 +94,24 @@ class OffloadingConnectorScheduler:
         spec: OffloadingSpec,
         recorder: RequestRecorder | None = None,
         clock: Callable[[], float] = time.monotonic,
+        control: StepControl | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.manager = spec.get_manager()
+        limit_log_lines()
         self.recorder = recorder
         self.counters = SchedulerCounters()
+        self._transfers = TransferMeter()
+        self._searches = SearchMeter()
+        self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self.layerwise = make_layerwise_choice(spec)
         self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock)
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
-        self._layouts = make_group_layouts(spec)
-        self._search_groups = split_by_need(self._layouts)
+        self.layouts = make_group_layouts(spec)
+        self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock)
+        self._search_groups = split_by_need(self.layouts)
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
         self._jobs = TransferJobs(spec.config.world_size)
@@ -97,6 +119,9 @@ class OffloadingConnectorScheduler:
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
         self._is_prompt_only = spec.config.settings.offload_prompt_only
+        self.control = control
+        if control is not None:
+            control.attach(self)
 
     def get_num_new_matched_tokens(
         self,
@@ -133,11 +158,13 @@ class OffloadingConnectorScheduler:
                 state.search.blocking_job in self._jobs.by_id or self.manager.is_waiting(state.context)
             ):
                 return WAIT
-            state.grow_keys(self._layouts)
+            state.grow_keys(self.layouts)
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
+        began_s = self._clock()
         end_token = self._find_end(state, num_computed_tokens)
+        self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
         if end_token == num_computed_tokens:
@@ -162,7 +189,9 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests.get(request.request_id)
         if state is None:
+            self.records.on_begun_excluded(request)
             return
+        self.records.on_begun(state, num_external_tokens)
         if num_external_tokens:
             self._begin_load(state, blocks, num_external_tokens)
         if self.load_or_compute is not None:
@@ -191,7 +220,7 @@ class OffloadingConnectorScheduler:
         """
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         if self._jobs.fenced:
-            self._flush(list_written_blocks(self._layouts, self._requests, scheduler_output))
+            self._flush(list_written_blocks(self.layouts, self._requests, scheduler_output))
         follow_allocations(self._requests, scheduler_output)
         store_jobs: dict[TransferJobId, TransferJob] = {}
         if self._handshake is not None:
@@ -219,6 +248,8 @@ class OffloadingConnectorScheduler:
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
         self.manager.end_step()
+        if self.control is not None and self.control.is_wanted:
+            self.control.on_step_end()
         return metadata
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
@@ -236,6 +267,8 @@ class OffloadingConnectorScheduler:
             self.layerwise.count_workers(report.layerwise_workers)
         if not report.completed_jobs:
             return
+        if report.transfers:
+            self._transfers.add(report.transfers)
         for job in self._jobs.count(report):
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
@@ -257,13 +290,19 @@ class OffloadingConnectorScheduler:
             False, the engine may free its device blocks (unfinished stores fence them), and no parameters.
         """
         state = self._requests.pop(request.request_id, None)
-        if state is not None:
+        if state is None:
+            self.records.forget_excluded(request.request_id)
+        else:
+            if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
+                self.records.on_finished(state)
             self.manager.request_finished(state.context)
+            if state.search.waits_since_s is not None:
+                self._searches.on_wait_ended(state.search, self._clock())
         if self.recorder is not None:
             if state is None or not is_traffic:
                 self.recorder.forget(request.request_id)
             else:
-                _record_request(self.recorder, state, stop)
+                record_request(self.recorder, state, stop)
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
@@ -276,6 +315,10 @@ class OffloadingConnectorScheduler:
         What tiers still write does not count: they go on without steps.
         """
         return self._jobs.num_stores > 0
+
+    def is_idle(self) -> bool:
+        """Return whether there is neither a request nor a transfer under way, so that the engine may rest now."""
+        return not self._requests and not self._jobs.by_id
 
     def reset(self) -> None:
         """Forget every block, so that none stored before is found again.
@@ -296,7 +339,10 @@ class OffloadingConnectorScheduler:
         self.manager.reset()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges of the connector and of its manager, by dotted name."""
+        """Return counters and gauges of the connector and of its manager, by dotted name.
+
+        Thread: any. Numbers that change meanwhile may be of slightly different moments.
+        """
         gauges = {
             "connector.open_jobs": float(len(self._jobs.by_id)),
             "connector.fenced_jobs": float(self._jobs.num_fenced_stores),
@@ -304,14 +350,22 @@ class OffloadingConnectorScheduler:
         }
         recorded = {} if self.recorder is None else self.recorder.stats()
         chosen = {} if self.load_or_compute is None else self.load_or_compute.stats()
-        return {**self.manager.stats(), **self.counters.snapshot(), **gauges, **chosen, **recorded}
+        counts = {**self.counters.snapshot(), **self.records.stats(), **self._transfers.stats()}
+        return {**self.manager.stats(), **counts, **gauges, **chosen, **recorded}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the histograms of the connector and of its manager, by dotted name. Thread: any."""
+        own = {**self._transfers.histograms(), **self._searches.histograms()}
+        return {**self.manager.histograms(), **own}
 
     def shutdown(self) -> None:
         """Shut down the manager and the recorder, which records unfinished requests with their output so far."""
+        if self.control is not None:
+            self.control.close()
         self.manager.shutdown()
         if self.recorder is not None:
             for state in self._requests.values():
-                _record_request(self.recorder, state, StopReason.UNKNOWN)
+                record_request(self.recorder, state, StopReason.UNKNOWN)
             self.recorder.close()
 
     # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
@@ -325,9 +379,10 @@ class OffloadingConnectorScheduler:
 
     def _add_request(self, request: Request, key_salt: bytes) -> RequestState:
         state = self._requests[request.request_id] = make_request_state(
-            request, len(self._layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
+            request, len(self.layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
         )
-        state.grow_keys(self._layouts)
+        state.search.began_s = self._clock()
+        state.grow_keys(self.layouts)
         self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
         if self.recorder is not None:
             self.recorder.on_arrival(request.request_id)
@@ -350,14 +405,15 @@ class OffloadingConnectorScheduler:
             if limit is None:
                 return None
             max_end_token = limit
-        end_token = find_loadable_end(
+        found = state.search.found = find_loadable_end(
             self._search_groups, self.manager, state.keys, num_local_tokens, max_end_token, state.context
         )
-        if end_token is None:
+        if found is None:
             return None
+        end_token = found.end_token
         if self._jobs.loading and end_token > num_local_tokens:
             # What is being loaded for another request is waited for and not loaded twice.
-            wanted = iterate_load_keys(self._layouts, state.keys, num_local_tokens, end_token)
+            wanted = iterate_load_keys(self.layouts, state.keys, num_local_tokens, end_token)
             state.search.blocking_job = self._jobs.find_load_of(wanted)
             if state.search.blocking_job is not None:
                 return None
@@ -370,11 +426,11 @@ class OffloadingConnectorScheduler:
         request, is_layerwise = state.request, state.search.is_layerwise
         first_token = state.search.num_local_tokens or 0
         end_token = first_token + num_external_tokens
-        plan = plan_load(self._layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
+        plan = plan_load(self.layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
         state.blocks.is_allocated = True
         promoted = {} if self._promoting is None else self._promoting.promoted_for(state.context)
         state.load.tokens_by_tier = count_tokens_by_tier(
-            self._layouts, state.keys, promoted, first_token, end_token
+            self.layouts, state.keys, promoted, first_token, end_token
         )
         self.counters.load_jobs += 1
         try:
@@ -404,14 +460,14 @@ class OffloadingConnectorScheduler:
         self, state: RequestState, num_scheduled_tokens: int, store_jobs: dict[TransferJobId, TransferJob]
     ) -> None:
         """Add stores to ``store_jobs`` as far as the manager has room."""
-        storable = list_storable_blocks(self._layouts, state, num_scheduled_tokens)
+        storable = list_storable_blocks(self.layouts, state, num_scheduled_tokens)
         if storable and self._jobs.void_keys:
             void_keys = self._jobs.void_keys
             storable = list(takewhile(lambda block: block.key not in void_keys, storable))
             state.stores.next_tokens = 0  # the others are offered when those jobs have ended
         if not storable:
             return
-        offers = offer_blocks(self._layouts, state, storable, self.manager.prepare_store)
+        offers = offer_blocks(self.layouts, state, storable, self.manager.prepare_store)
         self.counters.refused_stores += offers.num_refused
         for plan in offers.plans:
             job_id = self._jobs.open_store(state, plan.keys, plan.device_blocks)
@@ -426,28 +482,18 @@ class OffloadingConnectorScheduler:
             self.layerwise.end(job)
         if job.keys:
             self.manager.complete_load(job.keys, state.context)
+        self.records.on_load_ended(job)
         if job.has_failed:
             logger.warning("request %s: its load failed, it is computed", state.context.req_id)
             state.load.has_failed = True
             self.counters.failed_load_jobs += 1
             return
-        self.counters.count_loaded(state.load.tokens_by_tier)
+        add_tokens(self.counters.loaded_tokens, state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
             self._touch(state, state.request.num_tokens)
 
     def _touch(self, state: RequestState, end_token: int) -> None:
         """Touch the request's blocks, the first most recent, so that its tail is evicted first."""
-        layouts = self._layouts
-        if len(layouts) == 1:
-            keys = state.keys[0][: end_token // layouts[0].block_tokens]
-        else:
-            keys = state.keys_by_position(layouts, end_token)
+        keys = state.keys_by_position(self.layouts, end_token)
         if keys:
             self.manager.touch(keys, state.context)
-
-
-def _record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
-    """Record a request under the blocks of its first KV group; their content is that of the others'."""
-    request = state.request
-    num_output_tokens = request.num_tokens - request.num_prompt_tokens
-    recorder.on_end(request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop)

@@ -25,12 +25,13 @@ from kvtier.connector.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
+    TransferSample,
 )
 from kvtier.connector.handshake import region_identity_of
 from kvtier.connector.layerwise import LayerLoads
-from kvtier.connector.metrics import OffloadingConnectorStats
 from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
+from kvtier.log_limit import limit_log_lines
 from kvtier.worker.worker import OffloadingWorker
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,6 @@ class OffloadingConnectorWorker:
         self._results: list[TransferResult] = []
         self._is_step_invalid = False
         self._report = OffloadingWorkerMetadata()
-        self._stats = OffloadingConnectorStats()
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
         """Build the handlers for the engine's KV cache; once, before the first step."""
@@ -102,6 +102,7 @@ class OffloadingConnectorWorker:
         identity = region_identity_of(self._spec)
         if identity is not None:
             self._report.region_identities = (identity,)
+        limit_log_lines()
 
     def unregister_kv_caches(self) -> None:
         """Drop every reference to the KV cache, whose memory the engine will free; stored blocks stay.
@@ -261,11 +262,6 @@ class OffloadingConnectorWorker:
         report, self._report = self._report, OffloadingWorkerMetadata()
         return None if report.is_empty() else report
 
-    def drain_stats(self) -> OffloadingConnectorStats | None:
-        """Return the transfers since the last call, or None when there were none."""
-        stats, self._stats = self._stats, OffloadingConnectorStats()
-        return None if stats.is_empty() else stats
-
     def shutdown(self) -> None:
         """End the handlers; deferred stores are dropped. Idempotent."""
         self._deferred_stores = {}
@@ -296,7 +292,8 @@ class OffloadingConnectorWorker:
     def _record(self, result: TransferResult) -> None:
         size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type
         if result.success and size is not None and time_s is not None and transfer_type is not None:
-            self._stats.record_transfer(size, time_s, transfer_type)
-            if self._is_timing_wanted and transfer_type.destination == GPULoadStoreSpec.medium():
+            is_load = transfer_type.destination == GPULoadStoreSpec.medium()
+            self._report.transfers += (TransferSample(is_load, size, time_s),)
+            if self._is_timing_wanted and is_load:
                 self._report.load_bytes += size
                 self._report.load_time_s += time_s

@@ -1,1 +1,1 @@
-"""The primary tier: host memory, its books, its region and the copies from and to the device."""
+"""The primary tier: host memory, its block table, its region and the copies from and to the device."""

@@ -239,6 +239,11 @@ class BlockTable:
         self.num_evictable = 0
         self.num_in_flight = 0
 
+    @property
+    def num_held(self) -> int:
+        """Blocks that are held, in flight or ready."""
+        return self.num_blocks - self.slots.num_free - len(self.orphans.by_slot)
+
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
         block = self.get_block(key)

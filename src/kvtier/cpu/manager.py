@@ -10,6 +10,9 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
+from itertools import chain
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -22,15 +25,49 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.pin_leases import PinLeases
+from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.departed import DepartedBlocks
+from kvtier.errors import UnknownNameError
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
 
 
-class CPUOffloadingManager(OffloadingManager):
+class HostDeparture(IntEnum):
+    """Why a block is not in host memory; positions in ``HOST_DEPARTURES``."""
+
+    EVICTED = 0
+    RESET = 1
+    REUSE_FILTER = 2
+    ADMISSION = 3
+    JOB_FAILED = 4
+    PURGED = 5
+
+
+HOST_DEPARTURES = (
+    Miss(MissCause.EVICTED, HOST_ORIGIN),
+    Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
+    not_stored(NotStored.REUSE_FILTER),
+    not_stored(NotStored.ADMISSION),
+    not_stored(NotStored.JOB_FAILED),
+    Miss(MissCause.PURGED, HOST_ORIGIN),
+)
+
+
+DEPARTED_DIVISOR = 2
+"""The manager remembers why blocks left for half as many as it holds: eight bytes for each held block, which may take
+250 in all. More explains misses of blocks that left earlier."""
+
+MIN_DEPARTED = 1024
+"""A smaller manager remembers as many as it holds, 16 KB at most."""
+
+
+class CPUOffloadingManager(OffloadingManager, MissExplainer):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -43,9 +80,11 @@ class CPUOffloadingManager(OffloadingManager):
 
     Attributes:
         table: the blocks, their slots and pins.
+        leases: the blocks that operators and clients have pinned.
+        departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        is_learning: whether note_request has an effect.
+        is_learning: whether note_request has an effect; any request may pin its blocks.
         follows_requests: whether request_finished has an effect.
 
     Raises:
@@ -68,6 +107,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._get_block = self.table.get_block
         self._policy = policy
         self._clock = clock
+        self.leases = PinLeases(self.table, clock)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
         self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
@@ -75,8 +115,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self._is_shut_down = False
-        self.is_learning = self._learner is not None
-        self.follows_requests = self.is_learning or is_filtering
+        self.is_learning = True
+        self.follows_requests = self._learner is not None or is_filtering
+        num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
+        self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -101,9 +143,11 @@ class CPUOffloadingManager(OffloadingManager):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._learner is not None:
-            hints = req_context.kv_transfer_params or {}
-            request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-            self._learner.note_request(request)
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        if self.leases.ends_s:
+            self.leases.expire()
+        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+            self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
@@ -131,8 +175,15 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
+        if len(admitted) < len(keys):
+            self._remember_refused(keys, admitted, HostDeparture.REUSE_FILTER)
         if admission is not None:
-            admitted = admission.admit(admitted, req_context.req_id)
+            offered = admitted
+            admitted = admission.admit(offered, req_context.req_id)
+            if len(admitted) < len(offered):
+                if self.leases.ends_s:
+                    admitted = self.leases.add_leased(admitted, offered)
+                self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -174,6 +225,7 @@ class CPUOffloadingManager(OffloadingManager):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
+            self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -203,18 +255,25 @@ class CPUOffloadingManager(OffloadingManager):
         return PrepareStoreOutput(missing, CPULoadStoreSpec(table.assign(missing)), evicted)
 
     def evict(
-        self, num: int, named: Collection[OffloadKey], protected: Collection[OffloadKey]
+        self,
+        num: int,
+        named: Collection[OffloadKey],
+        protected: Collection[OffloadKey],
+        why: HostDeparture = HostDeparture.EVICTED,
     ) -> list[OffloadKey] | None:
-        """Evict ``num`` blocks outside ``named`` and ``protected``; return which.
+        """Evict ``num`` blocks outside ``named`` and ``protected``; return which, and remember ``why``.
 
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
         """
+        if self.leases.ends_s:
+            self.leases.expire()
         evicted = self.table.evict(num, named, protected)
         if evicted is None:
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
+        self.departed.add(evicted, why)
         if self._events is not None:
             self._events.record(evicted, removed=True)
         return evicted
@@ -228,8 +287,45 @@ class CPUOffloadingManager(OffloadingManager):
         if self._filter is not None:
             self._filter.request_finished(req_context)
 
+    def end_step(self) -> None:
+        if self.leases.ends_s:
+            self.leases.expire()
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` from eviction for ``lease_s`` seconds; see ``PinningManager``."""
+        return self.leases.pin(keys, lease_s)
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return self.leases.unpin(keys)
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use; see ``PurgingManager``."""
+        if tiers is not None:
+            for name in tiers:
+                if name != HOST_ORIGIN:
+                    raise UnknownNameError("tier", name, [HOST_ORIGIN])
+            if not tiers:
+                return PurgedBlocks()
+        num_purged = len(self.purge_blocks())
+        return PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held})
+
+    def purge_blocks(self) -> list[OffloadKey]:
+        """End every lease and evict every block that is not in use; return their keys."""
+        self.leases.unpin(None)
+        num_evictable = self.table.num_evictable
+        return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if self._get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        return self.departed.explain(key)
+
     def reset(self) -> None:
+        self.leases.unpin(None)
         forgotten = self.table.forget_blocks()
+        self.departed.add(forgotten, HostDeparture.RESET)
         if self._events is not None:
             self._events.record(forgotten, removed=True)
         if self._filter is not None:
@@ -244,13 +340,15 @@ class CPUOffloadingManager(OffloadingManager):
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
-        numbers = {
+        numbers: dict[str, float] = {
             "capacity_blocks": table.num_blocks,
-            "held_blocks": table.num_blocks - num_free - num_orphaned,
+            "held_blocks": table.num_held,
             "free_blocks": num_free,
             "evictable_blocks": table.num_evictable,
             "in_flight_blocks": table.num_in_flight,
             "orphaned_blocks": num_orphaned,
+            "leased_blocks": len(self.leases.ends_s),
+            "refused_pins": self.leases.num_refused,
             "tracked_keys": len(self.counts or ()),
             "loaded": self._num_loaded,
             "stored": self._num_stored,
@@ -259,6 +357,12 @@ class CPUOffloadingManager(OffloadingManager):
             "refused": self._num_refused,
             "event_merges": 0 if self._events is None else self._events.num_merges,
         }
+        num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
+        num_writing = min(numbers["in_flight_blocks"], num_pinned)
+        # Shares that vLLM's own dashboards show: of what no eviction could free now.
+        numbers["pinned_ratio"] = num_pinned / table.num_blocks
+        numbers["write_pinned_ratio"] = num_writing / table.num_blocks
+        numbers["read_pinned_ratio"] = (num_pinned - num_writing) / table.num_blocks
         return {f"primary.{name}": float(number) for name, number in numbers.items()}
 
     def is_ready(self, key: OffloadKey) -> bool:
@@ -272,3 +376,10 @@ class CPUOffloadingManager(OffloadingManager):
             InvariantError: a slot is lost or in two places, a counter is wrong, or the policy disagrees.
         """
         self.table.check()
+        self.leases.check()
+
+    def _remember_refused(
+        self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture
+    ) -> None:
+        held = frozenset(admitted)
+        self.departed.add([key for key in keys if key not in held and self._get_block(key) is None], why)

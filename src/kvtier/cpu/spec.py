@@ -7,6 +7,7 @@ overrides the alignment of rows and gives its handlers a region.
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import ClassVar
 
 from kvtier.base import (
@@ -16,14 +17,16 @@ from kvtier.base import (
     OffloadingManager,
     OffloadingSpec,
 )
-from kvtier.config import OffloadingConfig
+from kvtier.config import HostSize, OffloadingConfig
+from kvtier.cpu.auto_size import AutoSize, find_auto_size
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
-from kvtier.errors import ConfigError, RegionError
+from kvtier.errors import ConfigError, RegionError, RegionMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +38,15 @@ class CPUOffloadingSpec(OffloadingSpec):
         config: the engine's configuration; ``cpu_bytes_to_use`` is required.
 
     Raises:
-        ConfigError: ``cpu_bytes_to_use`` is missing or below one block.
+        ConfigError: ``cpu_bytes_to_use`` is missing or below one block, or "auto" leaves less than one.
 
     Attributes:
+        system_root: the folder that holds /proc, /sys and /dev, from which "auto" follows.
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
         row_stride: bytes of one block over all workers.
+        auto_size: the arithmetic of "auto"; None where the size was given.
         num_blocks: slots that fit ``cpu_bytes_to_use``.
         eviction_policy: name of the policy.
         store_threshold: accesses before a key is stored; below 2 it is stored at once.
@@ -50,6 +55,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     row_alignment_bytes: ClassVar[int] = 1
     has_region: ClassVar[bool] = False
+    system_root: ClassVar[Path] = Path("/")
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -62,7 +68,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.row_stride = plan_row_stride(
             self.cpu_page_size_per_worker, config.world_size, self.row_alignment_bytes
         )
-        self.num_blocks = _count_blocks(settings.cpu_bytes_to_use, self.row_stride)
+        self.auto_size = self._find_auto_size() if settings.cpu_bytes_to_use is HostSize.AUTO else None
+        self.num_blocks = _count_blocks(self.auto_size or settings.cpu_bytes_to_use, self.row_stride)
+        if self.auto_size is not None and config.rank is None:  # the scheduler's half speaks for all
+            logger.info('"cpu_bytes_to_use": "auto" is %s', self.auto_size)
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
         self._instance_lock: InstanceLock | None = None
@@ -119,15 +128,20 @@ class CPUOffloadingSpec(OffloadingSpec):
         Raises:
             RegionError: it cannot be created or joined.
         """
-        return SharedOffloadRegion(
-            self._instance_id,
-            self.row_stride * self.num_blocks,
-            self.num_blocks,
-            rank,
-            self.config.world_size,
-            self.cpu_page_size_per_worker,
-            row_alignment_bytes=self.row_alignment_bytes,
-        )
+        try:
+            return SharedOffloadRegion(
+                self._instance_id,
+                self.row_stride * self.num_blocks,
+                self.num_blocks,
+                rank,
+                self.config.world_size,
+                self.cpu_page_size_per_worker,
+                row_alignment_bytes=self.row_alignment_bytes,
+            )
+        except RegionMemoryError as error:
+            if self.auto_size is None:
+                raise
+            raise RegionMemoryError(f'{error}; now it is "auto", {self.auto_size}') from error
 
     def release_rows(self) -> None:
         """Free the rows' memory where the handlers and the manager do not; idempotent."""
@@ -146,6 +160,10 @@ class CPUOffloadingSpec(OffloadingSpec):
     @property
     def _instance_id(self) -> str:
         return self.config.settings.instance_id or self.config.engine_id
+
+    def _find_auto_size(self) -> AutoSize:
+        mount = self.system_root / SHARED_MEMORY_DIRECTORY.relative_to("/") if self.has_region else None
+        return find_auto_size(self.config, mount, self.system_root)
 
     def _lock_instance(self) -> InstanceLock | None:
         """Lock the instance id; None where it is only a name that the engine gave itself."""
@@ -167,13 +185,22 @@ class CPUOffloadingSpec(OffloadingSpec):
         check_page_sizes(self.config.groups, kv_caches)
 
 
-def _count_blocks(cpu_bytes_to_use: int | None, row_stride: int) -> int:
-    if cpu_bytes_to_use is None:
+def _count_blocks(memory: int | HostSize | AutoSize | None, row_stride: int) -> int:
+    if isinstance(memory, AutoSize):
+        if memory.num_bytes < row_stride:
+            remedy = (
+                f"leaves {memory}, less than one block of {row_stride} bytes over all workers: give the container "
+                "more memory, or a size"
+            )
+            raise ConfigError("cpu_bytes_to_use", "auto", remedy)
+        return memory.num_bytes // row_stride
+    if not isinstance(memory, int):
         remedy = (
-            f'is required: host memory over all workers, such as "8GiB"; one block takes {row_stride} bytes'
+            'is required: host memory over all workers, such as "8GiB", or "auto"; one block takes '
+            f"{row_stride} bytes"
         )
-        raise ConfigError("cpu_bytes_to_use", cpu_bytes_to_use, remedy)
-    if cpu_bytes_to_use < row_stride:
+        raise ConfigError("cpu_bytes_to_use", memory, remedy)
+    if memory < row_stride:
         remedy = f"is less than one block over all workers: give at least {row_stride} bytes"
-        raise ConfigError("cpu_bytes_to_use", cpu_bytes_to_use, remedy)
-    return cpu_bytes_to_use // row_stride
+        raise ConfigError("cpu_bytes_to_use", memory, remedy)
+    return memory // row_stride

@@ -21,6 +21,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.prefix_search import maximal_prefix_lookup
 from kvtier.planning.prices import HOST
 from kvtier.planning.tier_mix import Mix, MixOutcome
+from kvtier.sim.clients import Clients
 from kvtier.sim.host_replay import HostCache, prepare_stores, replay_host
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel
@@ -242,9 +243,10 @@ def replay_chain(
         on_request: called after each request, for a progress bar.
     """
     chain = _Chain(trace, host)
-    block_keys = BlockKeys()
+    block_keys, clients = BlockKeys(), Clients(host.client_hints, trace, host.hint_noise)
     for number, request in enumerate(trace.requests):
-        chain.serve(block_keys.of(request.hash_ids), ReqContext(str(number)), request.arrival_s)
+        context = ReqContext(str(number), clients.hints_of(request, number))
+        chain.serve(block_keys.of(request.hash_ids), context, request.arrival_s)
         if on_request is not None:
             on_request()
     named = list(zip([model.name for model in host.tiers], chain.spec.tiers, strict=True))

@@ -79,11 +79,13 @@ class LayerGroup:
         num_layers: number of layers.
         bytes_per_token: bytes of one such layer.
         window_tokens: tokens that it reads at most; None: the whole prompt.
+        num_kv_heads: KV heads, which tensor parallelism divides among workers; 1 for a latent, which each worker has.
     """
 
     num_layers: int
     bytes_per_token: int
     window_tokens: int | None = None
+    num_kv_heads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,24 @@ class ModelShape:
             group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
         )
 
+    def stored_bytes_per_token(self, tensor_parallel_size: int) -> int:
+        """Return the bytes of a token that all workers of an engine store together. Pure.
+
+        Each worker stores what it holds: a latent, or a KV head that several workers hold, is stored by each of them.
+
+        Raises:
+            ConfigError: so many workers cannot divide the KV heads evenly.
+        """
+        total = 0
+        for group in self.layers:
+            smaller, larger = sorted((group.num_kv_heads, tensor_parallel_size))
+            if smaller < 1 or larger % smaller:
+                remedy = f"must divide {group.num_kv_heads} KV heads, or be a multiple of them"
+                raise ConfigError("--tp", tensor_parallel_size, remedy)
+            num_copies = max(1, tensor_parallel_size // group.num_kv_heads)
+            total += group.num_layers * group.bytes_per_token * num_copies
+        return total
+
     def load_bytes(self, num_tokens: int) -> int:
         """Return the bytes to load for a prefix of ``num_tokens``; a window layer loads only its window. Pure."""
         return sum(
@@ -129,8 +149,9 @@ class ModelShape:
 class _ConfigReader:
     """Reads one configuration and collects its assumptions."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:  # Any: JSON
+    def __init__(self, config: Mapping[str, Any], guide: str) -> None:  # Any: JSON
         self._outer = config
+        self._guide = guide
         self._assumed: list[str] = []
         self._config = next(
             (config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config
@@ -141,14 +162,16 @@ class _ConfigReader:
         for field in CHANGING_FIELDS:
             if self._config.get(field):
                 raise ConfigError(
-                    field, self._config[field], f"changes the KV cache in an unsupported way: {GUIDE}"
+                    field, self._config[field], f"changes the KV cache in an unsupported way: {self._guide}"
                 )
         num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         windows = self._windows(num_layers)
         dtype, dtype_bytes = self._dtype(kv_dtype)
-        layer_bytes = self._layer_elements() * dtype_bytes
+        num_kv_heads, head_elements = self._heads()
+        layer_bytes = num_kv_heads * head_elements * dtype_bytes
         groups = tuple(
-            LayerGroup(windows.count(window), layer_bytes, window) for window in dict.fromkeys(windows)
+            LayerGroup(windows.count(window), layer_bytes, window, num_kv_heads)
+            for window in dict.fromkeys(windows)
         )
         if any(group.window_tokens for group in groups):
             self._assumed.append(
@@ -156,14 +179,14 @@ class _ConfigReader:
             )
         return ModelShape(groups, dtype, tuple(self._assumed))
 
-    def _layer_elements(self) -> int:
-        """Return the numbers that a layer stores per token."""
+    def _heads(self) -> tuple[int, int]:
+        """Return the number of KV heads, and the numbers that one stores per token and layer."""
         if self._config.get("kv_lora_rank") is not None:
             self._assumed.append(
                 "latent attention stores one compressed vector per token and layer, not keys and values"
             )
-            return self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
-        return 2 * self._num_kv_heads() * self._head_size()
+            return 1, self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
+        return self._num_kv_heads(), 2 * self._head_size()
 
     def _num_kv_heads(self) -> int:
         if self._config.get("multi_query") is True and not self._config.get("new_decoder_architecture"):
@@ -182,7 +205,7 @@ class _ConfigReader:
             return self._number("head_dim")
         hidden, heads = self._number("hidden_size", "n_embd", "d_model"), self._num_heads()
         if hidden % heads:
-            remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {GUIDE}"
+            remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {self._guide}"
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
 
@@ -199,7 +222,9 @@ class _ConfigReader:
         ):
             if self._config.get(field):
                 raise ConfigError(
-                    field, self._config[field], f"some layers store states, not keys and values: {GUIDE}"
+                    field,
+                    self._config[field],
+                    f"some layers store states, not keys and values: {self._guide}",
                 )
         window = self._config.get("sliding_window")
         if not window or self._config.get("use_sliding_window") is False:
@@ -219,14 +244,14 @@ class _ConfigReader:
     def _windows_of_types(self, kinds: object, num_layers: int) -> list[int | None]:
         if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers:
             raise ConfigError(
-                "layer_types", kinds, f"must name the kind of each of {num_layers} layers: {GUIDE}"
+                "layer_types", kinds, f"must name the kind of each of {num_layers} layers: {self._guide}"
             )
         windows: list[int | None] = []
         for kind in kinds:
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)
-                raise ConfigError("layer_types", kind, f"is not supported, known are {known}: {GUIDE}")
+                raise ConfigError("layer_types", kind, f"is not supported, known are {known}: {self._guide}")
             field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
             windows.append(self._number(field) if reach is Reach.WINDOW else None)
         return windows
@@ -247,9 +272,9 @@ class _ConfigReader:
             (self._config[name] for name in (field, *aliases) if self._config.get(name) is not None), None
         )
         if value is None:
-            raise ConfigError(field, None, f"is missing in the config: {GUIDE}")
+            raise ConfigError(field, None, f"is missing in the config: {self._guide}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field, value, f"must be an integer above zero: {GUIDE}")
+            raise ConfigError(field, value, f"must be an integer above zero: {self._guide}")
         return value
 
 
@@ -263,7 +288,8 @@ def shape_of_dimensions(num_layers: int, num_kv_heads: int, head_size: int, dtyp
         if value < 1:
             raise ConfigError(option, value, "must be at least 1")
     name, size = parse_dtype("--dtype", dtype)
-    return ModelShape((LayerGroup(num_layers, 2 * num_kv_heads * head_size * size),), name)
+    layers = LayerGroup(num_layers, 2 * num_kv_heads * head_size * size, num_kv_heads=num_kv_heads)
+    return ModelShape((layers,), name)
 
 
 def shape_of_bytes(bytes_per_token: int) -> ModelShape:
@@ -271,12 +297,13 @@ def shape_of_bytes(bytes_per_token: int) -> ModelShape:
     return ModelShape((LayerGroup(1, bytes_per_token),), "unknown")
 
 
-def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
+def read_shape(path: Path, kv_dtype: str | None = None, guide: str = GUIDE) -> ModelShape:
     """Return the shape of the model whose ``config.json`` is at ``path``.
 
     Args:
         path: the file.
         kv_dtype: type of keys and values if it differs from the model's, for example "fp8".
+        guide: the remedy, in errors, for a model that cannot be read.
 
     Raises:
         ConfigError: the file cannot be read, or describes no supported KV cache.
@@ -291,16 +318,16 @@ def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
         ) from error
     if not isinstance(found, dict):
         raise ConfigError("--config", str(path), "is not a JSON object: give a model's config.json")
-    return shape_of_config(found, kv_dtype)
+    return shape_of_config(found, kv_dtype, guide)
 
 
-def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
-    """Return the shape that a ``config.json`` describes. Pure.
+def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None, guide: str = GUIDE) -> ModelShape:
+    """Return the shape that a ``config.json`` describes; see ``read_shape``. Pure.
 
     Raises:
         ConfigError: a field is missing or has an unsupported value.
     """
-    return _ConfigReader(config).read(kv_dtype)
+    return _ConfigReader(config, guide).read(kv_dtype)
 
 
 def parse_dtype(option: str, name: str) -> tuple[str, int]:

@@ -151,10 +151,20 @@ def make_plan(request: PlanRequest, begin: Progress | None = None) -> Plan:
 
 def list_break_evens(request: PlanRequest) -> tuple[BreakEven, ...]:
     """Return the break-even length of host memory and of each tier. Pure."""
+    media = [request.host.medium, *(row.medium for row in request.tiers)]
+    return tuple(_break_even(medium, request) for medium in media)
+
+
+def links_of(medium: Medium, request: PlanRequest) -> list[LinkRate]:
+    """Return the links between a medium and the device: its own, and that of host memory. Pure."""
     host = request.host.medium
     device_link = LinkRate(host.read_gb_s * GB, host.latency_ms / 1000)
-    media = [host, *(row.medium for row in request.tiers)]
-    return tuple(_break_even(medium, device_link, request) for medium in media)
+    return [*([] if medium.name == HOST else [medium.read_rate(request.engine.block_bytes)]), device_link]
+
+
+def prefill_rate_of(request: PlanRequest) -> PrefillRate:
+    """Return what computing a token costs on the engine of ``request``. Pure."""
+    return PrefillRate(1 / request.engine.prefill_tokens_per_s)
 
 
 def describe(mix: Mix, block_bytes: int) -> str:
@@ -172,11 +182,9 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} PiB"
 
 
-def _break_even(medium: Medium, device_link: LinkRate, request: PlanRequest) -> BreakEven:
-    rate = PrefillRate(1 / request.engine.prefill_tokens_per_s)
+def _break_even(medium: Medium, request: PlanRequest) -> BreakEven:
+    rate, links = prefill_rate_of(request), links_of(medium, request)
     bytes_per_token = request.shape.bytes_per_token
-    tier_link = [] if medium.name == HOST else [medium.read_rate(request.engine.block_bytes)]
-    links = [*tier_link, device_link]
     return BreakEven(
         medium.name,
         break_even_tokens(bytes_per_token, links, rate),

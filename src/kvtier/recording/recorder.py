@@ -18,6 +18,7 @@ from kvtier.config import OffloadingConfig, parse_bytes
 from kvtier.connector.common import StopReason
 from kvtier.connector.protocols import RequestRecorder
 from kvtier.errors import ConfigError
+from kvtier.misses import RequestRecord
 from kvtier.recording.trace_file import TraceFile, create_trace_file
 from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt, draw_salt, read_salt_file
@@ -55,6 +56,7 @@ class _Ended:
     num_output_tokens: int
     keys: Sequence[bytes]
     stop: StopReason
+    record: RequestRecord | None
 
 
 class TraceRecorder(RequestRecorder):
@@ -117,6 +119,7 @@ class TraceRecorder(RequestRecorder):
         num_output_tokens: int,
         keys: Sequence[bytes],
         stop: StopReason = StopReason.UNKNOWN,
+        record: RequestRecord | None = None,
     ) -> None:
         arrival_s = self._arrivals_s.pop(req_id, None)
         if arrival_s is None:
@@ -130,7 +133,7 @@ class TraceRecorder(RequestRecorder):
             self._num_dropped += 1
             return
         self._num_queued_keys += _weight(of_prompt)
-        self._queue.put(_Ended(arrival_s, num_prompt_tokens, num_output_tokens, of_prompt, stop))
+        self._queue.put(_Ended(arrival_s, num_prompt_tokens, num_output_tokens, of_prompt, stop, record))
 
     def forget(self, req_id: str) -> None:
         self._arrivals_s.pop(req_id, None)
@@ -161,7 +164,7 @@ class TraceRecorder(RequestRecorder):
     def _write(self, ended: _Ended) -> None:
         ids = tuple(map(self._salt.id_of, ended.keys))
         line = TraceLine(
-            ended.arrival_s, ended.num_prompt_tokens, ended.num_output_tokens, ids, ended.stop
+            ended.arrival_s, ended.num_prompt_tokens, ended.num_output_tokens, ids, ended.stop, ended.record
         ).to_line()
         if not self._file.has_room(len(line) + END_ROOM_BYTES):
             self._num_unwritten += 1

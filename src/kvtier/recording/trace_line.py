@@ -6,6 +6,10 @@ Each line is one JSON object:
     {"timestamp": 12.5, "input_length": 70, "output_length": 8, "hash_ids": [5, 7, 9, 11], "stop": 2}
     {"kvtier_trace_end": 1, "requests": 1, "dropped": 0, "is_full": false}
 
+A line of a request may have three fields more, which say where its prompt came from: ``origins``, the tokens that were
+not computed, by "device", "host" or the type of a tier; ``missed``, the others, with a cause for each run of them
+(``kvtier.misses``); and ``waited``, milliseconds from its first search to the final answer.
+
 ``timestamp`` is the arrival of the request, in milliseconds since the start of the recording. ``hash_ids`` has one id
 for each full block of the prompt; a partial last block has none, because engines hash full blocks only. Requests stand
 in the order in which they ended. The last line is missing when a recording did not end in order.
@@ -15,6 +19,7 @@ import json
 from dataclasses import dataclass
 
 from kvtier.connector.common import StopReason
+from kvtier.misses import RequestRecord, run_to_json
 
 TRACE_MARK = "kvtier_trace"
 END_MARK = "kvtier_trace_end"
@@ -47,6 +52,7 @@ class TraceLine:
         num_output_tokens: length of its answer so far.
         hash_ids: one id for each full block of the prompt, head first.
         stop: why its answer ended.
+        record: where its prompt came from; None when that is unknown, as for a request that was never computed.
     """
 
     arrival_s: float
@@ -54,18 +60,22 @@ class TraceLine:
     num_output_tokens: int
     hash_ids: tuple[int, ...]
     stop: StopReason
+    record: RequestRecord | None = None
 
     def to_line(self) -> bytes:
         """Return the line with its end; times to a microsecond."""
-        return _to_line(
-            {
-                "timestamp": round(self.arrival_s * 1000, 3),
-                "input_length": self.num_prompt_tokens,
-                "output_length": self.num_output_tokens,
-                "hash_ids": self.hash_ids,
-                "stop": self.stop.value,
-            }
-        )
+        values: dict[str, object] = {
+            "timestamp": round(self.arrival_s * 1000, 3),
+            "input_length": self.num_prompt_tokens,
+            "output_length": self.num_output_tokens,
+            "hash_ids": self.hash_ids,
+            "stop": self.stop.value,
+        }
+        if self.record is not None:
+            values["origins"] = dict(self.record.tokens_by_origin)
+            values["missed"] = [run_to_json(run) for run in self.record.missed]
+            values["waited"] = round(self.record.waited_s * 1000, 3)
+        return _to_line(values)
 
 
 @dataclass(frozen=True, slots=True)

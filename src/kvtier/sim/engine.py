@@ -20,8 +20,10 @@ from math import inf
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
+from kvtier.misses import RequestRecord
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest
+from kvtier.sim.results import name_places
 from kvtier.sim.spec import SimulatedSpec
 from kvtier.sim.timeline import Timeline
 from kvtier.sim.worker import SimulatedWorker
@@ -68,7 +70,11 @@ class SimulatedEngine:
         self.admitted: list[SimulatedRequest] = []
         self._on_advance = on_advance
         self._model = model
-        self._connector = OffloadingConnectorScheduler(self.spec, clock=self.timeline) if self.spec else None
+        self._connector = (
+            OffloadingConnectorScheduler(self.spec, clock=self.timeline, wall_clock=self.timeline)
+            if self.spec
+            else None
+        )
         self._pool = DeviceBlockPool(model.num_device_blocks)
         self._on_finished = on_finished
         self._waiting: deque[SimulatedRequest] = deque()
@@ -109,6 +115,11 @@ class SimulatedEngine:
     def stats(self) -> dict[str, float]:
         """Return the counters of the connector and the managers; empty without offloading."""
         return {} if self._connector is None else self._connector.stats()
+
+    @property
+    def records(self) -> Sequence[RequestRecord]:
+        """Where the prompts of the latest requests came from; empty without offloading."""
+        return () if self._connector is None else self._connector.records.latest
 
     @property
     def num_held_device_blocks(self) -> int:
@@ -192,7 +203,9 @@ class SimulatedEngine:
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)
             return
-        request.loaded_tokens = self._connector.get_tokens_by_tier(request.request_id, num_loadable)
+        request.loaded_tokens = name_places(
+            self._connector.get_tokens_by_tier(request.request_id, num_loadable)
+        )
         self._loading[request.request_id] = request
 
     def _plan_compute(self) -> StepOutput:

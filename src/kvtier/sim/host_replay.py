@@ -25,52 +25,13 @@ touch of a write in flight is still the first use.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
-from kvtier.sim.trace import BlockKeys, StopReason, Trace, TraceRequest
-
-STOPS = {StopReason.TOOL_USE: "tool_use", StopReason.END_TURN: "end_turn"}
-
-
-class ClientHints(Enum):
-    """What clients know and send as hints with a request."""
-
-    NONE = "none"
-    """Nothing."""
-
-    AS_LAST_TURN = "as_last_turn"
-    """That this turn ends as their last one did. No hint for a first turn, and none about lengths."""
-
-    FORESEEN = "foreseen"
-    """How this turn will end and how long its answer will be: an upper bound for the use of hints."""
-
-
-class Clients:
-    """The clients of a trace. A request continues the latest turn whose whole prompt is its prefix.
-
-    Args:
-        known: what they know.
-    """
-
-    def __init__(self, known: ClientHints) -> None:
-        self._known = known
-        self._stop_after: dict[int, StopReason] = {}
-
-    def hints_of(self, request: TraceRequest) -> dict[str, Any] | None:  # Any: the type of kv_transfer_params
-        """Return the hints of a request, None without any; requests come in the order of their arrival."""
-        if self._known is ClientHints.NONE:
-            return None
-        if self._known is ClientHints.FORESEEN:
-            return _hint_of(request.stop) | {"expected_output_tokens": request.num_output_tokens}
-        before = next((each for each in reversed(request.hash_ids) if each in self._stop_after), None)
-        hints = _hint_of(StopReason.UNKNOWN if before is None else self._stop_after[before])
-        if request.hash_ids:
-            self._stop_after[request.hash_ids[-1]] = request.stop
-        return hints
+from kvtier.sim.clients import EXACT, ClientHints, Clients, HintNoise
+from kvtier.sim.trace import BlockKeys, Trace
 
 
 class TouchOrder(Enum):
@@ -98,6 +59,7 @@ class HostCache:
         max_tracker_size: keys whose accesses the reuse filter counts.
         chunk_blocks: blocks of a prompt that are stored at a time; None: all.
         client_hints: which hints clients send.
+        hint_noise: how wrong they are.
     """
 
     num_blocks: int
@@ -107,6 +69,7 @@ class HostCache:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     chunk_blocks: int | None = None
     client_hints: ClientHints = ClientHints.NONE
+    hint_noise: HintNoise = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +138,11 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
         max_tracker_size=cache.max_tracker_size,
         clock=lambda: now_s,
     )
-    block_keys, clients = BlockKeys(), Clients(cache.client_hints)
+    block_keys, clients = BlockKeys(), Clients(cache.client_hints, trace, cache.hint_noise)
     num_hits = 0
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
-        context = ReqContext(str(number), clients.hints_of(request))
+        context = ReqContext(str(number), clients.hints_of(request, number))
         num_hits += serve(
             manager, block_keys.of(request.hash_ids), context, cache.touch_order, cache.chunk_blocks
         )
@@ -237,7 +200,3 @@ def prepare_stores(
             break
         stored += output.keys_to_store
     return stored
-
-
-def _hint_of(stop: StopReason) -> dict[str, Any]:  # Any: the type of kv_transfer_params
-    return {"expected_stop": STOPS[stop]} if stop in STOPS else {}

@@ -1,17 +1,32 @@
 """The simulated system as values: an engine, the host memory beside it, and the tiers behind that."""
 
+from collections import deque
 from dataclasses import dataclass, field
+from math import ceil, floor, log10
 
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE, LoadIf
 from kvtier.errors import ConfigError
+from kvtier.sim.clients import EXACT, ClientHints, HintNoise
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.tier import TierModel
+from kvtier.sim.trace import Trace, TraceRequest
 
 PCIE_BYTES_PER_S = 25e9
 """Bytes per second between device and pinned host memory over 16 lanes of PCIe 4, without protocol overhead."""
 
 RESERVED_NAMES = ("CPU", "device", "computed", "host")
-"""Other origins of tokens in a result, and the name of host memory in a sweep."""
+"""Other origins of tokens in a result, and the connector's name of host memory."""
+
+
+DEFAULT_PREFILL_TOKENS_PER_S = 20_000.0
+"""Prompt tokens per second where nothing is known: about one large GPU with a model of 8 billion weights."""
+
+BUSY_SHARE = 0.7
+"""Share of the busiest stretch in which an engine of the derived rate computes. With more, requests queue for each
+other and times describe the queue; with less, the hardware is larger than the traffic needs."""
+
+BUSY_STRETCH_S = 300.0
+"""Seconds over which a stretch is averaged. Shorter ones are bursts that a queue absorbs; longer ones hide rushes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +52,7 @@ class EngineModel:
     block_bytes: int
     num_device_blocks: int
     max_running: int = 64
-    prefill_tokens_per_s: float = 20_000.0
+    prefill_tokens_per_s: float = DEFAULT_PREFILL_TOKENS_PER_S
     decode_tokens_per_s: float = 40.0
     max_step_tokens: int = 8192
     is_last_block_computed: bool = True
@@ -61,6 +76,8 @@ class HostModel:
         max_tracker_size: keys whose accesses the reuse filter counts.
         lookup_deadline_s: seconds a request may wait for promotions.
         load_if: whether to load a hit that would be faster to compute.
+        client_hints: which hints clients send with their requests.
+        hint_noise: how wrong they are.
 
     Raises:
         ConfigError: two tiers have the same name or a reserved one, or the threshold is negative.
@@ -76,6 +93,8 @@ class HostModel:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
     load_if: LoadIf = LoadIf.ALWAYS
+    client_hints: ClientHints = ClientHints.NONE
+    hint_noise: HintNoise = EXACT
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]
@@ -85,3 +104,27 @@ class HostModel:
                 raise ConfigError("name", name, remedy)
         if self.store_threshold < 0:
             raise ConfigError("store_threshold", self.store_threshold, "must be an integer from 0")
+
+
+def derive_prefill_rate(trace: Trace) -> float:
+    """Return a rate of computing prompts at which an engine without any cache is not saturated by ``trace``. Pure.
+
+    It computes the prompts of the busiest stretch in ``BUSY_SHARE`` of the time, and is at least
+    ``DEFAULT_PREFILL_TOKENS_PER_S``.
+
+    Returns:
+        Prompt tokens per second, rounded up to two digits.
+    """
+    window: deque[TraceRequest] = deque()
+    num_tokens = most_tokens = 0
+    for request in trace.requests:
+        window.append(request)
+        num_tokens += request.num_prompt_tokens
+        while request.arrival_s - window[0].arrival_s > BUSY_STRETCH_S:
+            num_tokens -= window.popleft().num_prompt_tokens
+        most_tokens = max(most_tokens, num_tokens)
+    needed = most_tokens / BUSY_STRETCH_S / BUSY_SHARE
+    if needed <= DEFAULT_PREFILL_TOKENS_PER_S:
+        return DEFAULT_PREFILL_TOKENS_PER_S
+    step = 10.0 ** (floor(log10(needed)) - 1)
+    return ceil(needed / step) * step

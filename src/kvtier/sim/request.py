@@ -19,7 +19,7 @@ class SimulatedRequest:
         num_prompt_tokens: length of its prompt, at least one.
         num_output_tokens: length of its answer.
         block_hashes: one hash for each full block of the prompt.
-        kv_transfer_params: None: traces have no hints.
+        kv_transfer_params: the hints of a simulated client; traces have none.
         block_ids: its device blocks; empty while it waits.
         num_device_tokens: leading tokens that the device cache had.
         num_computed_tokens: tokens whose KV is in its blocks.

@@ -6,10 +6,12 @@ that ``to_json`` loses nothing.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtier.sim.history import History
 from kvtier.sim.request import SimulatedRequest
+
+V = TypeVar("V")
 
 MAX_PERIODS = 10_000
 """A week of minutes. A timestamp in a wrong unit would make millions of periods, nearly all empty; fewer periods would
@@ -20,6 +22,14 @@ MAX_QUANTILES = 200
 
 DEVICE = "device"
 """The origin of tokens that the device cache held."""
+
+HOST = "host"
+"""The origin of tokens that host memory held, and its name as a place."""
+
+MEDIUM_OF_HOST = "CPU"
+"""What the connector calls host memory, as vLLM does; results say ``HOST``."""
+MISSED = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ class TierTraffic:
     """Traffic of one tier.
 
     Attributes:
-        name: "CPU" for host memory, else the tier's own.
+        name: ``HOST`` for host memory, else the tier's own.
         capacity_blocks: blocks it can hold.
         num_written_blocks: blocks written to it, from any side.
         written_bytes: the same in bytes.
@@ -100,7 +110,7 @@ class Simulation:
         num_rejected: requests that need more device blocks than there are; they are in no period.
         duration_s: from the first arrival until the last transfer ended.
         tiers: host memory, then the secondary tiers in the order of lookups.
-        counters: counters of the production connector and managers, by name.
+        counters: counters of the production connector and managers, by name, with ``HOST`` for its medium.
         first_token_quantiles_s: number i of n is the time within which a share of (i + 1) / n of the served requests
             had their first token; one for each request, at most MAX_QUANTILES.
         history: how full device, host memory and tiers were, and what had been written to them.
@@ -137,6 +147,19 @@ class Simulation:
         """Tokens that were loaded instead of computed, without those of the device cache."""
         return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
 
+    @property
+    def missed_tokens(self) -> dict[str, int]:
+        """Prompt tokens that were computed, by cause and tier, most first; empty without offloading.
+
+        They and the hits sum to the prompts.
+        """
+        found = {
+            counter.removeprefix(MISSED): int(value)
+            for counter, value in self.counters.items()
+            if counter.startswith(MISSED)
+        }
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
     def hit_ratio(self, source: str) -> float:
         """Return the share of prompt tokens from ``source``, from 0 to 1."""
         total = self.total
@@ -144,7 +167,18 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
-        return {**asdict(self), "num_saved_tokens": self.num_saved_tokens}
+        sums = {"num_saved_tokens": self.num_saved_tokens, "missed_tokens": self.missed_tokens}
+        return {**asdict(self), **sums}
+
+
+def name_places(by_medium: Mapping[str, V]) -> dict[str, V]:
+    """Return values by place, from values by medium, or by counters whose names end in one. Pure."""
+
+    def name_place(name: str) -> str:
+        counter, dot, last = name.rpartition(".")
+        return f"{counter}{dot}{HOST}" if last == MEDIUM_OF_HOST else name
+
+    return {name_place(name): value for name, value in by_medium.items()}
 
 
 def spread_of(times_s: Iterable[float]) -> Spread:

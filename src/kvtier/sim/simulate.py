@@ -8,15 +8,18 @@ from functools import cache
 
 from kvtier.errors import ConfigError
 from kvtier.sim.bound import count_bound_tokens
+from kvtier.sim.clients import Clients
 from kvtier.sim.engine import SimulatedEngine
 from kvtier.sim.history import HistoryRecorder, Reading
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest, make_hash, make_request
 from kvtier.sim.results import (
     DEVICE,
+    HOST,
     Simulation,
     TierTraffic,
     choose_period,
+    name_places,
     quantiles_of,
     split_into_periods,
     summarise,
@@ -73,6 +76,10 @@ def simulate(
     requests = [
         make_request(number, one, trace.block_tokens, hash_of) for number, one in enumerate(trace.requests)
     ]
+    if host is not None:
+        clients = Clients(host.client_hints, trace, host.hint_noise)
+        for number, (request, traced) in enumerate(zip(requests, trace.requests, strict=True)):
+            request.kv_transfer_params = clients.hints_of(traced, number)
     num_unique = hash_of.cache_info().currsize
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
@@ -90,7 +97,8 @@ def simulate(
         num_rejected=simulated.num_rejected,
         duration_s=duration_s,
         tiers=_traffic_of(simulated, engine, host, num_unique, duration_s) if host else (),
-        counters=simulated.stats() | ({"primary.capacity_blocks": float(host.num_blocks)} if host else {}),
+        counters=name_places(simulated.stats())
+        | ({"primary.capacity_blocks": float(host.num_blocks)} if host else {}),
         first_token_quantiles_s=quantiles_of(one.first_token_s - one.arrival_s for one in served),
         history=recorder.finish(simulated.timeline()),
         num_bound_tokens=count_bound_tokens(simulated.admitted, engine, host) if finds_bound else None,
@@ -122,7 +130,7 @@ def _read(simulated: SimulatedEngine, host: HostModel | None) -> Reading:
     held, written = {DEVICE: simulated.num_held_device_blocks}, {}
     if host is not None and simulated.spec is not None:
         primary = simulated.spec.get_manager().primary.stats()
-        held["CPU"], written["CPU"] = int(primary["primary.held_blocks"]), int(primary["primary.stored"])
+        held[HOST], written[HOST] = int(primary["primary.held_blocks"]), int(primary["primary.stored"])
         for model, tier in zip(host.tiers, simulated.spec.tiers, strict=True):
             held[model.name] = int(tier.stats()["held_blocks"])
             written[model.name] = tier.num_written_blocks
@@ -161,7 +169,7 @@ def _traffic_of(
 
     return (
         traffic(
-            "CPU",
+            HOST,
             host.num_blocks,
             int(counters["primary.stored"]),
             to_device.read_bytes // engine.block_bytes,

@@ -18,11 +18,14 @@ from multiprocessing.process import BaseProcess
 
 from kvtier.errors import ConfigError, SimulationDiedError, UnknownNameError
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.simulate import simulate
 from kvtier.sim.trace import Trace
 
-HOST = "host"
+KNEE_SHARE = 0.9
+"""Share of what the largest capacity brings. A curve of hits has no sharp bend: with more the knee is where the last
+doubling was wasted, with less it is in the middle of the rise."""
+
 WITHOUT = "without"
 """In place of a policy's name: the same engine without offloading."""
 
@@ -130,6 +133,21 @@ def resize(
         raise UnknownNameError("place to sweep", place, [DEVICE, HOST, *names])
     tiers = (replace(tier, num_blocks=num_blocks) if tier.name == place else tier for tier in host.tiers)
     return engine, replace(host, tiers=tuple(tiers))
+
+
+def find_knee(gains: Sequence[float]) -> int | None:
+    """Return the index of the smallest capacity that brings ``KNEE_SHARE`` of the whole gain. Pure.
+
+    None for a curve that still rises at its end, and for one that does not rise.
+
+    Args:
+        gains: what each capacity brings, by ascending capacity.
+    """
+    if not gains or max(gains) <= gains[0]:
+        return None
+    wanted = gains[0] + KNEE_SHARE * (max(gains) - gains[0])
+    knee = next(number for number, gain in enumerate(gains) if gain >= wanted)
+    return knee if knee < len(gains) - 1 else None
 
 
 def run_cases(

@@ -15,6 +15,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
+from kvtier.misses import Miss, MissExplainer
 from kvtier.sim.link import Link, LinkSpeed
 from kvtier.sim.timeline import Timeline
 from kvtier.tiering.base import JobMetadata, JobResult, RequestAware, SecondaryTierManager, TierSettings
@@ -48,7 +49,7 @@ class TierModel:
             raise ConfigError("name", self.name, 'must consist of letters, digits, "_" and "-"')
 
 
-class SimulatedTier(SecondaryTierManager, RequestAware):
+class SimulatedTier(SecondaryTierManager, RequestAware, MissExplainer):
     """One tier of a simulation. ``make_tier`` builds it with its own tier type.
 
     Args:
@@ -91,6 +92,10 @@ class SimulatedTier(SecondaryTierManager, RequestAware):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         return self._directory.lookup(key, DIRECTORY) is True
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        miss = self._directory.departed.explain(key)
+        return None if miss is None else miss._replace(tier=self.get_tier_type())
 
     def submit_store(self, job: JobMetadata) -> None:
         held = self._directory.table.ready_among(job.keys)

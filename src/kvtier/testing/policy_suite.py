@@ -203,7 +203,7 @@ class PolicySuite:
         used.check({})
         assert replay(used, trace) == replay(self.make_policy(32), trace)
 
-    def test_random_use_keeps_the_books(self) -> None:
+    def test_random_use_keeps_the_invariants(self) -> None:
         """Seeded random calls never make the policy differ from a plain dictionary."""
         draw = random.Random(3).random  # noqa: S311 - a workload, not a secret
         policy = self.make_policy(16)

@@ -17,6 +17,8 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
+from kvtier.observe.family import unread
+from kvtier.observe.tier_metrics import TIER_FAMILIES
 from kvtier.testing.tier_driver import (
     HANG_GUARD_S,
     NUM_ROWS,
@@ -28,6 +30,7 @@ from kvtier.testing.tier_driver import (
     make_rows,
 )
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.factory import TIERS
 
 __all__ = [
     "HANG_GUARD_S",
@@ -289,3 +292,11 @@ class TierSuite(ABC):
     def test_stats_are_numbers(self, driver: TierDriver) -> None:
         driver.store([1])
         assert all(isinstance(value, int | float) for value in driver.tier.stats().values())
+
+    def test_operators_see_each_of_its_numbers(self, driver: TierDriver) -> None:
+        name = driver.tier.get_tier_type()
+        if name not in TIERS.names():
+            pytest.skip("kvtier declares metric families for its own tiers")
+        driver.store([1])
+        numbers = [*driver.tier.stats(), *driver.tier.histograms()]
+        assert unread(TIER_FAMILIES, [f"tier.0.{name}.{number}" for number in numbers]) == []

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.histogram import HistogramSnapshot
 from kvtier.settings import (
     IsDataclass,
     choice,
@@ -283,7 +284,11 @@ class SecondaryTierManager(ABC):
         """
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by name."""
+        """Return counters and gauges by name. Thread: any."""
+        return {}
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms by name. Thread: any."""
         return {}
 
     def shutdown(self, timeout_s: float) -> bool:
@@ -333,6 +338,14 @@ class EvictionReporter(ABC):
         Returns:
             None when there were more than it remembers; all its blocks are withdrawn then.
         """
+
+
+class PurgeableTier(ABC):
+    """Optional contract for tiers that can drop every block while their engine runs, without waiting for a backend."""
+
+    @abstractmethod
+    def purge(self) -> Collection[OffloadKey]:
+        """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
 
 
 class TierFailure(Enum):

@@ -14,10 +14,11 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import MIN_STORE_THRESHOLD
 from kvtier.cpu.policies.base import EvictionPreview
-from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast, ReuseForecaster
+from kvtier.cpu.policies.learning import ReuseForecast, ReuseForecaster, make_arrived
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -159,14 +160,22 @@ class StoreBacklog:
         """Forget blocks that have left the primary; those that were pending are lost to the tier."""
         if not (self.pending or self._refused or self._withheld):
             return
+        lost: dict[TierDeparture, list[OffloadKey]] = {}
         for key in keys:
             if key in self.pending:
                 del self.pending[key]
-                self.tier.num_declined_cascades += 1
+                lost.setdefault(TierDeparture.DECLINED, []).append(key)
             elif key in self._refused:
                 self._refused.remove(key)
-                self.tier.num_refused_by_admission += 1
+                lost.setdefault(TierDeparture.ADMISSION, []).append(key)
+            elif key in self._withheld:
+                lost.setdefault(TierDeparture.REUSE_FILTER, []).append(key)
             self._withheld.discard(key)
+        tier = self.tier
+        tier.num_declined_cascades += len(lost.get(TierDeparture.DECLINED, ()))
+        tier.num_refused_by_admission += len(lost.get(TierDeparture.ADMISSION, ()))
+        for why, lost_keys in lost.items():
+            tier.departed.add(lost_keys, why)
 
     def request_finished(self, req_context: ReqContext) -> None:
         """Forget what the request has used; it stays counted."""
@@ -240,10 +249,7 @@ class CascadePlanner:
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Learn from a request that has arrived, where a tier needs to know how likely blocks are used again."""
         if self._learner is not None:
-            hints = req_context.kv_transfer_params or {}
-            self._learner.note_request(
-                ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
-            )
+            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
 
     def offer(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         """Record blocks that the device has stored and that are ready now."""

@@ -13,16 +13,20 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
+from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
+from kvtier.tiering.departures import down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -77,6 +81,7 @@ class GuardedTier:
         was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
+        departed: the blocks that it lost, refused or failed to deliver.
         announcements: which of its blocks routers know; None unless its settings ask for events.
         load_times: how fast it loads; None unless it is measured.
         max_in_flight_store_bytes: bytes of primary slots that its unfinished stores may hold.
@@ -105,6 +110,7 @@ class GuardedTier:
         self.is_out_of_service = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.was_active = True  # the first poll takes what the tier has counted since its start
+        self.departed = make_departures(self.name, tier.capacity_blocks, clock)
         self.announcements: Announcements | None = None
         if tier.settings.emit_events:
             log = EventLog(self.name, tier=event_name or self.name, locality=tier.locality)
@@ -115,10 +121,16 @@ class GuardedTier:
         self.num_lookups_left_out = 0
         self.num_overdue_requests = 0
         self.num_probe_blocks = 0
+        self.num_lookups = 0
+        self.num_found = 0
+        self.num_failed_promotion_jobs = 0
+        self.num_failed_cascade_jobs = 0
+        self.promotion_latency = Histogram(LATENCY_BOUNDS_S)
         self.num_errors = 0
         self._clock = clock
         self._has_logged_error = False
         # An isinstance of an abstract class is slow, and the answers never change.
+        self._explainer = tier if isinstance(tier, MissExplainer) else None
         self._reachable = tier if isinstance(tier, ReachableTier) else None
         self._aware = tier if isinstance(tier, RequestAware) else None
         self.is_learning = self._aware is not None
@@ -140,6 +152,8 @@ class GuardedTier:
         try:
             answer = self.tier.lookup(key, req_context)
             if answer is not None:
+                self.num_lookups += 1
+                self.num_found += bool(answer)
                 if not answer and self.announcements is not None:
                     self.announcements.on_missed(key)
                 return bool(answer)
@@ -213,6 +227,14 @@ class GuardedTier:
             self.num_overdue_requests += 1
             self.breaker.record_no_response()
 
+    def count_ended(self, job: JobMetadata, result: JobResult, started_s: float) -> None:
+        """Count a reported job that failed in part or whole, and how long a promotion took."""
+        if not job.is_promotion:
+            self.num_failed_cascade_jobs += not result.success
+            return
+        self.num_failed_promotion_jobs += not result.success
+        self.promotion_latency.observe(self._clock() - started_s if result.took_s is None else result.took_s)
+
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
 
@@ -277,14 +299,41 @@ class GuardedTier:
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
+        if self.is_out_of_service:
+            return down(self.name, "out of service")
+        if not self.breaker.is_closed:
+            return down(self.name, "circuit breaker open")
+        own = (
+            None
+            if self._explainer is None
+            else self._call("explain", self._explainer.explain, key, req_context)
+        )
+        known = None if isinstance(own, CallFailure) else own
+        if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
+            return known
+        return self.departed.explain(key) or known
+
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
+        self.departed.clear()
         self.open_lookups.clear()
         if self.announcements is not None:
             self.announcements.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
+
+    def purge(self) -> int | None:
+        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+        tier = self.tier
+        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
+            return None
+        dropped = self._call("purge", lambda: list(tier.purge()))
+        if self.announcements is not None:
+            self.announcements.on_evicted(None if isinstance(dropped, CallFailure) else dropped)
+        return None if isinstance(dropped, CallFailure) else len(dropped)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
@@ -297,15 +346,21 @@ class GuardedTier:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
-        speed = {}
+        known = {}
         if self.load_times is not None:
-            rate = self.load_times.rate
-            speed["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
-            speed["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+            rate = self.load_times.present_rate()
+            known["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
+            known["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+        if self.tier.capacity_blocks is not None:
+            known["capacity_blocks"] = float(self.tier.capacity_blocks)
         return (
-            speed
+            known
             | ({} if isinstance(own, CallFailure) else own)
             | {
+                "lookups": float(self.num_lookups),
+                "found": float(self.num_found),
+                "failed_promotion_jobs": float(self.num_failed_promotion_jobs),
+                "failed_cascade_jobs": float(self.num_failed_cascade_jobs),
                 "declined_cascades": float(self.num_declined_cascades),
                 "refused_by_admission": float(self.num_refused_by_admission),
                 "promoted_blocks": float(self.num_promoted_blocks),
@@ -314,10 +369,19 @@ class GuardedTier:
                 "probe_blocks": float(self.num_probe_blocks),
                 "errors": float(self.num_errors),
                 "breaker_openings": float(self.breaker.num_openings),
+                "breaker_open": float(not self.breaker.is_closed),
                 "in_flight_store_bytes": float(self.in_flight_store_bytes),
+                "max_in_flight_store_bytes": float(self.max_in_flight_store_bytes),
                 "out_of_service": float(self.is_out_of_service),
             }
         )
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return the tier's own histograms and those of its guard."""
+        own = self._call("histograms", lambda: dict(self.tier.histograms()))
+        return ({} if isinstance(own, CallFailure) else own) | {
+            "promotion_s": self.promotion_latency.snapshot()
+        }
 
     def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Look ``key`` up once more; a raise is an answer: the block is absent."""

@@ -59,6 +59,10 @@ class LoadTimes:
         """How fast the tier loads, from loads that have ended; None before the first."""
         return self._meter.rate()
 
+    def present_rate(self) -> LinkRate | None:
+        """Return the same, and change nothing. Thread: any."""
+        return self._meter.present_rate()
+
     def begin(self, num_bytes: int) -> None:
         """Record a load that was submitted."""
         if not self._num_open:

@@ -11,7 +11,9 @@ Source: the division follows vLLM's TieringOffloadingManager as of May 2026 (pul
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -22,9 +24,14 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.errors import UnknownNameError
+from kvtier.histogram import HistogramSnapshot
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
+from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
+from kvtier.tiering.departures import MAX_NO_ROOM, choose_miss
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -44,7 +51,7 @@ EPOCH_BYTES = 16
 NOTHING_FOUND: Mapping[OffloadKey, None] = {}
 
 
-class TieringOffloadingManager(OffloadingManager):
+class TieringOffloadingManager(OffloadingManager, MissExplainer):
     """Finds blocks in the primary tier and behind it, and moves them between.
 
     Args:
@@ -60,6 +67,7 @@ class TieringOffloadingManager(OffloadingManager):
     Attributes:
         primary: host memory.
         locator: finds blocks without promoting them.
+        leases: the blocks that operators have pinned in host memory.
     """
 
     def __init__(
@@ -92,11 +100,13 @@ class TieringOffloadingManager(OffloadingManager):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
         self._make_epoch = make_epoch
+        self.leases = primary_tier.manager.leases
         self._now_s = clock()
         self._step = 0
         self._is_polled = False
         self._caller_ends_steps = False
         self._is_shut_down = False
+        self._no_room: dict[ReqContext, tuple[OffloadKey, str]] = {}
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
         self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
@@ -211,6 +221,24 @@ class TieringOffloadingManager(OffloadingManager):
         waiter: Waiter | None = self._waiting.by_request.get(req_context)
         return {} if waiter is None else waiter.promoted
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        deadline = MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s})
+        promoting = self._transfers.promoting.get(key)
+        if promoting is not None:
+            return Miss(MissCause.LATE, promoting.name, deadline)
+        if self._primary_manager.table.get_block(key) is not None:
+            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+        refused = self._no_room.get(req_context)
+        if refused is not None and refused[0] == key:
+            return Miss(MissCause.NO_ROOM, refused[1])
+        waiter = self._waiting.by_request.get(req_context)
+        unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
+        if waiter is not None and waiter.is_expired and (unanswered is not None or key in waiter.overdue):
+            tier = unanswered.name if unanswered is not None else self._tiers[0].name
+            return Miss(MissCause.LATE, tier, deadline)
+        candidates = [tier.explain(key, req_context) for tier in self._tiers]
+        return choose_miss([*candidates, self._primary_manager.departed.explain(key)])
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._caller_ends_steps:
             self.end_step()
@@ -239,12 +267,16 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             if tier.uses_end_step:
                 tier.end_step()
+        if self.leases.ends_s:
+            self.leases.expire()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
 
     def request_finished(self, req_context: ReqContext) -> None:
         self._waiting.end_wait(req_context)
+        if self._no_room:
+            self._no_room.pop(req_context, None)
         if self._primary_manager.follows_requests:
             self._primary_manager.request_finished(req_context)
         if self._cascades.follows_requests:
@@ -265,6 +297,40 @@ class TieringOffloadingManager(OffloadingManager):
         epoch = self._make_epoch()
         for tier in self._tiers:
             tier.reset(epoch)
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` in host memory for ``lease_s`` seconds; see ``PinningManager``."""
+        return self.leases.pin(keys, lease_s)
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return self.leases.unpin(keys)
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use; see ``PurgingManager``.
+
+        A block that a tier was still to get is lost to it.
+        """
+        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
+        wanted = known if tiers is None else list(tiers)
+        for name in wanted:
+            if name not in known:
+                raise UnknownNameError("tier", name, known)
+        num_purged: dict[str, int] = {}
+        num_in_use: dict[str, int] = {}
+        unable: list[str] = []
+        if HOST_ORIGIN in wanted:
+            keys = self._primary_manager.purge_blocks()
+            self._cascades.on_evicted(keys)
+            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
+        for tier in self._tiers:
+            if tier.name in wanted:
+                num_blocks = tier.purge()
+                if num_blocks is None:
+                    unable.append(tier.name)
+                else:
+                    num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
+        return PurgedBlocks(num_purged, num_in_use, tuple(unable))
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.
@@ -289,13 +355,21 @@ class TieringOffloadingManager(OffloadingManager):
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
+            "promotions_without_room": float(self._transfers.num_without_room),
             "open_jobs": float(len(self._transfers.jobs)),
             "unknown_results": float(self._transfers.jobs.num_unknown_results),
         }
-        for position, tier in enumerate(self._tiers):
-            own = tier.stats() | self._cascades.stats(tier)
+        for position, tier in enumerate(tuple(self._tiers)):
+            own = tier.stats() | self._cascades.stats(tier) | self._transfers.open_jobs_stats(tier)
             stats |= {f"tier.{position}.{tier.name}.{name}": value for name, value in own.items()}
         return stats
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        return {
+            f"tier.{position}.{tier.name}.{name}": snapshot
+            for position, tier in enumerate(tuple(self._tiers))
+            for name, snapshot in tier.histograms().items()
+        }
 
     def shutdown(self) -> None:
         if self._is_shut_down:
@@ -324,7 +398,8 @@ class TieringOffloadingManager(OffloadingManager):
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
         self.primary.check()
-        self.primary.table.check_holds(self._waiting.count_holds())
+        leases = dict.fromkeys(self.leases.ends_s, 1)
+        self.primary.table.check_holds(dict(Counter(leases) + Counter(self._waiting.count_holds())))
         self._transfers.check()
         self._cascades.check()
 
@@ -337,6 +412,8 @@ class TieringOffloadingManager(OffloadingManager):
             if answer:
                 protected = waiting.found_this_step.get(req_context, NOTHING_FOUND)
                 if not self._transfers.prepare_promotion(tier, key, req_context, protected):
+                    if tier.breaker.is_closed and len(self._no_room) < MAX_NO_ROOM:
+                        self._no_room[req_context] = key, tier.name
                     return False
                 waiting.wait_for(key, req_context, self._now_s, self._step, has_slot=True)
                 return None

@@ -17,6 +17,7 @@ from kvtier.errors import InvariantError
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
@@ -136,6 +137,7 @@ class TierTransfers:
         planned: the promotions of the present step, by tier and request, oldest first.
         promoting: keys with a slot reserved for a promotion, submitted or not, and the tier they come from.
         num_failed_promotions: blocks that a tier was to load and did not.
+        num_without_room: blocks that were found in a tier and for which host memory had no slot.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class TierTransfers:
         self.planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
         self.promoting: dict[OffloadKey, GuardedTier] = {}
         self.num_failed_promotions = 0
+        self.num_without_room = 0
 
     def prepare_promotion(
         self, tier: GuardedTier, key: OffloadKey, req_context: ReqContext, protected: Collection[OffloadKey]
@@ -163,12 +166,14 @@ class TierTransfers:
         """
         table, breaker = self._table, tier.breaker
         if not (table.slots.num_free or table.num_evictable):
+            self.num_without_room += 1
             return False
         if not (breaker.is_closed or breaker.allows(req_context)):
             return False
         if not table.slots.num_free:
             evicted = self._manager.evict(1, (), protected)
             if evicted is None:
+                self.num_without_room += 1
                 return False
             self._on_evicted(evicted)
         slot = table.assign_one(key)
@@ -242,6 +247,18 @@ class TierTransfers:
         self.promoting.clear()
         self.jobs.mark_stale()
 
+    def open_jobs_stats(self, tier: GuardedTier) -> dict[str, float]:
+        """Return how many jobs of a tier have not been reported, and their blocks. Thread: any."""
+        jobs = [job.metadata for job in tuple(self.jobs.of_tier[tier].values())]
+        promotions = [len(job.keys) for job in jobs if job.is_promotion]
+        cascades = [len(job.keys) for job in jobs if not job.is_promotion]
+        return {
+            "promotion_jobs": float(len(promotions)),
+            "promoting_blocks": float(sum(promotions)),
+            "cascade_jobs": float(len(cascades)),
+            "cascading_blocks": float(sum(cascades)),
+        }
+
     def check(self) -> None:
         """Raise InvariantError when a key is being promoted without a write in flight."""
         for key in self.promoting:
@@ -278,6 +295,7 @@ class TierTransfers:
         is_declined = submission is Submission.DECLINED
         if is_declined and not is_promotion:
             tier.num_declined_cascades += len(keys)
+            tier.departed.add(keys, TierDeparture.DECLINED)
         self._release(job, (), ended, is_tried=not is_declined)
         return ended
 
@@ -289,6 +307,7 @@ class TierTransfers:
         if not result.success:
             successful = result.successful_keys or ()
             arrived = [key for key in keys if key in successful]
+        tier.count_ended(metadata, result, job.started_s)
         if metadata.is_promotion and tier.load_times is not None:
             is_whole = len(arrived) == len(keys)
             tier.load_times.end(job.num_bytes, job.started_s, is_whole=is_whole, took_s=result.took_s)
@@ -296,6 +315,7 @@ class TierTransfers:
             tier.breaker.record_failure(metadata.req_context)
         elif tier.breaker.has_failures:
             tier.breaker.record_success(metadata.req_context)
+        remember_left_out(job, arrived, result)
         self._release(job, arrived, ended)
 
     def _release(
@@ -335,6 +355,18 @@ class TierTransfers:
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
+
+
+def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobResult) -> None:
+    """Let the tier's memory know which blocks of a reported job did not arrive, and why."""
+    keys = job.metadata.keys
+    if len(arrived) == len(keys) or job.is_stale:
+        return
+    if job.metadata.is_promotion:
+        why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
+    else:
+        why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
+    job.tier.departed.add(left_out(keys, arrived), why)
 
 
 def report_to_routers(

@@ -46,6 +46,7 @@ class Waiter:
         holds: keys it has a hold of.
         awaited: keys that it waits for.
         promoted: keys that a tier has promoted while it waited for them, each with the tier's type.
+        overdue: keys that it still waited for when its deadline passed.
     """
 
     req_context: ReqContext
@@ -57,6 +58,7 @@ class Waiter:
     holds: set[OffloadKey] = field(default_factory=set)
     awaited: set[OffloadKey] = field(default_factory=set)
     promoted: dict[OffloadKey, str] = field(default_factory=dict)
+    overdue: frozenset[OffloadKey] = frozenset()
 
 
 class WaitingRequests:
@@ -67,6 +69,7 @@ class WaitingRequests:
         lookup_deadline_s: seconds from a request's first None to its deadline.
 
     Attributes:
+        lookup_deadline_s: the same.
         by_request: the requests that wait and those that have expired.
         unchanged: the requests that wait for something that has not changed: searching again could not give another
             answer yet.
@@ -78,7 +81,7 @@ class WaitingRequests:
 
     def __init__(self, holder: Holder, lookup_deadline_s: float) -> None:
         self._holder = holder
-        self._lookup_deadline_s = lookup_deadline_s
+        self.lookup_deadline_s = lookup_deadline_s
         self.by_request: dict[ReqContext, Waiter] = {}
         self._expired: OrderedDict[ReqContext, Waiter] = OrderedDict()
         self._stopped: OrderedDict[ReqContext, Waiter] = OrderedDict()
@@ -175,7 +178,8 @@ class WaitingRequests:
             if self.by_request.get(waiter.req_context) is not waiter:
                 continue
             if waiter.awaited:
-                overdue.append(frozenset(waiter.awaited))
+                waiter.overdue = frozenset(waiter.awaited)
+                overdue.append(waiter.overdue)
             is_last = bool(waiter.awaited) or waiter.is_second_wait
             self._stop(waiter)
             if is_last:
@@ -211,7 +215,7 @@ class WaitingRequests:
         return counts
 
     def _begin_wait(self, req_context: ReqContext, now_s: float, step: int) -> Waiter:
-        waiter = Waiter(req_context, now_s + self._lookup_deadline_s, step)
+        waiter = Waiter(req_context, now_s + self.lookup_deadline_s, step)
         earlier = self._stopped.pop(req_context, None) if self._stopped else None
         if earlier is not None and (earlier.is_second_wait or now_s < earlier.deadline_s):
             waiter.deadline_s, waiter.is_second_wait = earlier.deadline_s, earlier.is_second_wait

@@ -1,12 +1,17 @@
 """``kvtier plan`` prints what a trace needs and what to buy, and refuses wrong arguments with one line."""
 
+import html
+import io
 import json
+import re
 from importlib import resources
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvtier.cli.main import main
+from kvtier.cli.plan import command
 
 LLAMA = {
     "hidden_size": 64,
@@ -115,7 +120,11 @@ def test_the_cheapest_mix_is_named_with_its_price_its_wear_and_its_times(
     assert status == 0
     assert "40.0% hits: cheapest is host " in printed.out
     assert next(row for row in rows if row[:1] == ["without"])[2] == "0.0%"
-    assert any(row[:4] == ["host", "+", "disk", "disk"] and row[-1] == "years" for row in rows)
+    assert any(row[:2] == ["+", "disk"] and row[-1] == "years" for row in rows)
+    assert printed.out.startswith("buy host ")
+    assert re.search(
+        r"a month: would compute \d+% fewer prompt tokens; median first token \S+ -> \S+ m?s\n", printed.out
+    )
     assert "tried " in printed.out
     assert "- disk (a disk), 2026: made up." in printed.out
 
@@ -151,6 +160,9 @@ def test_the_plan_is_written_as_json_with_its_assumptions(
 
     written = json.loads(out.read_text())
     assert written["is_reached"] is True
+    assert written["command"].startswith(f"kvtier plan {trace}")
+    assert written["trace"]["num_requests"] == 24
+    assert written["verdict"].startswith("buy host ")
     assert written["bytes_per_token"] == 256
     assert written["shown"][0]["candidate"]["outcome"]["hit_ratio"] >= 0.4
     assert any("2026: made up" in line for line in written["assumptions"])
@@ -177,6 +189,57 @@ def test_a_trace_of_prompts_shorter_than_a_block_is_planned_with(
 
     assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.5") == 1
     assert "no mix reaches it" in capsys.readouterr().out
+
+
+def test_tables_fit_a_terminal_of_eighty_columns_and_no_word_is_broken(
+    trace: Path, config: Path, prices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(width=80, file=io.StringIO(), record=True, force_terminal=True)
+    monkeypatch.setattr(command, "make_console", lambda: console)
+
+    assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4", "--ttft-p90", "4s") == 0
+
+    lines = console.export_text().splitlines()
+    words = " ".join(lines).split()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert "tensor-parallel" in words
+    assert {"GPU", "hours", "saved"} <= set(words)
+
+
+def test_made_up_traffic_needs_neither_a_trace_nor_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--example", "chat", "--requests", "50"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "131,072 bytes a token; 50 requests" in printed
+    assert " of host memory (" in printed.partition("\n")[0]
+
+
+def test_a_page_has_the_verdict_the_plots_and_the_assumptions(
+    trace: Path, config: Path, prices: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+    page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
+
+    files = ["--html", str(page), "--json", str(numbers)]
+    assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4", *files) == 0
+
+    text, written = page.read_text(), json.loads(numbers.read_text())
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    assert set(json.loads(found[1])) == {"mixes", "curve-0", "working-sets", "loading-0"}
+    assert text.index(html.escape(written["verdict"])) < text.index("<h2>")
+    assert all(html.escape(line) in text for line in written["assumptions"])
+    assert f"kvtier plan {trace} --config {config}" in text
+
+
+def test_a_page_that_cannot_be_written_costs_no_replay(
+    trace: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+
+    assert run(trace, config, "--html", "/no/such/place/plan.html") == 2
+    assert "--html=" in capsys.readouterr().err
 
 
 def test_no_line_is_cut_where_there_is_no_terminal(

@@ -17,14 +17,17 @@ def model(
     kv_dtype: str | None = None,
     kv_bytes: str | None = None,
     dtype: str | None = None,
+    name: str | None = None,
 ) -> ModelOptions:
-    return ModelOptions(config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
+    return ModelOptions(name, config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
 
 
 def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> None:
     assert model(layers=32, kv_heads=8, head_size=128).shape().bytes_per_token == 128 * 1024
     assert model(layers=32, kv_heads=8, head_size=128, kv_dtype="fp8").shape().bytes_per_token == 64 * 1024
     assert model(layers=32, kv_heads=8, head_size=128, dtype="float32").shape().bytes_per_token == 256 * 1024
+    assert model(name="Llama-3.1-8B").shape().bytes_per_token == 128 * 1024
+    assert model(name="Llama-3.1-8B", kv_dtype="fp8").shape().bytes_per_token == 64 * 1024
     assert model(kv_bytes="96KiB").shape().bytes_per_token == 96 * 1024
 
 
@@ -32,6 +35,7 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
     ("options", "message"),
     [
         (model(), "describe the model by one of"),
+        (model(kv_bytes="1KiB", name="Llama-3.1-8B"), "describe the model by one of"),
         (model(kv_bytes="1KiB", layers=3), "describe the model by one of"),
         (model(config=Path("config.json"), kv_bytes="1KiB"), "describe the model by one of"),
         (model(layers=3, kv_heads=2), "--head-size=None: is missing"),

@@ -1,5 +1,6 @@
 """``kvtier simulate`` prints what it found, writes it as JSON, and refuses wrong arguments with one line."""
 
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -44,10 +45,56 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     assert status == 0
     assert ["without", "0.0%", "0.0%", "0.0%", "100.0%", "75.0%"] in [row[:6] for row in rows]
     assert ["lru", "0.0%", "0.0%", "25.0%", "75.0%", "75.0%"] in [row[:6] for row in rows]
+    # A prompt of 4 blocks has its last one computed in any case: 512 of 2048 tokens, a quarter of each prompt.
+    assert ["partial_block", "25.0%", "25.0%"] in rows
     assert ["lru", "fs", "2,048"] in [row[:3] for row in rows]
     assert "lru: 1,536 tokens loaded instead of computed (25.0%)" in printed.out
     assert "3 requests in 120 s, 12 blocks of 512 tokens, 8 of them unique" in printed.out
     assert "9/9" in printed.err
+
+
+def test_the_verdict_is_the_first_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(trace) == 0
+    assert capsys.readouterr().out.startswith(
+        "would not help: as many prompt tokens would be computed; at most"
+    )
+    assert run(trace, "--host", "1GiB") == 0
+    assert capsys.readouterr().out.startswith(
+        "would compute 25% fewer prompt tokens; median first token 102 -> 102 ms\n"
+    )
+
+
+def test_made_up_traffic_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--example", "chat", "--requests", "60", "--seed", "3"]) == 0
+    first = capsys.readouterr().out
+    assert main(["simulate", "--example", "chat", "--requests", "60", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["simulate", "--example", "chat", "--requests", "60", "--seed", "4"]) == 0
+    assert capsys.readouterr().out != first
+    assert "60 requests in " in first
+
+
+def test_the_derived_rate_is_said_and_a_given_one_is_not(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trace) == 0
+    assert "prefill: 20,000 tokens a second, derived from the trace" in capsys.readouterr().out
+    assert run(trace, "--prefill", "20000") == 0
+    assert "derived" not in capsys.readouterr().out
+
+
+def test_times_of_a_queue_are_not_shown_at_a_derived_rate(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = trace.read_text().splitlines()
+    trace.write_text("".join(f"{line}\n" for line in lines for _ in range(500)))
+
+    assert run(trace, "--max-running", "1", "--sweep", "host=2MiB,16MiB") == 0
+
+    printed = capsys.readouterr().out
+    assert "so no times are shown" in printed
+    assert "p50" not in printed
+    assert "median first token" not in printed
 
 
 def test_no_number_is_cut_where_there_is_no_terminal(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,9 +169,18 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
 
     written = json.loads(out.read_text())
     assert status == 0
-    assert list(written) == ["without", "lru"]
-    assert written["lru"]["total"]["hit_tokens"] == {"device": 0, "CPU": 1536}
-    assert written["without"]["num_saved_tokens"] == 0
+    assert list(written) == [
+        *("kvtier", "command", "trace", "engine", "is_saturated", "capacities", "verdict", "results"),
+    ]
+    assert written["command"].startswith(f"kvtier simulate {trace} --device 2MiB")
+    assert written["trace"]["name"] == str(trace)
+    assert written["capacities"]["host_blocks"] == 2048
+    assert written["verdict"]["fewer_ratio"] == 0.25
+    results = written["results"]
+    assert list(results) == ["without", "lru"]
+    assert results["lru"]["total"]["hit_tokens"] == {"device": 0, "host": 1536}
+    assert results["without"]["num_saved_tokens"] == 0
+    assert not [name for one in results.values() for name in one["counters"] if "CPU" in name]
 
 
 def test_a_sweep_is_one_table_with_a_row_for_each_size_and_policy(
@@ -151,11 +207,13 @@ def test_processes_write_the_same_json(trace: Path, tmp_path: Path) -> None:
     for jobs, file in zip(("1", "2"), files, strict=True):
         assert run(trace, "--sweep", "host=2MiB,16MiB", "--jobs", jobs, "--json", str(file)) == 0
 
-    assert files[0].read_text() == files[1].read_text()
-    assert [run["size"] for run in json.loads(files[0].read_text())["runs"]] == [None, "2MiB", "16MiB"]
+    one, two = (json.loads(file.read_text()) for file in files)
+    assert one["runs"] == two["runs"]
+    assert [run["size"] for run in one["runs"]] == [None, "2MiB", "16MiB"]
 
 
 def test_the_page_says_what_was_asked(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
     page = tmp_path / "page.html"
 
     assert run(trace, "--tier", "fs:1GiB:3GB/s", "--tier-setting", "fs.fill=true", "--html", str(page)) == 0
@@ -168,6 +226,7 @@ def test_the_page_says_what_was_asked(trace: Path, tmp_path: Path) -> None:
 def test_a_hit_that_computes_sooner_is_computed_where_that_was_asked_for(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
     trace.write_text(trace.read_text() + trace.read_text().splitlines()[1].replace("60000", "180000") + "\n")
     slow = ["--tier", "fs:1GiB:1MB/s,1GB/s", "--html", str(page), "--json", str(numbers)]
@@ -181,7 +240,10 @@ def test_a_hit_that_computes_sooner_is_computed_where_that_was_asked_for(
     assert "lru: 1,536 tokens found in fs and computed, which was faster" in capsys.readouterr().out
     assert "connector.not_loaded_tokens.fs" in page.read_text()
     assert "a hit that would be faster to compute is computed" in page.read_text()
-    assert json.loads(numbers.read_text())["lru"]["counters"]["connector.not_loaded_tokens.fs"] == 1536
+    assert (
+        json.loads(numbers.read_text())["results"]["lru"]["counters"]["connector.not_loaded_tokens.fs"]
+        == 1536
+    )
 
 
 def test_a_tier_writes_less_where_it_takes_only_what_is_likely_to_come_back(tmp_path: Path) -> None:
@@ -197,7 +259,7 @@ def test_a_tier_writes_less_where_it_takes_only_what_is_likely_to_come_back(tmp_
 
     def written_per_unique_block(*setting: str) -> float:
         assert run(trace, "--tier", "fs:1GiB:3GB/s", *setting, "--json", str(numbers)) == 0
-        tiers = json.loads(numbers.read_text())["lru"]["tiers"]
+        tiers = json.loads(numbers.read_text())["results"]["lru"]["tiers"]
         return float(next(tier["writes_per_unique_block"] for tier in tiers if tier["name"] == "fs"))
 
     likely = 'fs.admission={"min_reuse_probability": 0.3, "horizon_s": 60}'
@@ -225,8 +287,6 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--json", "/no/such/place/numbers.json"], "--json="),
         (["--json", "/proc/numbers.json"], "--json="),
         (["--json", "/"], "--json="),
-        (["--html", "/no/such/place/page.html"], "--html="),
-        (["--html", "/"], "--html="),
         (["--sweep", "host"], "--sweep='host': must be PLACE=SIZE"),
         (["--sweep", "hots=1GiB,2GiB"], "unknown place to sweep for --sweep 'hots': did you mean 'host'"),
         (["--tier-setting", "fs.cascade=on_evict"], "unknown tier for --tier-setting 'fs'"),
@@ -240,6 +300,7 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--tier", "host:1GiB:3GB/s"], "--tier='host': each tier"),
         (["--tier", "a b:1GiB:3GB/s"], "--tier='a b': must consist of"),
         (["--requests", "0"], "--requests=0"),
+        (["--example", "chat"], "give either a trace file or --example chat or agents"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
@@ -254,6 +315,32 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert printed.out == ""
 
 
+@pytest.mark.parametrize("place", ["/no/such/place/page.html", "/"])
+def test_a_page_that_cannot_be_written_is_refused_before_the_simulation(
+    trace: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+
+    assert run(trace, "--html", place) == 2
+
+    printed = capsys.readouterr()
+    assert f"--html={place!r}" in printed.err
+    assert printed.out == ""
+
+
+def test_without_the_library_for_plots_the_extra_is_named(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "plotly" else find_spec(name)
+    )
+
+    assert run(trace, "--html", str(tmp_path / "page.html")) == 2
+    assert "pip install 'kvtier[plot]'" in capsys.readouterr().err
+    assert run(trace) == 0
+
+
 def test_a_trace_with_a_bad_line_is_refused_with_its_number(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,3 +348,18 @@ def test_a_trace_with_a_bad_line_is_refused_with_its_number(
 
     assert run(trace) == 2
     assert f"{trace}:4: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "TRACE=None: give either a trace file or --example chat or agents"),
+        (["--example", "chats"], "unknown traffic for --example 'chats': did you mean 'chat'"),
+        (["--example", "chat", "--seed=-1"], "--seed=-1: must be an integer from 0"),
+    ],
+)
+def test_without_a_trace_a_known_example_is_needed(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    assert message in capsys.readouterr().err

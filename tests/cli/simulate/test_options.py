@@ -6,13 +6,15 @@ from kvtier.cli.simulate.options import (
     blocks_of,
     make_engine,
     make_host,
+    parse_hints,
     parse_load_if,
     parse_tier,
     split_names,
-    take_first,
 )
+from kvtier.cli.traces import take_first
 from kvtier.config import LoadIf
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.sim.clients import EXACT, ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import HostModel
 from kvtier.sim.tier import TierModel
@@ -106,3 +108,35 @@ def test_only_the_first_requests_are_taken_on_demand() -> None:
     assert take_first(TRACE, None) is TRACE
     with pytest.raises(ConfigError, match="--requests"):
         take_first(TRACE, 0)
+
+
+@pytest.mark.parametrize(
+    ("noise", "parsed"),
+    [
+        ("", EXACT),
+        ("wrong=0.3, silent=0.5,factor=2", HintNoise(wrong_share=0.3, silent_share=0.5, time_factor=2)),
+        ("hostile,liars=0.5,seed=7", HintNoise(honesty=Honesty.HOSTILE, liar_share=0.5, seed=7)),
+        ("random", HintNoise(honesty=Honesty.RANDOM)),
+    ],
+)
+def test_the_errors_of_hints_are_read(noise: str, parsed: HintNoise) -> None:
+    assert parse_hints("returns", noise) == (ClientHints.RETURNS, parsed)
+
+
+@pytest.mark.parametrize(
+    ("hints", "noise", "named"),
+    [
+        ("soon", "", "--hints"),
+        ("as_last_turn", "", "--hints"),
+        ("returns", "wrong", "--hint-noise"),
+        ("returns", "wrong=x", "--hint-noise"),
+        ("returns", "wrong=true", "--hint-noise"),
+        ("returns", "often=1", "--hint-noise"),
+        ("returns", "wrong=1.5", "--hint-noise"),
+        ("returns", "factor=0.5", "--hint-noise"),
+        ("returns", "random=1", "--hint-noise"),
+    ],
+)
+def test_hints_that_make_no_sense_are_refused(hints: str, noise: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_hints(hints, noise)

@@ -168,7 +168,7 @@ class EngineHost:
         """Zero what host memory holds of the block of one KV group that covers a token of a prompt."""
         # A request that is never scheduled: its hashes name the keys.
         request = self._request_of(prompt)
-        layout = self._scheduler_half._layouts[group]
+        layout = self._scheduler_half.layouts[group]
         last_hash = (token // layout.block_tokens + 1) * layout.hashes_per_block - 1
         key = make_offload_key(request.block_hashes[last_hash], group)
         context = ReqContext("test")

@@ -156,6 +156,11 @@ class ServerProcess:
         samples = [sample for family in families for sample in family.samples if sample.name == name]
         return {sample.labels[label]: sample.value for sample in samples}
 
+    @property
+    def place(self) -> str:
+        """Host and port of the server."""
+        return f"127.0.0.1:{self._port}"
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(self._url("/health"), timeout=REQUEST_TIMEOUT_S):  # noqa: S310

@@ -99,7 +99,7 @@ def test_the_simulator_finds_in_the_recorded_trace_the_hits_that_vllm_had(llama:
 
     predicted = [sum(period.hit_tokens.values()) for period in found.periods]
     assert predicted == [answer.num_cached_tokens for answer in answers]
-    assert min(found.total.hit_tokens[source] for source in ("CPU", "device")) >= NUM_SHARED_TOKENS
+    assert min(found.total.hit_tokens[source] for source in ("host", "device")) >= NUM_SHARED_TOKENS
 
 
 def num_lines(path: Path) -> int:

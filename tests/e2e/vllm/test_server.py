@@ -135,14 +135,14 @@ def test_a_restarted_server_answers_from_disk(server: ServerProcess) -> None:
 def test_a_prompt_comes_back_from_host_memory_and_the_metrics_page_counts_it(server: ServerProcess) -> None:
     first = server.ask(make_prompt(100))
     server.forget_device()
-    loaded_bytes = server.metrics("vllm:kvtier_transfer_bytes_total", "direction").get("CPU_to_GPU", 0)
+    loaded_bytes = server.metrics("vllm:kv_offload_load_bytes_total", "engine").get("0", 0)
 
     again = server.ask(make_prompt(100))
 
     assert first.num_cached_tokens == 0
     assert again.num_cached_tokens == WHOLE_TOKENS
     assert again.tokens == first.tokens
-    now_bytes = server.metrics("vllm:kvtier_transfer_bytes_total", "direction")["CPU_to_GPU"]
+    now_bytes = server.metrics("vllm:kv_offload_load_bytes_total", "engine")["0"]
     assert now_bytes - loaded_bytes == NUM_BLOCKS * BLOCK_BYTES
 
 
@@ -151,13 +151,14 @@ def test_the_metrics_page_has_every_family_and_the_counters_of_the_tiers(server:
     server.forget_device()
     server.ask(make_prompt(200))
 
-    for family in ("transfers", "transfer_bytes", "transfer_seconds"):
-        samples = server.metrics(f"vllm:kvtier_{family}_total", "direction")
-        assert set(samples) == {"GPU_to_CPU", "CPU_to_GPU"}
-        assert min(samples.values()) > 0
-    levels = server.metrics("vllm:kvtier_stat", "name")
-    assert levels["primary.capacity_blocks"] == 128 * 2**20 // BLOCK_BYTES
-    assert {"primary.held_blocks", "connector.load_jobs", "tier.0.fs.stored_blocks"} <= set(levels)
+    for direction in ("load", "store"):
+        for family in ("bytes_total", "time_total", "size_count"):
+            assert server.metrics(f"vllm:kv_offload_{direction}_{family}", "engine")["0"] > 0
+    assert server.metrics("kvtier_host_capacity_blocks", "engine") == {"0": 128 * 2**20 // BLOCK_BYTES}
+    assert server.metrics("kvtier_load_jobs_total", "model_name")["model"] > 0
+    assert server.metrics("kvtier_tier_stored_blocks_total", "tier")["fs"] > 0
+    assert server.metrics("kvtier_tier_breaker_open", "tier") == {"fs": 0}
+    assert server.metrics("kvtier_load_duration_seconds_count", "engine")["0"] > 0
 
 
 def test_a_subscriber_hears_which_blocks_host_memory_has(

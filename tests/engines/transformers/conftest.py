@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.tiering.patience import be_patient
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.engines.transformers import EngineConfig, GenerationResult, KVTierEngine
@@ -55,6 +56,12 @@ class Tiny:
             eos_token_id=None,
         )
         return GPT2LMHeadModel(config)
+
+
+@pytest.fixture(autouse=True)
+def patient_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait as long as the guards against hangs wherever a tier on a disk waits."""
+    be_patient(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.utils import hub
 
-from kvtier.engines.transformers.identity import digest_model_config, fingerprint_weights
+from kvtier.engines.transformers.identity import describe_model_config, fingerprint_weights
 from kvtier.errors import ModelError
 
 
@@ -103,6 +104,13 @@ def test_the_same_numbers_in_another_dtype_differ(llama: LlamaForCausalLM) -> No
 def test_rope_changes_the_digest_of_the_configuration_and_the_path_does_not(llama: LlamaForCausalLM) -> None:
     other = copy.deepcopy(llama)
     other.config.name_or_path = "/somewhere/else"
-    assert digest_model_config(other) == digest_model_config(llama)
+    assert describe_model_config(other) == describe_model_config(llama)
     other.config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
-    assert digest_model_config(other) != digest_model_config(llama)
+    assert describe_model_config(other) != describe_model_config(llama)
+
+
+def test_the_configuration_in_words_names_rope_and_window(llama: LlamaForCausalLM) -> None:
+    words = json.loads(describe_model_config(llama))
+    assert words["hidden_size"] == llama.config.hidden_size
+    assert "rope_theta" in json.dumps(words)
+    assert "_name_or_path" not in words

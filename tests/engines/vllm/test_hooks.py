@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from kvtier.engines.vllm.compat import HAS_FAILED_RECVING
+from kvtier.misses import MissCause
 
 PROMPT = tuple(range(50))
 """Three full blocks of sixteen tokens, and two tokens."""
@@ -269,6 +270,21 @@ def test_a_request_that_is_left_alone_is_neither_loaded_nor_stored(
 
     assert found == (0, False)
     assert stored == (0, False)
+
+
+@pytest.mark.parametrize("fields", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_a_request_that_is_left_alone_has_a_record_that_says_why(
+    engine: MiniEngine, fields: dict[str, object]
+) -> None:
+    request = engine.request("a", PROMPT, **fields)
+    engine.scheduler.get_num_new_matched_tokens(request, 16)
+    engine.allocate(request, [[1, 2, 3, 4]], 0)
+
+    half = engine.scheduler._scheduler
+    (record,) = half.records.latest
+    record.check()
+    assert record.tokens_by_origin == {"device": 16}
+    assert record.missed_by_cause() == {(MissCause.LIMITED, ""): len(PROMPT) - 16}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Which weights an engine runs: two that differ anywhere that matters have different names."""
 
 import copy
+import hashlib
 import json
 import multiprocessing
 import os
@@ -289,6 +290,17 @@ def test_another_drafting_model_is_another_identity(vllm_config: VllmConfig) -> 
 
     assert len({identity.revision for identity in (alone, *drafts)}) == 3
     assert drafts[0].config_digest != alone.config_digest
+
+
+def test_the_configuration_is_there_in_words_and_its_digest_is_made_from_them(
+    vllm_config: VllmConfig,
+) -> None:
+    found = make_model_identity(with_kvtier(vllm_config))
+    words = json.loads(found.config_json)["model"]
+    assert hashlib.sha256(found.config_json.encode()).hexdigest() == found.config_digest
+    assert words["hidden_size"] == TINY_LLAMA["hidden_size"]
+    assert "rope_parameters" in words
+    assert "vllm_quantization" in words
 
 
 def test_a_changed_drafting_model_is_another_identity(config: VllmConfig, tmp_path: Path) -> None:

@@ -16,21 +16,26 @@ from tests.engines.vllm.configs import with_kvtier
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm, KVConnectorStats
 
-from kvtier.base import TransferType
-from kvtier.connector.metrics import OffloadingConnectorStats
 from kvtier.engines.vllm import KVTierConnector
-from kvtier.engines.vllm.metrics import COUNTERS_INTERVAL_S, KVTierPromMetrics, KVTierStats, StatsClock
+from kvtier.engines.vllm.metrics import (
+    COUNTERS_INTERVAL_S,
+    OWN_FAMILIES,
+    GrowthMeter,
+    KVTierPromMetrics,
+    KVTierStats,
+    StatsClock,
+)
+from kvtier.histogram import SIZE_BOUNDS_BYTES
+from kvtier.histogram import Histogram as Observed
 from kvtier.testing.clock import ManualClock
 
-STORE, LOAD = TransferType("GPU", "CPU"), TransferType("CPU", "GPU")
 
-
-def transfers(*operations: tuple[int, float, TransferType]) -> KVTierStats:
-    """Return what a worker reports of some copies: bytes, seconds and direction of each."""
-    stats = OffloadingConnectorStats()
-    for num_bytes, time_s, kind in operations:
-        stats.record_transfer(num_bytes, time_s, kind)
-    return KVTierStats.of_transfers(stats)
+def sizes(*values: float) -> Observed:
+    """Return a histogram of sizes that has observed ``values``."""
+    histogram = Observed(SIZE_BOUNDS_BYTES)
+    for value in values:
+        histogram.observe(value)
+    return histogram
 
 
 def payload(stats: KVConnectorStats) -> dict[str, Any]:  # Any: what vLLM sends
@@ -64,82 +69,137 @@ class Page:
         return found
 
 
-def test_copies_are_counted_by_direction(page: Page) -> None:
-    page.exporter.observe(payload(transfers((100, 0.5, STORE), (50, 0.25, STORE), (8, 0.125, LOAD))))
-    page.exporter.observe(payload(transfers((1, 0.5, STORE))))
+def test_counters_grow_by_what_the_engine_has_counted_since_the_last_report(page: Page) -> None:
+    meter = GrowthMeter()
+    for number in (3, 5, 5):
+        page.exporter.observe(payload(meter.report({"connector.load_jobs": number}, {})))
 
-    assert page.value("vllm:kvtier_transfer_bytes_total", direction="GPU_to_CPU") == 151
-    assert page.value("vllm:kvtier_transfers_total", direction="GPU_to_CPU") == 3
-    assert page.value("vllm:kvtier_transfer_seconds_total", direction="GPU_to_CPU") == 1.25
-    assert page.value("vllm:kvtier_transfer_bytes_total", direction="CPU_to_GPU") == 8
+    assert page.value("kvtier_load_jobs_total") == 5
 
 
-def test_levels_are_shown_by_name_with_their_latest_value(page: Page) -> None:
-    page.exporter.observe(payload(KVTierStats.of_counters({"connector.load_jobs": 3, "fs.used_bytes": 10})))
-    page.exporter.observe(payload(KVTierStats.of_counters({"connector.load_jobs": 5})))
+def test_a_counter_is_on_the_page_before_it_has_counted_anything(page: Page) -> None:
+    page.exporter.observe(payload(GrowthMeter().report({"tier.0.fs.errors": 0}, {})))
 
-    assert page.value("vllm:kvtier_stat", name="connector.load_jobs") == 5
-    assert page.value("vllm:kvtier_stat", name="fs.used_bytes") == 10
+    assert page.value("kvtier_tier_errors_total", tier="fs", tier_index="0") == 0
+
+
+def test_a_counter_that_begins_anew_is_added(page: Page) -> None:
+    meter = GrowthMeter()
+    for number in (5, 2):
+        page.exporter.observe(payload(meter.report({"connector.load_jobs": number}, {})))
+
+    assert page.value("kvtier_load_jobs_total") == 7
+
+
+def test_gauges_have_their_latest_value(page: Page) -> None:
+    meter = GrowthMeter()
+    for number in (10, 4):
+        page.exporter.observe(payload(meter.report({"primary.held_blocks": number}, {})))
+
+    assert page.value("kvtier_host_held_blocks") == 4
+
+
+def test_families_that_mean_what_vllms_own_mean_have_its_names(page: Page) -> None:
+    numbers = {"connector.load_bytes": 100, "tier.1.fs.loaded_bytes": 7, "primary.pinned_ratio": 0.5}
+    page.exporter.observe(payload(GrowthMeter().report(numbers, {})))
+
+    assert page.value("vllm:kv_offload_load_bytes_total") == 100
+    assert page.value("vllm:kv_offload_tiering_read_bytes_total", tier="fs", tier_index="1") == 7
+    assert page.value("vllm:kv_offload_cpu_cache_usage_perc") == 0.5
+
+
+def test_a_histogram_has_the_counts_of_the_engines_buckets_and_its_sum(page: Page) -> None:
+    meter, histogram = GrowthMeter(), sizes(5e5, 6e5, 3e6)
+    for value in (9.5e6, 2e9):
+        page.exporter.observe(payload(meter.report({}, {"connector.load_size_bytes": histogram.snapshot()})))
+        histogram.observe(value)
+    page.exporter.observe(payload(meter.report({}, {"connector.load_size_bytes": histogram.snapshot()})))
+
+    name = "vllm:kv_offload_load_size"
+    assert page.value(f"{name}_count") == 5
+    assert page.value(f"{name}_sum") == pytest.approx(5e5 + 6e5 + 3e6 + 9.5e6 + 2e9)
+    counts = {end: page.value(f"{name}_bucket", le=end) for end in ("1e+06", "5e+06", "1e+07", "+Inf")}
+    assert counts == {"1e+06": 2, "5e+06": 3, "1e+07": 4, "+Inf": 5}
 
 
 def test_engines_are_counted_apart(page: Page) -> None:
-    page.exporter.observe(payload(transfers((100, 0.5, STORE))), engine_idx=1)
+    report = GrowthMeter().report({"connector.load_jobs": 100}, {})
+    page.exporter.observe(payload(report), engine_idx=1)
 
-    assert page.value("vllm:kvtier_transfer_bytes_total", engine=1, direction="GPU_to_CPU") == 100
-    assert page.value("vllm:kvtier_transfer_bytes_total", engine=0, direction="GPU_to_CPU") is None
+    assert page.value("kvtier_load_jobs_total", engine=1) == 100
+    assert page.value("kvtier_load_jobs_total", engine=0) is None
 
 
 def test_vllm_builds_the_families_itself(page: Page) -> None:
     assert isinstance(page.exporter.prom_metrics, KVTierPromMetrics)
 
 
-def worker_and_scheduler() -> list[KVTierStats]:
-    """Return what two workers and the scheduler report of one step."""
-    return [
-        transfers((100, 0.5, STORE), (8, 0.25, LOAD)),
-        transfers((1, 0.25, STORE)),
-        KVTierStats.of_counters({"connector.load_jobs": 3}),
-    ]
+def test_a_second_engine_of_a_process_takes_the_place_of_the_first(
+    page: Page, vllm_config: VllmConfig
+) -> None:
+    page.exporter.observe(payload(GrowthMeter().report({"connector.load_jobs": 1}, {})))
+    second = Page(with_kvtier(vllm_config))
+    second.exporter.observe(payload(GrowthMeter().report({"connector.load_jobs": 2}, {})))
+
+    assert second.value("kvtier_load_jobs_total") == 2
+    assert page.value("kvtier_load_jobs_total") is None
+
+
+def three_reports() -> list[KVTierStats]:
+    """Return three reports of one engine, in their order."""
+    meter, histogram = GrowthMeter(), sizes()
+    reports = []
+    for number in (1, 4, 6):
+        histogram.observe(number)
+        numbers = {"connector.load_bytes": 100 * number, "primary.held_blocks": number}
+        reports.append(meter.report(numbers, {"connector.load_size_bytes": histogram.snapshot()}))
+    return reports
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_reports_of_workers_and_scheduler_add_up_in_any_order(order: tuple[int, ...]) -> None:
-    reports = worker_and_scheduler()
+def test_reports_add_up_in_any_order(order: tuple[int, ...]) -> None:
+    reports = three_reports()
 
     total = reports[order[0]]
     for index in order[1:]:
         total = total.aggregate(reports[index])
 
-    assert total.counters == {"connector.load_jobs": 3}
-    assert sorted(operation["op_size"] for operation in total.transfers.data["GPU_to_CPU"]) == [1, 100]
-    assert total.reduce()["GPU_to_CPU_total_bytes"] == 101
-    assert total.reduce()["CPU_to_GPU_total_time"] == 0.25
+    assert total.counters == {"connector.load_bytes": 600}
+    assert total.gauges == {"primary.held_blocks": (1, 4, 6)[order[-1]]}
+    counts, sums = total.histograms["connector.load_size_bytes"]
+    assert (sum(counts), sum(sums)) == (3, 11)
+    assert total.reduce()["load_bytes"] == 600
 
 
 def test_adding_up_does_not_change_what_was_added() -> None:
-    first, second, _ = worker_and_scheduler()
+    first, second, _ = three_reports()
 
     first.aggregate(second)
     first.aggregate(second)
 
-    assert second.reduce() == {"GPU_to_CPU_total_bytes": 1, "GPU_to_CPU_total_time": 0.25}
+    assert second.counters == {"connector.load_bytes": 300}
+    counts, _ = second.histograms["connector.load_size_bytes"]
+    assert sum(counts) == 1
 
 
 def test_a_report_survives_the_way_to_another_process() -> None:
-    first, _, counters = worker_and_scheduler()
-    total = first.aggregate(counters)
+    first, second, _ = three_reports()
+    total = first.aggregate(second)
 
     pickled = pickle.loads(pickle.dumps(total))  # noqa: S301 - our own, as vLLM moves it between its processes
     packed = msgspec.msgpack.decode(msgspec.msgpack.encode(payload(total)))
     rebuilt = KVTierConnector.build_kv_connector_stats(packed)
 
     for received in (pickled, rebuilt):
-        assert received.counters == {"connector.load_jobs": 3}
+        assert received.counters == {"connector.load_bytes": 400}
         assert received.reduce() == total.reduce()
+        assert list(map(list, received.histograms["connector.load_size_bytes"])) == list(
+            map(list, total.histograms["connector.load_size_bytes"])
+        )
         assert not received.is_empty()
 
 
-@pytest.mark.parametrize("data", [None, {}, {"transfers": {}, "counters": {}}])
+@pytest.mark.parametrize("data", [None, {}, {"counters": {}, "gauges": {}, "histograms": {}}])
 def test_a_report_of_nothing_is_empty(data: Mapping[str, Any] | None) -> None:  # Any: what vLLM sends
     stats = KVTierConnector.build_kv_connector_stats(None if data is None else dict(data))
 
@@ -148,14 +208,14 @@ def test_a_report_of_nothing_is_empty(data: Mapping[str, Any] | None) -> None:  
 
 
 def test_reset_forgets_everything() -> None:
-    stats = transfers((100, 0.5, STORE))
+    stats, *_ = three_reports()
 
     stats.reset()
 
     assert stats.is_empty()
 
 
-def test_the_schedulers_counters_are_gathered_once_an_interval() -> None:
+def test_numbers_are_gathered_once_an_interval() -> None:
     clock = ManualClock()
     due = StatsClock(clock)
 
@@ -166,6 +226,20 @@ def test_the_schedulers_counters_are_gathered_once_an_interval() -> None:
     assert answers == [True, False, True, False]
 
 
+def test_an_engine_that_comes_to_rest_reports_once_more() -> None:
+    due = StatsClock(ManualClock())
+    resting = (False, False, True, True, False, True)
+
+    assert [due.is_due(is_resting=is_resting) for is_resting in resting] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
 def test_the_families_can_be_of_any_metric_class(vllm_config: VllmConfig) -> None:
     class Recorder:
         """Takes the place of a metric class, as vLLM's own for Ray do."""
@@ -173,8 +247,14 @@ def test_the_families_can_be_of_any_metric_class(vllm_config: VllmConfig) -> Non
         made: ClassVar[list[str]] = []
 
         def __init__(
-            self, name: str, documentation: str, labelnames: list[str], multiprocess_mode: str = ""
+            self,
+            name: str,
+            documentation: str,
+            labelnames: list[str],
+            multiprocess_mode: str = "",
+            buckets: tuple[float, ...] = (),
         ) -> None:
+            assert labelnames[0] == "engine"
             self.made.append(name)
 
     KVTierConnector.build_prom_metrics(
@@ -184,5 +264,4 @@ def test_the_families_can_be_of_any_metric_class(vllm_config: VllmConfig) -> Non
         {0: ["0"]},
     )
 
-    assert len(Recorder.made) == 4
-    assert all(name.startswith("vllm:kvtier_") for name in Recorder.made)
+    assert sorted(Recorder.made) == sorted(family.vllm_name or family.name for family in OWN_FAMILIES)

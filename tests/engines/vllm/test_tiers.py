@@ -23,7 +23,6 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.engines.vllm.stock_jobs import kvtier_context
-from kvtier.engines.vllm.tiers import STAT_NAME
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults
@@ -395,12 +394,17 @@ def test_every_number_of_the_tier_has_a_family_on_the_metrics_page(tmp_path: Pat
         engine.settle()
         stats = engine.adapter.get_stats()
         assert stats is not None
-        assert stats.reduce()[f"{STAT_NAME}:('KVTierExample', 'blocks')"] == 1
+        assert stats.reduce()["kvtier_tier_blocks:('KVTierExample',)"] == 1
+        assert stats.reduce()["kvtier_tier_errors:('KVTierExample',)"] == 0
         assert engine.adapter.get_stats() is None
         clock.advance(1.0)
         assert engine.adapter.get_stats() is not None
     families = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [fs(tmp_path)]})
-    assert families[STAT_NAME].labelnames == ("tier", "name")
+    assert families["kvtier_tier_blocks"].labelnames == ("tier",)
+    assert families["kvtier_tier_failed_blocks"].labelnames == ("tier", "cause")
+    # vLLM counts these itself.
+    assert not {name for name in families if name.startswith("kvtier_tier_read")}
+    assert "vllm:kv_offload_tiering_read_bytes" in families
 
 
 def test_requests_that_want_no_remote_blocks_are_served_from_a_local_tier_alone(tmp_path: Path) -> None:

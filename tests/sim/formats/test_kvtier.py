@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 
 from kvtier.connector.common import StopReason
 from kvtier.errors import TraceError
+from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 from kvtier.recording.recorder import TraceRecorder
 from kvtier.recording.trace_file import TraceFile
 from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt
-from kvtier.sim.formats.kvtier import read_end
+from kvtier.sim.formats.kvtier import read_end, read_records
 from kvtier.sim.formats.registry import detect_format, read_trace
 from kvtier.sim.trace import TraceRequest
 
@@ -40,6 +42,23 @@ def record(path: Path, lines: list[TraceLine], end: TraceEnd | None = END) -> Pa
     if end is not None:
         file.close()
     return path
+
+
+def test_where_prompts_came_from_is_read_back_and_older_lines_without_it_are_read_too(tmp_path: Path) -> None:
+    missed = (MissedRun(16, 24, Miss(MissCause.EVICTED, "host", {"ago_s": 2.5})),)
+    known = replace(LINES[0], record=RequestRecord("a", 0.0, 40, {"fs": 16}, missed, 0.25))
+    path = record(tmp_path / "trace", [known, *LINES[1:]])
+
+    assert list(read_records(path)) == [RequestRecord("line 2", 1.25, 40, {"fs": 16}, missed, 0.25)]
+    assert read_trace(path).requests == tuple(request_of(LINES[number]) for number in (1, 0, 2))
+
+
+def test_a_record_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
+    missed = (MissedRun(16, 23, Miss(MissCause.EVICTED)),)
+    path = record(tmp_path / "trace", [replace(LINES[0], record=RequestRecord("a", 0, 40, {}, missed))])
+
+    with pytest.raises(TraceError, match=r"trace:2: .*where the prompt came from"):
+        list(read_records(path))
 
 
 def request_of(line: TraceLine) -> TraceRequest:

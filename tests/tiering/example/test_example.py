@@ -99,7 +99,7 @@ def test_a_policy_that_learns_is_told_of_requests_and_their_ends() -> None:
     tier.request_finished(ReqContext("r"))
     driver.store([1])
     learner = NotingLearner.made[-1]
-    assert [(request.req_id, request.hints) for request in learner.requests] == [("r", {"a": 1})]
+    assert [(request.req_id, request.params) for request in learner.requests] == [("r", {"a": 1})]
     assert learner.finished == ["r"]
 
 

@@ -1,6 +1,6 @@
 """Another process with a tier on the same directory: what runs in it, and how a test drives it.
 
-    python tests/tiering/fs/peer.py ROOT CAPACITY [--die-at CALL:COUNT] [--named] [--model NAME]
+    python -m tests.tiering.fs.peer ROOT CAPACITY [--die-at CALL:COUNT] [--named] [--model NAME]
 
 Each line on standard input is a command and gets one line of JSON as answer. ``--die-at link:3`` kills the process
 with SIGKILL at its third call of that name; ``link-after:3`` just after it.
@@ -20,11 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar, cast
 
+from tests.tiering.patience import be_patient
+
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 
 HANG_GUARD_S = 60.0
+PROJECT = Path(__file__).parents[3]
 Call = TypeVar("Call", bound=Callable[..., object])
 
 
@@ -38,15 +41,17 @@ class Peer:
     """
 
     def __init__(self, root: Path, capacity_bytes: int, *arguments: str) -> None:
-        command = [sys.executable, __file__, str(root), str(capacity_bytes), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "tests.tiering.fs.peer", str(root), str(capacity_bytes), *arguments]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=PROJECT
+        )
         assert self._read() == "ready"
 
     def store(self, *numbers: int) -> list[int]:
         """Store blocks in one job each and return those that succeeded."""
-        return cast("list[int]", self.request_eviction("store", *numbers))
+        return cast("list[int]", self.call("store", *numbers))
 
-    def request_eviction(self, command: str, *numbers: int) -> object:
+    def call(self, command: str, *numbers: int) -> object:
         """Send a command and return its answer; None when the process died of it."""
         assert self.process.stdin is not None
         try:
@@ -159,8 +164,8 @@ class Commands:
         """Look a block up until there is an answer."""
         return self.driver.lookup(number)
 
-    def lead(self) -> bool:
-        """Become the one who evicts, and stay it until the end of the process."""
+    def hold_eviction_lock(self) -> bool:
+        """Take the eviction lock, and keep it until the end of the process."""
         self._lock = os.open(self.root / ".lock", os.O_RDWR)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         return True
@@ -181,6 +186,7 @@ def main() -> None:
     parser.add_argument("--named", action="store_true")
     parser.add_argument("--model", default="model-a")
     options = parser.parse_args()
+    be_patient()
     calls = make_calls(options.die_at, is_named=options.named)
     commands = Commands(options.root, options.capacity_bytes, options.model, calls)
     print(json.dumps("ready"), flush=True)

@@ -49,7 +49,7 @@ def test_a_writer_that_dies_inside_publishing_leaves_whole_blocks_only(
 ) -> None:
     peer = Peer(root, CAPACITY_BLOCKS * BLOCK_BYTES, "--die-at", *arguments)
     for first in range(0, 10 * NUM_ROWS, NUM_ROWS):
-        if peer.request_eviction("store", *range(first, first + NUM_ROWS)) is None:
+        if peer.call("store", *range(first, first + NUM_ROWS)) is None:
             break
     peer.close()
     assert peer.process.returncode == -9

@@ -1,4 +1,4 @@
-"""One evicts from a directory at a time, and no longer than it says."""
+"""One process evicts from a directory at a time, until it releases the lock."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from kvtier.tiering.fs.evictor import eviction_lock
 
 
-def test_one_leads_at_a_time(tmp_path: Path) -> None:
+def test_one_has_the_lock_at_a_time(tmp_path: Path) -> None:
     with eviction_lock(tmp_path, 0o600) as has_lock:
         assert has_lock
         with eviction_lock(tmp_path, 0o600) as has_second_lock:

@@ -1,6 +1,7 @@
 """Files that another program removes under a living engine cost their blocks, and nothing else."""
 
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -218,13 +219,18 @@ def test_files_that_wait_to_be_written_over_may_be_removed_too(
     start_tier: StartTier, root: Path, remove: Remove
 ) -> None:
     driver = start_tier(capacity_bytes=64 * BLOCK_BYTES)
-    for number in range(80):
+    numbers = itertools.count()
+
+    def is_any_waiting() -> bool:
+        number = next(numbers)
         driver.store([number])
-    driver.poll_until(lambda: any((root / "tmp").iterdir()))
+        return number >= 80 and any((root / "tmp").iterdir())
+
+    driver.poll_until(is_any_waiting)
 
     carry_out(remove, root)
 
-    driver.load([79])
+    driver.load([80])
     require_works(driver, root, BLOCKS)
     require_works(driver, root, OTHERS)
 

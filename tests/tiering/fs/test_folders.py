@@ -14,6 +14,7 @@ from kvtier.tiering.fs.folders import (
     FSNamespace,
     make_block_folder,
     make_folder,
+    refresh_document,
     remove_empty_folders,
     sweep_temporaries,
     walk_blocks,
@@ -59,6 +60,17 @@ def test_a_namespace_is_described_beside_its_blocks(root: Path) -> None:
     document = root / NAMESPACE.name / "namespace.json"
     assert document.read_text(encoding="utf-8") == NAMESPACE.document
     assert stat.S_IMODE(document.stat().st_mode) == 0o600
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_a_description_of_an_older_version_is_replaced_and_a_missing_one_is_not_made(root: Path) -> None:
+    refresh_document(root, handle_of(root, NAMESPACE), 0o600, str(current_owner()))
+    assert not (root / NAMESPACE.name).exists()
+    put_block(root, 1)
+    document = root / NAMESPACE.name / "namespace.json"
+    document.write_text('{"tenant_salt": "a digest"}')
+    refresh_document(root, handle_of(root, NAMESPACE), 0o600, str(current_owner()))
+    assert document.read_text(encoding="utf-8") == NAMESPACE.document
     assert list((root / "tmp").iterdir()) == []
 
 

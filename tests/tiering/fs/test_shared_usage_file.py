@@ -208,7 +208,10 @@ def test_a_walk_that_saw_the_record_lost_counts_nothing_and_the_next_counts_all(
     assert read(path).used_bytes == 200
 
 
-def test_surplus_room_needs_no_record_and_the_last_gives_it_back(path: Path) -> None:
+def test_surplus_room_needs_no_record_and_the_last_gives_it_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_usage, "LOCK_ATTEMPTS", 1)
     usage = open_usage(path, 10_000)
     assert usage.reserve(2, 100).num_blocks == 2
     fd = os.open(path, os.O_RDWR)
@@ -251,7 +254,7 @@ def test_threads_that_wait_for_the_record_together_take_a_surplus_once(
     assert read(path).in_flight_bytes == 800
 
 
-def test_a_tier_takes_no_more_ahead_than_its_part_of_what_is_free(path: Path) -> None:
+def test_a_surplus_is_no_more_than_its_share_of_what_is_free(path: Path) -> None:
     usage = open_usage(path, 1600)
     assert usage.reserve(1, 100).num_blocks == 1
     assert read(path).in_flight_bytes == 200
@@ -259,15 +262,18 @@ def test_a_tier_takes_no_more_ahead_than_its_part_of_what_is_free(path: Path) ->
     assert read(path).in_flight_bytes == 400
 
 
-def test_room_that_was_taken_ahead_leaves_others_most_of_what_is_free(path: Path) -> None:
+def test_a_surplus_leaves_others_most_of_what_is_free(path: Path) -> None:
     usage, other = open_usage(path), open_usage(path, found_bytes=None)
     assert usage.reserve(2, 100).num_blocks == 2
     assert other.reserve(9, 100).num_blocks == 7
-    assert usage.reserve(2, 100).num_blocks == 1, "what this tier has taken ahead is its own"
+    assert usage.reserve(2, 100).num_blocks == 1, "the surplus of this tier is its own"
     assert read(path).used_bytes == 1000
 
 
-def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(path: Path) -> None:
+def test_a_lock_that_is_held_for_too_long_costs_a_store_and_loses_no_change(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_usage, "LOCK_ATTEMPTS", 1)
     usage = open_usage(path, 800)
     assert usage.reserve(3, 100).num_blocks == 3
     fd = os.open(path, os.O_RDWR)

@@ -2,7 +2,9 @@
 
 import tempfile
 from pathlib import Path
+from typing import cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -135,3 +137,32 @@ class SharedUsageMachine(RuleBasedStateMachine):
 
 TestSharedUsageMachine = SharedUsageMachine.TestCase
 TestSharedUsageMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class OverrunError(Exception):
+    """What Hypothesis raises when an example may draw no more."""
+
+
+class LastDraw:
+    """Data of an example that ends at its second draw."""
+
+    def __init__(self) -> None:
+        self._num_draws = 0
+
+    def draw(self, strategy: st.SearchStrategy[int]) -> int:
+        """Return 0 once."""
+        del strategy
+        self._num_draws += 1
+        if self._num_draws > 1:
+            raise OverrunError
+        return 0
+
+
+def test_an_example_that_ends_at_a_draw_is_half_of_no_operation_and_leaves_no_folder() -> None:
+    machine = SharedUsageMachine()
+    machine.start()
+    machine.reserve(0, 3)
+    with pytest.raises(OverrunError):
+        machine.end_reservation(cast("st.DataObject", LastDraw()))
+    machine.teardown()
+    assert not machine._path.parent.exists()

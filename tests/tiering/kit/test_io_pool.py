@@ -12,7 +12,7 @@ from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 
-HANG_GUARD_S = 20.0
+HANG_GUARD_S = 60.0
 TIMEOUT_S = 30.0
 
 

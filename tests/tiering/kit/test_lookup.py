@@ -11,7 +11,7 @@ from kvtier.base import OffloadKey
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit.lookup import AsyncLookup
 
-HANG_GUARD_S = 20.0
+HANG_GUARD_S = 60.0
 
 
 def key(number: int) -> OffloadKey:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.base import OffloadKey
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.kit.lookup import (
     MAX_MERGED_KEYS,
@@ -70,9 +71,9 @@ def test_without_a_thread_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     answers: deque[LookupAnswer] = deque()
-    worker = LookupWorker("test", ask, answers)
+    worker = LookupWorker("test", ask, answers, ManualClock(7.0))
     asked = question(0, 1, 3)
     worker.send(asked)
-    assert list(answers) == [LookupAnswer(Generation(0), asked.keys, (), [asked])]
+    assert list(answers) == [LookupAnswer(Generation(0), asked.keys, (), [asked], asked.sent_s)]
     assert worker.num_failed_keys == 3
     assert worker.end(0.0)

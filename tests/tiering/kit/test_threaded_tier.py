@@ -186,6 +186,22 @@ def test_what_could_not_be_loaded_is_known_to_be_gone(tier: DictTier, driver: Ti
     assert not driver.lookup(1)
 
 
+def test_what_transfers_find_out_does_not_pile_up_while_nothing_is_looked_up(
+    tier: DictTier, driver: TierDriver
+) -> None:
+    driver.submit([1, 2], [0, 1], is_promotion=False)
+    assert tier.drain(HANG_GUARD_S)
+    assert tier._lookup.answers
+    tier.end_step()
+    assert not tier._lookup.answers
+    tier.dict_store.is_away = True
+    assert driver.lookup(1)
+
+
+def test_a_backend_that_does_not_order_its_blocks_gets_no_touch(tier: DictTier) -> None:
+    assert not GuardedTier(tier, 2**20, ROW_BYTES, tier.clock).uses_touch
+
+
 def test_what_ends_after_a_reset_says_nothing_about_the_new_epoch(tier: DictTier, driver: TierDriver) -> None:
     job_id = driver.submit([1], [0], is_promotion=False)
     tier.reset(bytes(range(16)))

@@ -10,7 +10,7 @@ from kvtier.base import OffloadKey
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.store import ValkeyNamespace
+from kvtier.tiering.valkey.names import ValkeyNamespace
 
 NODE_OPTIONS = (
     "--cluster-enabled",

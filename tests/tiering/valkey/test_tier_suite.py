@@ -18,7 +18,7 @@ from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.store import ValkeyNamespace
+from kvtier.tiering.valkey.names import ValkeyNamespace
 
 TIMEOUT_S = 0.5
 

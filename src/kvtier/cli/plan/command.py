@@ -3,8 +3,8 @@
 All arguments are checked before the first replay.
 """
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvtier.cli.option_names import naming_options
-from kvtier.cli.output import check_writable, make_console, write_result
+from kvtier.cli import traces
+from kvtier.cli.output import Outputs, command_line, make_console
 from kvtier.cli.plan.options import (
     DEFAULT_DTYPE,
     EngineOptions,
@@ -22,21 +22,29 @@ from kvtier.cli.plan.options import (
     SearchOptions,
     make_plan_request,
 )
+from kvtier.cli.plan.page import make_page
+from kvtier.cli.plan.run import PlanRun
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.simulate.options import TRACE_OPTIONS, take_first
-from kvtier.planning.assumptions import list_assumptions
+from kvtier.cli.simulate.options import Device, HTMLFile, JSONFile, Prefill
+from kvtier.cli.traces import choose_memory, open_trace
 from kvtier.planning.plan import Plan, PlanRequest, make_plan
 from kvtier.planning.prices import read_prices
-from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
+
+EXAMPLE_MODEL = "Llama-3.1-8B"
+"""The model of made-up traffic when none is described."""
 
 GOAL_MISSED_STATUS = 1
 
 
 def plan(
-    trace_file: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")],
-    trace_format: Annotated[
+    context: typer.Context,
+    trace_file: traces.TraceFile = None,
+    trace_format: traces.TraceFormat = None,
+    example: traces.Example = None,
+    seed: traces.Seed = 0,
+    model: Annotated[
         str | None,
-        typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; default: detected."),
+        typer.Option(help=f"A well-known model or its folder; default with --example: {EXAMPLE_MODEL}."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="The model's config.json.")] = None,
     layers: Annotated[int | None, typer.Option(help="Or: its number of layers with a KV cache.")] = None,
@@ -58,14 +66,15 @@ def plan(
     policy: Annotated[
         str, typer.Option(help="Eviction policy of host memory, or package.module:Class.")
     ] = "lru",
-    device: Annotated[str, typer.Option(help="Memory of the device cache.")] = "64GiB",
-    prefill: Annotated[float, typer.Option(help="Prompt tokens computed per second.")] = 20_000.0,
+    device: Device = None,
+    prefill: Prefill = None,
     decode: Annotated[float, typer.Option(help="Tokens per second of each answer.")] = 40.0,
     max_running: Annotated[int, typer.Option(help="Requests that run at the same time.")] = 64,
     gpus: Annotated[int, typer.Option(help="GPUs that reach the prefill rate together.")] = 1,
-    requests: Annotated[int | None, typer.Option(help="Only the first requests of the trace.")] = None,
+    requests: traces.Requests = None,
     show: Annotated[int, typer.Option(help="Mixes to show, at most.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")] = None,
+    json_file: JSONFile = None,
+    html_file: HTMLFile = None,
 ) -> None:
     """Report what a request trace needs, and find the cheapest mix of tiers that reaches a goal.
 
@@ -75,20 +84,21 @@ def plan(
         ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
-    model = ModelOptions(config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
-    serving = EngineOptions(device, prefill, decode, max_running, gpus)
+    described = ModelOptions(model, config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
+    if example is not None and not described.is_given:
+        described = replace(described, name=EXAMPLE_MODEL)
     wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)
     price_list = read_prices(prices)
-    with naming_options(TRACE_OPTIONS):
-        trace = take_first(read_trace(trace_file, trace_format), requests)
-    request = make_plan_request(trace, model, serving, wanted, price_list)
-    if json_file is not None:
-        check_writable("--json", json_file)
+    trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
+    device_size, _ = choose_memory(example, device, None)
+    serving = EngineOptions(device_size, prefill, decode, max_running, gpus)
+    request = make_plan_request(trace, described, serving, wanted, price_list)
+    outputs = Outputs(json_file, html_file)
+    outputs.check_writable()
     found = run_plan(request, Console(stderr=True))
-    print_plan(request, found, make_console())
-    if json_file is not None:
-        written = {**found.to_json(), "assumptions": list_assumptions(request)}
-        write_result("--json", json_file, json.dumps(written, indent=1) + "\n")
+    run = PlanRun(request, found, trace_name, command_line(context, "plan"), is_rate_derived=prefill is None)
+    print_plan(run, make_console())
+    outputs.write(run.to_json, partial(make_page, run))
     if found.is_reached is False:
         raise typer.Exit(GOAL_MISSED_STATUS)
 

@@ -1,13 +1,14 @@
 """The options of ``kvtier plan``, turned into a ``PlanRequest``."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, require_policy
 from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.planning.known_models import find_model
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
 from kvtier.planning.plan import PlanRequest
 from kvtier.planning.planner import Row, make_row
@@ -24,8 +25,9 @@ MAX_TIERS = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Description of the model, in one of three ways."""
+    """Description of the model, in one of four ways."""
 
+    name: str | None
     config: Path | None
     layers: int | None
     kv_heads: int | None
@@ -33,6 +35,11 @@ class ModelOptions:
     dtype: str | None
     kv_dtype: str | None
     kv_bytes: str | None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything about the model was given."""
+        return any(getattr(self, each.name) is not None for each in fields(self))
 
     def shape(self) -> ModelShape:
         """Return the size of the model's keys and values.
@@ -42,15 +49,19 @@ class ModelOptions:
         """
         dimensions = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-size": self.head_size}
         given = [option for option, value in dimensions.items() if value is not None]
-        ways = [self.config is not None, bool(given), self.kv_bytes is not None]
+        ways = [self.name is not None, self.config is not None, bool(given), self.kv_bytes is not None]
         if sum(ways) != 1:
-            remedy = "describe the model by one of --config FILE, --layers with --kv-heads and --head-size, "
-            raise ConfigError(
-                "--config", self.config and str(self.config), f"{remedy}or --kv-bytes-per-token"
+            remedy = (
+                "describe the model by one of --model NAME, --config FILE, --layers with --kv-heads and --head-size, "
+                "or --kv-bytes-per-token"
             )
+            raise ConfigError("--config", self.config and str(self.config), remedy)
         if self.dtype is not None and not given:
             remedy = "goes with --layers: use --kv-dtype to set the type of keys and values"
             raise ConfigError("--dtype", self.dtype, remedy)
+        if self.name is not None:
+            with naming_options({"MODEL": "--model"}):
+                return find_model(self.name, self.kv_dtype).shape
         if self.config is not None:
             return read_shape(self.config, self.kv_dtype)
         if self.kv_bytes is not None:
@@ -68,7 +79,7 @@ class EngineOptions:
     """The engine that serves the trace."""
 
     device: str
-    prefill: float
+    prefill: float | None
     decode: float
     max_running: int
     num_gpus: int

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.output import make_table
-from kvtier.planning.assumptions import list_assumptions
+from kvtier.cli.output import make_table, print_line
+from kvtier.cli.plan.run import PlanRun
 from kvtier.planning.plan import EXAMPLE_TOKENS, Plan, PlanRequest, ShownMix, describe, format_bytes
 from kvtier.planning.planner import KEEP_RATIO
 from kvtier.planning.prices import DAYS_PER_YEAR, HOST
@@ -19,8 +19,10 @@ LONG_YEARS = 100
 """Longer lifetimes are not printed."""
 
 
-def print_plan(request: PlanRequest, plan: Plan, console: Console) -> None:
-    """Print the tables, the answer and the assumptions."""
+def print_plan(run: PlanRun, console: Console) -> None:
+    """Print the verdict, the tables, the answer and the assumptions."""
+    request, plan = run.request, run.plan
+    print_line(console, run.verdict)
     console.print(make_working_set_table(request, plan))
     console.print(make_curve_table(request, plan))
     console.print(make_break_even_table(plan))
@@ -28,10 +30,10 @@ def print_plan(request: PlanRequest, plan: Plan, console: Console) -> None:
         console.print(make_mix_table(request, plan, plan.without))
         console.print(make_wear_table(plan))
     for line in answer(request, plan):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.print("\nAssumed:", highlight=False)
-    for line in list_assumptions(request):
-        console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
+        print_line(console, line)
+    print_line(console, "\nAssumed:")
+    for line in run.assumptions:
+        print_line(console, f"- {line}")
 
 
 def make_working_set_table(request: PlanRequest, plan: Plan) -> Table:
@@ -76,12 +78,12 @@ def make_break_even_table(plan: Plan) -> Table:
 
 def make_mix_table(request: PlanRequest, plan: Plan, without: MixOutcome) -> Table:
     """Return the mixes to show, beside an engine without offloading. Pure."""
-    headings = ("$/month", "hits", "p50", "p90", "p99", "GPU h/month saved", "$/month saved")
-    table = make_table("Mixes", ("mix",), headings)
+    headings = ("$ a\nmonth", "hits", "p50 s", "p90 s", "p99 s", "GPU hours\nsaved", "$\nsaved")
+    table = make_table("Mixes: cost, seconds to first token, and what a month saves", ("mix",), headings)
     table.add_row("without", NOTHING, *_times(without), NOTHING, NOTHING)
     for one in plan.shown:
         table.add_row(
-            describe(one.candidate.mix, request.engine.block_bytes),
+            _one_a_line(describe(one.candidate.mix, request.engine.block_bytes)),
             f"{one.candidate.bill.usd_per_month:,.0f}",
             *_times(one.timed),
             f"{one.saved_gpu_hours_per_month:,.0f}",
@@ -92,21 +94,21 @@ def make_mix_table(request: PlanRequest, plan: Plan, without: MixOutcome) -> Tab
 
 def make_wear_table(plan: Plan) -> Table:
     """Return the bytes written to each medium of the mixes, and its lifetime. Pure."""
-    headings = ("used", "sold", "$/month", "written a day", "worn out after")
-    table = make_table("Their media", ("mix", "medium"), headings)
+    headings = ("used", "sold", "$ a\nmonth", "written\na day", "worn out\nafter")
+    table = make_table("Media of each mix", ("medium",), headings)
     for one in plan.shown:
         for part in one.candidate.bill.media:
             is_host = part.name == HOST  # memory does not wear, and the replay does not count its writes
             written = NOTHING if is_host else f"{part.written_bytes_per_day / 1e12:.2f} TB"
             table.add_row(
-                name_of(one.candidate.mix.kind),
-                part.name,
+                part.name if is_host else f"+ {part.name}",
                 format_bytes(part.used_bytes),
                 format_bytes(part.sold_bytes),
                 f"{part.usd_per_month:,.0f}",
                 written,
                 _years(part.endurance_years),
             )
+        table.add_section()
     return table
 
 
@@ -174,12 +176,17 @@ def _miss(request: PlanRequest, closest: ShownMix) -> str:
     return f"{describe(closest.candidate.mix, request.engine.block_bytes)}: {' and '.join(missed)}"
 
 
+def _one_a_line(mix: str) -> str:
+    """Return a mix with each medium on a line of its own, for tables that fit a terminal. Pure."""
+    return mix.replace(" + ", "\n+ ")
+
+
 def _times(outcome: MixOutcome) -> Sequence[str]:
     first = outcome.first_token
     times = (
         [NOTHING] * 3
         if first is None
-        else [f"{time_s:.2f} s" for time_s in (first.p50_s, first.p90_s, first.p99_s)]
+        else [f"{time_s:.2f}" for time_s in (first.p50_s, first.p90_s, first.p99_s)]
     )
     return [f"{outcome.hit_ratio:.1%}", *times]
 

@@ -4,10 +4,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier.cli.traces import inputs_to_json
 from kvtier.sim.model import EngineModel, HostModel
-from kvtier.sim.results import Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size, Sweep
 from kvtier.sim.trace import Trace
+
+SATURATION_FACTOR = 100
+"""The engine is called saturated when the 90th percentile of queue times exceeds this many times the time to compute a
+prompt. A busy hour of a chat service reaches 30, too little hardware many hundreds; a lower factor would warn of
+bursts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,8 @@ class Comparison:
         sweep: the place with several capacities; None without a sweep.
         cases: the simulated cases, the smallest size first.
         found: the result of each case.
+        command: the words of the command line.
+        is_rate_derived: whether the rate of computing prompts was derived from the trace.
     """
 
     trace_name: str
@@ -31,6 +39,8 @@ class Comparison:
     sweep: Sweep | None
     cases: tuple[Case, ...]
     found: tuple[Simulation, ...]
+    command: tuple[str, ...] = ()
+    is_rate_derived: bool = False
 
     @property
     def by_label(self) -> dict[str, Simulation]:
@@ -42,16 +52,49 @@ class Comparison:
         """The compared policies, the engine without offloading first."""
         return list(dict.fromkeys(case.policy for case in self.cases))
 
+    @property
+    def swept_place(self) -> str:
+        """The swept place in words; "" without a sweep."""
+        if self.sweep is None:
+            return ""
+        return f"{self.sweep.place} memory" if self.sweep.place in (DEVICE, HOST) else self.sweep.place
+
     def pairs(self, size: Size | None) -> Iterator[tuple[Case, Simulation]]:
         """Yield the cases of one size, and those that do not depend on the sweep, with their results."""
         for case, one in zip(self.cases, self.found, strict=True):
             if case.size is None or case.size == size:
                 yield case, one
 
-    def to_json(self) -> dict[str, Any]:  # Any: JSON
+    @property
+    def saturated(self) -> list[str]:
+        """The labels of simulations in which requests queue far longer than a prompt takes."""
+        return [label for label, one in self.by_label.items() if is_saturated(self.engine, one)]
+
+    @property
+    def has_times(self) -> bool:
+        """Whether times are shown: not those of a queue that a derived rate of computing prompts has made."""
+        return not (self.is_rate_derived and self.saturated)
+
+    def inputs_to_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return version, command, trace, capacities and engine as JSON objects."""
+        inputs = inputs_to_json(
+            self.command, self.trace_name, self.trace, self.engine, is_rate_derived=self.is_rate_derived
+        )
+        return {
+            **inputs,
+            "is_saturated": bool(self.saturated),
+            "capacities": {
+                "block_bytes": self.engine.block_bytes,
+                "device_blocks": self.engine.num_device_blocks,
+                "host_blocks": self.host.num_blocks,
+                "tier_blocks": {tier.name: tier.num_blocks for tier in self.host.tiers},
+            },
+        }
+
+    def results_to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the results as JSON objects: by policy, or as a list of runs where one place was swept."""
         if self.sweep is None:
-            return {label: one.to_json() for label, one in self.by_label.items()}
+            return {"results": {label: one.to_json() for label, one in self.by_label.items()}}
         runs = [
             {
                 "policy": case.policy,
@@ -61,4 +104,11 @@ class Comparison:
             }
             for case, one in zip(self.cases, self.found, strict=True)
         ]
-        return {"sweep": self.sweep.place, "block_bytes": self.engine.block_bytes, "runs": runs}
+        return {"sweep": self.sweep.place, "runs": runs}
+
+
+def is_saturated(engine: EngineModel, one: Simulation) -> bool:
+    """Return whether requests wait for device blocks far longer than a prompt takes to compute. Pure."""
+    total = one.total
+    prefill_s = total.num_prompt_tokens / max(1, total.num_requests) / engine.prefill_tokens_per_s
+    return total.queue.p90_s > SATURATION_FACTOR * prefill_s

@@ -11,17 +11,31 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.option_names import naming_options
+from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
 from kvtier.config import LoadIf, parse_bytes
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.sim.formats.registry import TRACE_FORMATS
+from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
-from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate
 from kvtier.sim.sweep import Size, Sweep
 from kvtier.sim.tier import TierModel
-from kvtier.sim.trace import Trace, make_trace
+from kvtier.sim.trace import Trace
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import parse_tier_settings
+
+HINT_NOISE_FORM = "by comma wrong=0.3, silent=0.5, factor=2, random, hostile, liars=0.5, seed=1"
+
+NOISE_FIELDS = {
+    "wrong": "wrong_share",
+    "silent": "silent_share",
+    "factor": "time_factor",
+    "liars": "liar_share",
+    "seed": "seed",
+}
+"""Words of --hint-noise -> fields of HintNoise."""
+
+HINTS = ("none", "continues", "returns")
 
 TIER_FORM = (
     "NAME:CAPACITY:BANDWIDTH[:LATENCY[:STREAMS]] such as fs:4TiB:3GB/s or obj:20TiB:1GB/s,500MB/s:15ms:64"
@@ -39,9 +53,6 @@ ENGINE_OPTIONS = {
     "decode_tokens_per_s": "--decode",
 }
 """Fields of an engine -> the options that set them."""
-
-TRACE_OPTIONS = {"trace format": "--format"}
-"""Kinds of unknown names when reading a trace -> the options that set them."""
 
 TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -75,15 +86,14 @@ PARSED_NAMES = {
 }
 """Names in the production parser's errors -> the setting's name."""
 
-TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="Requests, plain or gzip.")]
-TraceFormat = Annotated[
+Device = Annotated[
     str | None,
-    typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; default: detected."),
+    typer.Option(help=f"Memory of the device cache; default: {DEFAULT_DEVICE}, less with --example."),
 ]
-Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
-
-Device = Annotated[str, typer.Option(help="Memory of the device cache.")]
-Host = Annotated[str, typer.Option(help="Host memory behind the device cache.")]
+Host = Annotated[
+    str | None,
+    typer.Option(help=f"Host memory behind the device cache; default: {DEFAULT_HOST}, less with --example."),
+]
 Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind host memory, repeatable: {TIER_FORM}.")]
 TierSettings = Annotated[
     list[str] | None, typer.Option(help=f"A setting of one tier, repeatable: {TIER_SETTING_FORM}.")
@@ -95,6 +105,11 @@ StoreThreshold = Annotated[int, typer.Option(help="Accesses before a block is st
 LoadIfText = Annotated[
     str, typer.Option("--load-if", help="When to load hits of tiers: always, or if faster than computing.")
 ]
+Hints = Annotated[
+    str,
+    typer.Option(help="What clients say of a prompt's future: none, continues (or ends), returns (when)."),
+]
+HintNoiseText = Annotated[str, typer.Option("--hint-noise", help=f"How wrong they are: {HINT_NOISE_FORM}.")]
 SweepText = Annotated[
     str | None, typer.Option("--sweep", help=f"Several capacities of one place: {SWEEP_FORM}.")
 ]
@@ -103,7 +118,10 @@ KVBytes = Annotated[
     str,
     typer.Option("--kv-bytes-per-token", help="Size of a token's keys and values, all layers and devices."),
 ]
-Prefill = Annotated[float, typer.Option(help="Prompt tokens computed per second.")]
+Prefill = Annotated[
+    float | None,
+    typer.Option(help="Prompt tokens computed per second; default: derived, so that prompts do not queue."),
+]
 Decode = Annotated[float, typer.Option(help="Tokens per second of each answer.")]
 MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 
@@ -163,6 +181,30 @@ def parse_load_if(text: str) -> LoadIf:
     return LoadIf(text)
 
 
+def parse_hints(hints: str, noise: str) -> tuple[ClientHints, HintNoise]:
+    """Return the values of ``--hints`` and ``--hint-noise``, the latter in the form HINT_NOISE_FORM. Pure.
+
+    Raises:
+        ConfigError: one is not valid.
+    """
+    if hints not in HINTS:
+        raise ConfigError("--hints", hints, f"must be one of {', '.join(HINTS)}")
+    honest = Honesty.HONEST
+    values: dict[str, Any] = {}  # Any: fields of HintNoise, which are numbers here
+    for part in split_names(noise):
+        word, equals, text = (each.strip() for each in part.partition("="))
+        if not equals and word in {Honesty.RANDOM.value, Honesty.HOSTILE.value}:
+            honest = Honesty(word)
+            continue
+        value = parse_value(text) if word in NOISE_FIELDS else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError("--hint-noise", part, f"must be {HINT_NOISE_FORM}")
+        values[NOISE_FIELDS[word]] = value
+    seed = int(values.pop("seed", 1))
+    with naming_options(dict.fromkeys(NOISE_FIELDS.values(), "--hint-noise")):
+        return ClientHints(hints), HintNoise(honesty=honest, seed=seed, **values)
+
+
 def split_names(text: str) -> list[str]:
     """Return the names between commas. Pure."""
     return [name.strip() for name in text.split(",") if name.strip()]
@@ -185,9 +227,9 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
 
 
 def make_engine(
-    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float, decode: float
+    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float | None, decode: float
 ) -> EngineModel:
-    """Return the engine, with blocks of the trace's length.
+    """Return the engine, with blocks of the trace's length; without ``prefill``, of a rate derived from the trace.
 
     Raises:
         ConfigError: a value is not valid.
@@ -195,7 +237,8 @@ def make_engine(
     block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
     num_blocks = blocks_of("--device", device, block_bytes)
     with naming_options(ENGINE_OPTIONS):
-        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, prefill, decode)
+        rate = derive_prefill_rate(trace) if prefill is None else prefill
+        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, rate, decode)
 
 
 def parse_tier(text: str, block_bytes: int) -> TierModel:
@@ -219,19 +262,6 @@ def parse_tier(text: str, block_bytes: int) -> TierModel:
     )
     with naming_options({"name": "--tier"}):
         return TierModel(name, blocks_of("--tier", capacity, block_bytes), speed)
-
-
-def take_first(trace: Trace, num_requests: int | None) -> Trace:
-    """Return the first requests of ``trace``; None: all. Pure.
-
-    Raises:
-        ConfigError: ``num_requests`` is below 1.
-    """
-    if num_requests is None:
-        return trace
-    if num_requests < 1:
-        raise ConfigError("--requests", num_requests, "must be at least 1")
-    return make_trace(trace.requests[:num_requests], trace.block_tokens)
 
 
 def parse_sweep(text: str, block_bytes: int) -> Sweep:

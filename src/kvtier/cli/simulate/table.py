@@ -5,15 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.output import make_table
+from kvtier.cli.output import make_table, print_line
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.model import EngineModel
+from kvtier.cli.simulate.verdict import make_verdict
+from kvtier.cli.traces import describe_rate
 from kvtier.sim.results import DEVICE, Simulation
-
-SATURATION_FACTOR = 100
-"""The engine is called saturated when the 90th percentile of queue times exceeds this many times the time to compute a
-prompt. A busy hour of a chat service reaches 30, too little hardware many hundreds; a lower factor would warn of
-bursts."""
 
 NOTHING = "-"
 """Stands for a missing measurement."""
@@ -28,11 +24,12 @@ BOUND_NOTE = (
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the tables and a summary."""
+    """Print the verdict, the tables and a summary."""
+    print_line(console, make_verdict(comparison).text)
     for table in make_tables(comparison):
         console.print(table)
     for line in summarise(comparison):
-        console.print(line, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def make_tables(comparison: Comparison) -> list[Table]:
@@ -40,7 +37,8 @@ def make_tables(comparison: Comparison) -> list[Table]:
     if comparison.sweep is not None:
         return [make_sweep_table(comparison)]
     found = comparison.by_label
-    tables = [make_hit_table(found), make_time_table(found), make_traffic_table(found)]
+    times = make_time_table(found) if comparison.has_times else None
+    tables = [make_hit_table(found), make_miss_table(found), times, make_traffic_table(found)]
     return [table for table in tables if table is not None]
 
 
@@ -48,12 +46,16 @@ def make_sweep_table(comparison: Comparison) -> Table:
     """Return hits and times, one row per size and policy. Pure."""
     sources = (DEVICE, *_tier_names(comparison.by_label))
     place = comparison.sweep.place if comparison.sweep else ""
-    headings = ("found", "at most", *sources, "p50", "p90", "served")
-    table = make_table("Prompt tokens not computed, and seconds to first token", (place, "policy"), headings)
+    times = ("p50", "p90") if comparison.has_times else ()
+    headings = ("found", "at most", *sources, *times, "served")
+    names = (f"{place} size", "policy")
+    title = f"Prompt tokens not computed{', and seconds to first token' if times else ''}"
+    table = make_table(title, names, headings)
     for case, one in zip(comparison.cases, comparison.found, strict=True):
         ratios = [one.saved_ratio, one.bound_ratio or 0.0, *(one.hit_ratio(source) for source in sources)]
         numbers = [f"{ratio:.1%}" for ratio in ratios]
-        numbers += [f"{one.total.first_token.p50_s:.2f}", f"{one.total.first_token.p90_s:.2f}"]
+        if times:
+            numbers += [f"{one.total.first_token.p50_s:.2f}", f"{one.total.first_token.p90_s:.2f}"]
         if not one.total.num_requests:
             numbers = [NOTHING] * len(numbers)
         size = case.size.label if case.size else NOTHING
@@ -71,6 +73,24 @@ def make_hit_table(found: Mapping[str, Simulation]) -> Table:
         least = 1 - (one.bound_ratio or 0.0)
         shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios), least)]
         table.add_row(name, *(shares if one.total.num_requests else [NOTHING] * len(shares)))
+    return table
+
+
+def make_miss_table(found: Mapping[str, Simulation]) -> Table | None:
+    """Return why prompt tokens were computed, one row per cause; None when no simulation has offloading. Pure."""
+    missed = {name: one.missed_tokens for name, one in found.items() if one.missed_tokens}
+    if not missed:
+        return None
+    causes = sorted(
+        dict.fromkeys(cause for tokens in missed.values() for cause in tokens),
+        key=lambda cause: -max(tokens.get(cause, 0) for tokens in missed.values()),
+    )
+    table = make_table("Prompt tokens computed, by cause", ("cause",), tuple(missed))
+    for cause in causes:
+        shares = [
+            tokens.get(cause, 0) / found[name].total.num_prompt_tokens for name, tokens in missed.items()
+        ]
+        table.add_row(cause.replace(".", " "), *(f"{share:.1%}" for share in shares))
     return table
 
 
@@ -134,10 +154,14 @@ def summarise(comparison: Comparison) -> Iterator[str]:
             yield f"{name}: {tier} was overloaded {number} times and skipped for some seconds each"
     yield "without: the same engine with its own prefix cache only"
     yield BOUND_NOTE
-    if saturated := [name for name, one in found.items() if is_saturated(comparison.engine, one)]:
+    if comparison.is_rate_derived:
+        yield f"prefill: {describe_rate(comparison.engine.prefill_tokens_per_s)}"
+    if saturated := comparison.saturated:
+        effect = "times describe the queue" if comparison.has_times else "no times are shown"
         yield (
             f"warning: the engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt "
-            "takes, so times describe the queue; use more --prefill, --device or --max-running, or fewer --requests"
+            f"takes, so {effect}; "
+            "use more --prefill, --device or --max-running, or fewer --requests"
         )
 
 
@@ -169,13 +193,6 @@ def not_loaded_tokens(one: Simulation) -> dict[str, int]:
         for counter, value in one.counters.items()
         if counter.startswith(NOT_LOADED) and value
     }
-
-
-def is_saturated(engine: EngineModel, one: Simulation) -> bool:
-    """Return whether requests wait for device blocks far longer than a prompt takes to compute. Pure."""
-    total = one.total
-    prefill_s = total.num_prompt_tokens / max(1, total.num_requests) / engine.prefill_tokens_per_s
-    return total.queue.p90_s > SATURATION_FACTOR * prefill_s
 
 
 def _tier_names(found: Mapping[str, Simulation]) -> Sequence[str]:

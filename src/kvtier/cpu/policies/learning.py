@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvtier.base import OffloadKey
-
-NO_HINTS: Mapping[str, Any] = {}  # Any: see ArrivedRequest; hints are read only
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.hints.values import NO_HINTS, NO_PARAMS, RequestHints
 
 
 class ArrivedRequest(NamedTuple):
@@ -22,13 +21,25 @@ class ArrivedRequest(NamedTuple):
         req_id: the engine's name of it.
         chains: for each KV group the keys of its full blocks, head first; each key stands for its whole prefix.
         arrival_s: time of arrival on the manager's clock.
-        hints: the client's hints, its ``kv_transfer_params``.
+        hints: what the client says of it.
+        params: the client's ``kv_transfer_params`` as they came, for policies with hints of their own.
     """
 
     req_id: str
     chains: tuple[Sequence[OffloadKey], ...]
     arrival_s: float
-    hints: Mapping[str, Any] = NO_HINTS  # Any: a client's JSON, checked where it is read
+    hints: RequestHints = NO_HINTS
+    params: Mapping[str, Any] = NO_PARAMS  # Any: a client's JSON, checked where it is read
+
+
+def make_arrived(
+    chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext, arrival_s: float
+) -> ArrivedRequest:
+    """Return what a policy learns of a request that arrives now."""
+    params = req_context.kv_transfer_params
+    if not params:
+        return ArrivedRequest(req_context.req_id, tuple(chains), arrival_s)
+    return ArrivedRequest(req_context.req_id, tuple(chains), arrival_s, req_context.hints, params)
 
 
 class RequestLearner(ABC):

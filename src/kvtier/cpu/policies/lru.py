@@ -49,6 +49,10 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
     def move_to_front(self, key: OffloadKey) -> None:
         self.touch((key,))
 
+    def move_to_back(self, key: OffloadKey) -> None:
+        super().move_to_back(key)
+        self.parked.forget((key,))
+
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[Item] | None:
         # Parked blocks are older than the old end of the queue, so with some of them the short way is wrong.
         victims = [] if protected or len(self.parked) else self._pop_idle(n)

@@ -10,10 +10,12 @@ from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, MoveToFront, check_same_blocks
+from kvtier.cpu.policies.ended_sessions import EndedSessions
+from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
 
 
-class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront):
-    """A policy with one queue; a subclass supplies ``touch`` and ``evict``.
+class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
+    """A policy with one queue; a subclass supplies ``touch`` and ``evict``. Blocks of ended sessions leave first.
 
     Attributes:
         blocks: every held block, the next victim first. INVARIANT: the same object for the policy's life, because
@@ -23,6 +25,7 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self._ended = EndedSessions(self.blocks, cache_capacity)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self.blocks.get(key)
@@ -43,11 +46,23 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront):
         if key in self.blocks:
             self.blocks.move_to_end(key)
 
+    def note_request(self, request: ArrivedRequest) -> None:
+        self._ended.note(request)
+
+    def on_finished(self, req_id: str) -> None:
+        for key in self._ended.finish(req_id):
+            self.move_to_back(key)
+
+    def move_to_back(self, key: OffloadKey) -> None:
+        """Make a held block the next victim."""
+        self.blocks.move_to_end(key, last=False)
+
     def next_victims(self, n: int) -> list[OffloadKey]:
         return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
 
     def clear(self) -> None:
         self.blocks.clear()
+        self._ended.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         check_same_blocks(self.blocks, held)

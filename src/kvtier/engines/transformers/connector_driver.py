@@ -17,6 +17,9 @@ from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import LayerLoadError
+from kvtier.histogram import HistogramSnapshot
+from kvtier.observe.control import open_control
+from kvtier.observe.control_commands import PromptHasher
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
@@ -41,6 +44,7 @@ class ConnectorDriver:
         kv_caches: the device pool.
         clock: seconds, monotonic.
         pause: waits for that many seconds.
+        hash_prompt: makes the hashes of a prompt's blocks, for operators' commands about a prefix.
     """
 
     def __init__(
@@ -50,9 +54,10 @@ class ConnectorDriver:
         kv_caches: CanonicalKVCaches,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        hash_prompt: PromptHasher | None = None,
     ) -> None:
         self._specs = (worker_spec, scheduler_spec)
-        self._scheduler = _make_scheduler(scheduler_spec, clock)
+        self._scheduler = _make_scheduler(scheduler_spec, clock, hash_prompt)
         # This engine pauses between the steps in which it waits; a pause in each step would delay the first token.
         self._worker = OffloadingConnectorWorker(worker_spec, pause=lambda _: None)
         try:
@@ -180,6 +185,9 @@ class ConnectorDriver:
     def drain(self, timeout_s: float) -> bool:
         """Step until every store has ended and no tier has work; False when ``timeout_s`` passed first."""
         end_s = self._clock() + timeout_s
+        control = self._scheduler.control
+        if control is not None and control.is_wanted:
+            self.step(StepOutput())  # an idle engine does here what its operators want
         while self._open_jobs and self._clock() < end_s:
             self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
@@ -197,6 +205,10 @@ class ConnectorDriver:
     def stats(self) -> dict[str, float]:
         """Return counters and gauges of the connector and the tiers, by dotted name."""
         return self._scheduler.stats()
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms of the connector and its manager by dotted name."""
+        return self._scheduler.histograms()
 
     def shutdown(self, timeout_s: float) -> None:
         """Drain for at most ``timeout_s``, then shut down worker, manager and tiers; idempotent."""
@@ -229,11 +241,16 @@ class ConnectorDriver:
         self._scheduler.update_connector_output(WorkerOutput(report))
 
 
-def _make_scheduler(spec: OffloadingSpec, clock: Callable[[], float]) -> OffloadingConnectorScheduler:
+def _make_scheduler(
+    spec: OffloadingSpec, clock: Callable[[], float], hash_prompt: PromptHasher | None
+) -> OffloadingConnectorScheduler:
     recorder = open_recorder(spec.config, clock=clock)
+    control = open_control(spec.config, hash_prompt)
     try:
-        return OffloadingConnectorScheduler(spec, recorder)
+        return OffloadingConnectorScheduler(spec, recorder, control=control)
     except BaseException:
         if recorder is not None:
             recorder.close()
+        if control is not None:
+            control.close()
         raise

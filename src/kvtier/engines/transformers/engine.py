@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.base import OffloadingSpec
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
@@ -25,12 +25,15 @@ from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.model_checks import require_shareable_prefixes
 from kvtier.engines.transformers.paged_cache import PagedKVCache
+from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
 from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds
 from kvtier.factory import OffloadingSpecFactory
+from kvtier.histogram import HistogramSnapshot
+from kvtier.observe.prometheus import open_metrics
 
 DEFAULT_SHUTDOWN_S = 10.0
 """Seconds for which shutdown waits for unfinished stores. Zero drops them; more delays the end behind a slow tier."""
@@ -45,6 +48,10 @@ class KVTierEngine:
         clock: seconds, monotonic.
         pause: waits for that many seconds.
         make_spec: builds an offloading spec, once for each half of the connector.
+
+    Attributes:
+        config: the sizes and settings.
+        metrics: serves its metrics; None without the setting ``metrics_port``.
 
     Raises:
         ModelError: the model has no cache of keys and values of every token, or prompts cannot share it.
@@ -72,10 +79,14 @@ class KVTierEngine:
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
-            self._driver = ConnectorDriver(*specs, caches, clock, pause)
+            hash_prompt = make_prompt_hasher(
+                config.salt, config.block_size_tokens, lambda num: adapter.rope.range_of(num).name
+            )
+            self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
             self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+            self.metrics = open_metrics(self, parse_settings(config.extra_config or {}))
         except BaseException:
             if self._driver is not None:
                 self._driver.shutdown(0.0)
@@ -160,13 +171,20 @@ class KVTierEngine:
             self._driver.reset()
 
     def stats(self) -> dict[str, float]:
-        """Return counters and gauges by dotted name; those of the device pool begin with ``device``."""
+        """Return counters and gauges by dotted name; those of the device pool begin with ``device``.
+
+        Thread: any. ``docs/reference/metrics.md`` has the metric families that are made from them.
+        """
         stats = {} if self._driver is None else self._driver.stats()
         return stats | {
             "device.num_blocks": float(self._pool.num_blocks),
             "device.free_blocks": float(self._pool.num_free_blocks),
             "device.cached_blocks": float(self._pool.num_cached_blocks),
         }
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        """Return histograms of sizes and durations by dotted name. Thread: any."""
+        return {} if self._driver is None else self._driver.histograms()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every store has reached host memory and the tiers; False when ``timeout_s`` passed."""
@@ -180,6 +198,8 @@ class KVTierEngine:
         """
         self._server.close()
         is_first, self._is_shut_down = not self._is_shut_down, True
+        if is_first and self.metrics is not None:
+            self.metrics.close()
         if is_first and self._driver is not None:
             self._driver.shutdown(timeout_s)
 

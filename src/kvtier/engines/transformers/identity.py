@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
@@ -58,11 +59,13 @@ def make_offloading_config(
         layer_names=tuple(layer.name for layer in adapter.shape.layers),
         page_size_bytes=config.block_size_tokens * adapter.shape.token_bytes,
     )
+    settings_json = describe_model_config(adapter.model)
     identity = ModelIdentity(
         name=config.model_name or adapter.name,
         revision=config.model_revision or fingerprint_weights(adapter.model),
         dtype=str(adapter.model.dtype),
-        config_digest=digest_model_config(adapter.model),
+        config_digest=hashlib.sha256(settings_json.encode()).hexdigest(),
+        config_json=settings_json,
     )
     described = OffloadingConfig(
         engine_id=make_engine_id(),
@@ -75,11 +78,23 @@ def make_offloading_config(
         rank=0,
         enable_events=config.enable_events,
         engine_kind=ENGINE_KIND,
+        engine_host_bytes=count_host_bytes(adapter, config),
         extra_config=extra_config,
     )
     if described.settings.layerwise_load and described.block_size_factor > 1:
         return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
     return described
+
+
+def count_host_bytes(adapter: ModelAdapter, config: EngineConfig) -> int:
+    """Return the host memory of the engine: its process, and what of weights and device pool is on the CPU. Pure."""
+    # Tied weights are one memory under two names.
+    tensors = [*adapter.model.parameters(), *adapter.model.buffers()]
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"}
+    pool_tokens = config.num_device_blocks * config.block_size_tokens
+    # The sequence that is being computed is in the pool and, contiguous, in the model's own cache.
+    pool_bytes = 2 * pool_tokens * adapter.shape.token_bytes if adapter.shape.device.type == "cpu" else 0
+    return PROCESS_BYTES + sum(weights.values()) + pool_bytes
 
 
 def make_engine_id() -> str:
@@ -110,11 +125,10 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
     return FINGERPRINT_PREFIX + whole.hexdigest()
 
 
-def digest_model_config(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of the model's effective configuration as canonical JSON. Pure."""
+def describe_model_config(model: PreTrainedModel) -> str:
+    """Return the model's effective configuration as canonical JSON. Pure."""
     settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
-    canonical = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _digest_own_code(model: PreTrainedModel) -> bytes:

@@ -7,7 +7,7 @@ block's tokens and every token before them, so equal digests mean equal keys and
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,3 +132,24 @@ def extend_block_hashes(
         first = index * block_size_tokens
         parent = digests[-1] if digests else root
         digests.append(hash_block(parent, token_ids[first : first + block_size_tokens]))
+
+
+def make_prompt_hasher(
+    salt: str, block_size_tokens: int, name_range: Callable[[int], str]
+) -> Callable[[Sequence[int]], list[bytes]]:
+    """Return a function that makes the hashes of a prompt's full blocks.
+
+    Args:
+        salt: the engine's.
+        block_size_tokens: tokens in a block.
+        name_range: names the range of lengths in which a prompt of so many tokens is.
+    """
+    engine_root = make_root_digest(salt)
+
+    def hash_prompt(token_ids: Sequence[int]) -> list[bytes]:
+        digests: list[bytes] = []
+        root = make_range_root(engine_root, name_range(len(token_ids)))
+        extend_block_hashes(digests, token_ids, block_size_tokens, root)
+        return digests
+
+    return hash_prompt

@@ -5,7 +5,7 @@ work too.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,23 @@ def hash_seed(vllm_config: VllmConfig) -> str:
     return seed if seed == resolve(hash_function) else RANDOM_SEED
 
 
+def make_prompt_hasher(
+    vllm_config: VllmConfig, hash_block_tokens: int
+) -> Callable[[Sequence[int]], list[bytes]]:
+    """Return a function that makes the content hashes of a plain prompt: no adapter, image or cache salt."""
+    hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+
+    def hash_prompt(token_ids: Sequence[int]) -> list[bytes]:
+        hashes: list[Any] = []  # Any: vLLM's name for bytes
+        for first in range(0, len(token_ids) - hash_block_tokens + 1, hash_block_tokens):
+            block = list(token_ids[first : first + hash_block_tokens])
+            parent = hashes[-1] if hashes else None
+            hashes.append(kv_cache_utils.hash_block_tokens(hash_function, parent, block, None))
+        return [bytes(block_hash) for block_hash in hashes]
+
+    return hash_prompt
+
+
 def stored_page_bytes(
     kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, spec: KVCacheSpec
 ) -> dict[str, int] | None:
@@ -158,6 +175,20 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         chosen.append("shuffled")
     backends = " ".join(str(part) for part in chosen if part is not None) or "default"
     return f"{layout} layout, {backends} attention, {_device_kind()}, vLLM {release()}"
+
+
+def is_on_cpu() -> bool:
+    """Return whether the engine computes on the CPU, so that its weights and KV cache are in host memory."""
+    return bool(current_platform.is_cpu())
+
+
+def offloaded_weight_bytes(vllm_config: VllmConfig) -> int:
+    """Return the bytes of weights that --cpu-offload-gb keeps in host memory, for each worker. Pure.
+
+    From 0.30 on it is in a configuration of its own.
+    """
+    offload_config = getattr(getattr(vllm_config, "offload_config", None), "uva", vllm_config.cache_config)
+    return int(getattr(offload_config, "cpu_offload_gb", 0) * 2**30)
 
 
 def _device_kind() -> str:

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvtier.config import OffloadingConfig
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.groups import first_spec, make_kv_groups
+from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
 from kvtier.errors import ConfigError, ModelError
 
@@ -64,6 +65,8 @@ def make_offloading_config(
         num_hosts=parallel_config.nnodes_within_dp,
         enable_events=bool(events_config and events_config.enable_kv_cache_events),
         engine_kind=ENGINE_KIND,
+        engine_host_bytes=count_host_bytes(vllm_config, kv_cache_config),
+        engines_per_host=count_engines(vllm_config),
         extra_config=extra_config(vllm_config),
     )
 

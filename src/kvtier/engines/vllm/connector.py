@@ -26,9 +26,11 @@ from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.groups import describe_groups
 from kvtier.engines.vllm.identity import start_fingerprints
-from kvtier.engines.vllm.metrics import KVTierPromMetrics, KVTierStats, StatsClock
+from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
+from kvtier.observe.control import open_control
+from kvtier.observe.prometheus import MetricsServer, serve_metrics
 from kvtier.recording.recorder import open_recorder
 
 logger = logging.getLogger(__name__)
@@ -58,28 +60,38 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         is_scheduler = role is KVConnectorRole.SCHEDULER
         config = make_offloading_config(vllm_config, kv_cache_config, role)
         self._connector = (
-            OffloadingConnector(config, ConnectorRole.SCHEDULER, open_recorder(config))
+            OffloadingConnector(
+                config,
+                ConnectorRole.SCHEDULER,
+                open_recorder(config),
+                open_control(config, compat.make_prompt_hasher(vllm_config, config.hash_block_size)),
+            )
             if is_scheduler
             else OffloadingConnector(config, ConnectorRole.WORKER)
         )
         self._stats_clock = StatsClock()
+        self._growth = GrowthMeter()
+        self._metrics: MetricsServer | None = None
         if is_scheduler:
+            self._metrics = self._serve_metrics(vllm_config)
             recompute_failed_loads(vllm_config)
             self._can_wait_by_layer = self._admits_layerwise(vllm_config)
             self._log_start()
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
-        """Return a worker's transfers since the last call, or once in an interval the scheduler's counters."""
-        worker, scheduler = self._connector.connector_worker, self._connector.connector_scheduler
-        if worker is not None:
-            stats = worker.drain_stats()
-            return None if stats is None else KVTierStats.of_transfers(stats)
-        if scheduler is None or not self._stats_clock.is_due():
+        """Return what has changed since the last report: once in an interval, and before the engine rests.
+
+        Workers return nothing: the scheduler has what they copied.
+        """
+        scheduler = self._connector.connector_scheduler
+        if scheduler is None or not self._stats_clock.is_due(is_resting=scheduler.is_idle()):
             return None
-        return KVTierStats.of_counters(scheduler.stats())
+        return self._growth.report(scheduler.stats(), scheduler.histograms())
 
     def shutdown(self) -> None:
         """Shut down the half in this process; idempotent."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._connector.shutdown()
 
     @classmethod
@@ -124,6 +136,22 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
                 obstacle,
             )
         return obstacle is None
+
+    def _serve_metrics(self, vllm_config: VllmConfig) -> MetricsServer | None:
+        """Serve the metrics from this process if the settings say so; engines of one host take ports in a row.
+
+        vLLM's own page learns of an engine in steps only; this one shows the state of an idle engine.
+        """
+        settings, scheduler = self._connector.spec.config.settings, self._connector.connector_scheduler
+        port = settings.metrics_port
+        if port is None or scheduler is None:
+            return None
+        rank = getattr(vllm_config.parallel_config, "data_parallel_rank_local", None) or 0
+        try:
+            return serve_metrics(scheduler, port + rank if port else port, settings.metrics_host)
+        except BaseException:
+            self._connector.shutdown()
+            raise
 
     def _log_start(self) -> None:
         config = self._connector.spec.config

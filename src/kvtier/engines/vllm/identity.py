@@ -98,7 +98,7 @@ _running = RunningFingerprints()
 
 def start_fingerprints(vllm_config: VllmConfig) -> None:
     """Start to read the weights in the background; ``make_model_identity`` waits for the result."""
-    for _, model_config, load_config in _models_of(vllm_config):
+    for _, model_config, load_config in models_of(vllm_config):
         place = find_checkpoint(model_config, load_config)
         if place is not None:
             _running.start(vllm_config, place, str(model_config.model))
@@ -122,7 +122,7 @@ def make_model_identity(
     parts: list[str] = []
     settings: dict[str, object] = {}
     try:
-        for role, model, load_config in _models_of(vllm_config):
+        for role, model, load_config in models_of(vllm_config):
             name = describe_weights(vllm_config, model, load_config, reads_files=reads_files)
             if outlives_engine:
                 require_unambiguous(role, model, name)
@@ -140,7 +140,21 @@ def make_model_identity(
         revision="; ".join(parts),
         dtype=str(model_config.dtype),
         config_digest=hashlib.sha256(canonical.encode()).hexdigest(),
+        config_json=canonical,
     )
+
+
+def models_of(vllm_config: VllmConfig) -> Iterator[tuple[str, ModelConfig, LoadConfig]]:
+    """Yield role, model and how it is loaded: the model itself, then a draft model. Pure."""
+    yield "model", vllm_config.model_config, vllm_config.load_config
+    speculative = vllm_config.speculative_config
+    draft_config = getattr(speculative, "draft_model_config", None)
+    if draft_config is not None:
+        yield (
+            "draft",
+            draft_config,
+            getattr(speculative, "draft_load_config", None) or vllm_config.load_config,
+        )
 
 
 def describe_settings(model_config: ModelConfig) -> dict[str, object]:
@@ -282,18 +296,6 @@ def process_start_ns() -> int:
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
-
-
-def _models_of(vllm_config: VllmConfig) -> Iterator[tuple[str, ModelConfig, LoadConfig]]:
-    yield "model", vllm_config.model_config, vllm_config.load_config
-    speculative = vllm_config.speculative_config
-    draft_config = getattr(speculative, "draft_model_config", None)
-    if draft_config is not None:
-        yield (
-            "draft",
-            draft_config,
-            getattr(speculative, "draft_load_config", None) or vllm_config.load_config,
-        )
 
 
 def _is_in_bucket(model_config: ModelConfig) -> bool:

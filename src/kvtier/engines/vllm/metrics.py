@@ -1,77 +1,103 @@
-"""kvtier's numbers on vLLM's ``/metrics`` page and in its log.
+"""kvtier's metric families on vLLM's ``/metrics`` page and in its log.
 
-Workers report transfers. The scheduler's process reports the counters and gauges of the connector and of every tier.
-Both pass through vLLM as plain data: transfers are summed by direction, counters and gauges replaced by name.
+The scheduler's process has every number: workers report their copies to it with the jobs that they belong to. Once in
+an interval, and before the engine rests, it reports through vLLM what has changed, as plain data: by how much counters
+and histograms have grown, and the latest gauges. Reports can be summed, so it does not matter which of vLLM's processes
+gets which. ``kvtier.observe.metrics`` declares the families.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Protocol
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier.connector.metrics import OffloadingConnectorStats
-
-TRANSFERS = "transfers"
-"""Key of the transfers in the payload: for each "SRC_to_DST" the operations."""
+from kvtier.histogram import HistogramSnapshot
+from kvtier.observe.family import Family, Kind, SampleFinder
+from kvtier.observe.metrics import DEVICE, FAMILIES
 
 COUNTERS = "counters"
-"""Key of counters (since the start) and gauges in the payload, by dotted name."""
+"""Key of the growth of each counter in the payload, by dotted name."""
+
+GAUGES = "gauges"
+"""Key of the latest gauges in the payload, by dotted name."""
+
+HISTOGRAMS = "histograms"
+"""Key of the growth of each histogram in the payload, by dotted name: counts, then sums, of its buckets."""
 
 COUNTERS_INTERVAL_S = 1.0
-"""Seconds between two reports of counters and gauges. Longer makes a metrics page lag, shorter costs steps."""
+"""Seconds between two reports. Longer makes a metrics page lag, shorter costs steps."""
+
+OWN_FAMILIES = tuple(family for family in FAMILIES if family not in DEVICE)
+"""Families on vLLM's page; its device pool is vLLM's own, which has metrics of it."""
+
+IN_LOG = ("connector.load_bytes", "connector.load_time_s", "connector.store_bytes", "connector.store_time_s")
+"""What vLLM's log shows of an interval."""
 
 
 class KVTierStats(KVConnectorStats):
-    """Transfers of an interval and the latest counters; vLLM passes its ``data`` between processes."""
+    """What has changed in an interval; vLLM passes its ``data`` between processes."""
 
-    data: dict[str, Any]  # Any: two kinds of payload, distinguished by key
-
-    @classmethod
-    def of_transfers(cls, stats: OffloadingConnectorStats) -> "KVTierStats":
-        """Return a payload of one worker's transfers."""
-        return cls({TRANSFERS: stats.data})
-
-    @classmethod
-    def of_counters(cls, counters: Mapping[str, float]) -> "KVTierStats":
-        """Return a payload of the scheduler's counters and gauges."""
-        return cls({COUNTERS: dict(counters)})
-
-    @property
-    def transfers(self) -> OffloadingConnectorStats:
-        """The transfers."""
-        return OffloadingConnectorStats(self.data.setdefault(TRANSFERS, {}))
+    data: dict[str, Any]  # Any: three kinds of payload, distinguished by key
 
     @property
     def counters(self) -> dict[str, float]:
-        """Counters and gauges since the start, by dotted name."""
+        """Growth of the counters, by dotted name."""
         counters: dict[str, float] = self.data.setdefault(COUNTERS, {})
         return counters
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The latest gauges, by dotted name."""
+        gauges: dict[str, float] = self.data.setdefault(GAUGES, {})
+        return gauges
+
+    @property
+    def histograms(self) -> dict[str, Sequence[Sequence[float]]]:
+        """Growth of the histograms, by dotted name: counts, then sums, of their buckets."""
+        histograms: dict[str, Sequence[Sequence[float]]] = self.data.setdefault(HISTOGRAMS, {})
+        return histograms
 
     def reset(self) -> None:
         """Forget everything."""
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> "KVTierStats":
-        """Add the transfers of ``other``, take its counters, and return self."""
+        """Add what has grown in ``other``, take its gauges, and return self."""
         if isinstance(other, KVTierStats):
-            self.transfers.aggregate(other.transfers)
-            self.counters.update(other.counters)
+            for name, growth in other.counters.items():
+                self.counters[name] = self.counters.get(name, 0.0) + growth
+            self.gauges.update(other.gauges)
+            for name, grown in other.histograms.items():
+                self.histograms[name] = (
+                    add_buckets(self.histograms[name], grown) if name in self.histograms else grown
+                )
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return, for the log, bytes and seconds of each direction."""
-        return self.transfers.reduce()
+        """Return, for the log, bytes and seconds of the copies of the interval; nothing when there was none."""
+        counters = self.counters
+        if not any(counters.get(name) for name in IN_LOG):
+            return {}
+        return {name.removeprefix("connector."): counters.get(name, 0) for name in IN_LOG}
 
     def is_empty(self) -> bool:
-        """Return whether there is neither a transfer nor a counter."""
-        return self.transfers.is_empty() and not self.counters
+        """Return whether there is nothing to report."""
+        return not (self.counters or self.gauges or self.histograms)
+
+
+def add_buckets(
+    left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]
+) -> Sequence[Sequence[float]]:
+    """Return the counts and sums of two histograms, added by bucket. Pure."""
+    return [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(left, right, strict=True)]
 
 
 class StatsClock:
-    """Limits how often counters are gathered, which costs some 50 us, more than a step.
+    """Limits how often numbers are gathered, which costs some 100 us, more than a step.
 
     Args:
         clock: seconds, monotonic.
@@ -80,17 +106,75 @@ class StatsClock:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next_s = clock()
+        self._was_resting = True
 
-    def is_due(self) -> bool:
-        """Return whether an interval has passed since the last True."""
-        if self._clock() < self._next_s:
+    def is_due(self, *, is_resting: bool = False) -> bool:
+        """Return whether an interval has passed since the last True, or the engine has just come to rest.
+
+        Args:
+            is_resting: whether the engine has nothing to do; no step follows then that could report what this one did.
+        """
+        has_come_to_rest = is_resting and not self._was_resting
+        self._was_resting = is_resting
+        if self._clock() < self._next_s and not has_come_to_rest:
             return False
         self._next_s = self._clock() + COUNTERS_INTERVAL_S
         return True
 
 
+class GrowthMeter:
+    """Turns numbers since the start into what has changed since the last report.
+
+    Args:
+        families: those that are reported.
+    """
+
+    def __init__(self, families: Iterable[Family] = OWN_FAMILIES) -> None:
+        self._finder = SampleFinder(families)
+        self._counted: dict[str, float] = {}
+        self._snapshots: dict[str, HistogramSnapshot] = {}
+
+    def report(self, numbers: Mapping[str, float], snapshots: Mapping[str, HistogramSnapshot]) -> KVTierStats:
+        """Return what has changed; a number that appears for the first time is in it even if it is 0.
+
+        Args:
+            numbers: counters since the start and gauges, by dotted name; those that no family reads are left out.
+            snapshots: histograms since the start, by dotted name.
+        """
+        counters: dict[str, float] = {}
+        gauges: dict[str, float] = {}
+        for name, value in numbers.items():
+            sample = self._finder.find(name)
+            if sample is None:
+                continue
+            if sample.family.kind is Kind.GAUGE:
+                gauges[name] = value
+            elif self._counted.get(name) != value:
+                # One that has shrunk began anew, with a tier that was built again for example.
+                growth = value - self._counted.get(name, 0.0)
+                counters[name] = growth if growth >= 0 else value
+                self._counted[name] = value
+        histograms: dict[str, Sequence[Sequence[float]]] = {}
+        for name, snapshot in snapshots.items():
+            earlier = self._snapshots.get(name)
+            if earlier != snapshot and self._finder.find(name) is not None:
+                grown = snapshot if earlier is None else snapshot.since(earlier)
+                histograms[name] = (list(grown.counts), list(grown.sums))
+                self._snapshots[name] = snapshot
+        return KVTierStats({COUNTERS: counters, GAUGES: gauges, HISTOGRAMS: histograms})
+
+
+class PrometheusMetric(Protocol):
+    """A metric class of prometheus-client, or one of vLLM's for Ray that has the same methods."""
+
+    def labels(self, *values: object) -> Any:  # noqa: ANN401 - a counter, gauge or histogram
+        """Return the sample with these values of the labels."""
+
+
 class KVTierPromMetrics(KVConnectorPromMetrics):
-    """kvtier's metric families in vLLM: transfers by direction, and every counter and gauge by name."""
+    """kvtier's metric families in vLLM, each with vLLM's own labels before those of the family."""
+
+    _registered: ClassVar[list[PrometheusMetric]] = []
 
     def __init__(
         self,
@@ -100,38 +184,50 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: Mapping[int, Sequence[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        by_direction = [*labelnames, "direction"]
-        self._bytes = metric_types[Counter](
-            name="vllm:kvtier_transfer_bytes",
-            documentation="Bytes copied between device and host memory.",
-            labelnames=by_direction,
-        )
-        self._seconds = metric_types[Counter](
-            name="vllm:kvtier_transfer_seconds",
-            documentation="Seconds that those copies took.",
-            labelnames=by_direction,
-        )
-        self._operations = metric_types[Counter](
-            name="vllm:kvtier_transfers",
-            documentation="Copies between device and host memory.",
-            labelnames=by_direction,
-        )
-        self._counter = metric_types[Gauge](
-            name="vllm:kvtier_stat",
-            documentation="Counters (since the start) and gauges of connector and tiers, by name.",
-            multiprocess_mode="mostrecent",
-            labelnames=[*labelnames, "name"],
-        )
+        self._unregister_earlier()
+        self._finder = SampleFinder(OWN_FAMILIES)
+        self._metrics = {
+            family: make_metric(family, metric_types, [*labelnames, *family.labels])
+            for family in OWN_FAMILIES
+        }
+        self._registered.extend(self._metrics.values())
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one payload to the families of its engine."""
         stats = KVTierStats(transfer_stats_data)
-        labels = self.per_engine_labelvalues[engine_idx]
-        for direction, operations in stats.transfers.data.items():
-            self._operations.labels(*labels, direction).inc(len(operations))
-            self._bytes.labels(*labels, direction).inc(sum(operation["op_size"] for operation in operations))
-            self._seconds.labels(*labels, direction).inc(
-                sum(operation["op_time"] for operation in operations)
-            )
-        for name, value in stats.counters.items():
-            self._counter.labels(*labels, name).set(value)
+        for name, growth in stats.counters.items():
+            self._sample(name, engine_idx).inc(growth)
+        for name, value in stats.gauges.items():
+            self._sample(name, engine_idx).set(value)
+        for name, (counts, sums) in stats.histograms.items():
+            sample = self._sample(name, engine_idx)
+            for value in HistogramSnapshot((), tuple(map(int, counts)), tuple(sums)).observations():
+                sample.observe(value)
+
+    def _sample(self, name: str, engine_idx: int) -> Any:  # noqa: ANN401 - as prometheus-client's labels returns
+        found = self._finder.find(name)
+        assert found is not None, f"{name} was reported and no family reads it"
+        labels = [*self.per_engine_labelvalues[engine_idx], *found.label_values]
+        return self._metrics[found.family].labels(*labels)
+
+    @classmethod
+    def _unregister_earlier(cls) -> None:
+        """Unregister the families of an engine that this process had before; vLLM does so with its own."""
+        for metric in cls._registered:
+            with suppress(KeyError):  # it is of another class of metrics, or vLLM has unregistered it
+                REGISTRY.unregister(metric)
+        cls._registered.clear()
+
+
+def make_metric(
+    family: Family, metric_types: Mapping[type, type], labelnames: Sequence[str]
+) -> PrometheusMetric:
+    """Return the metric of a family, under the name that it has on vLLM's page."""
+    common = {"name": family.vllm_name or family.name, "documentation": family.help, "labelnames": labelnames}
+    if family.kind is Kind.COUNTER:
+        metric: PrometheusMetric = metric_types[Counter](**common)
+    elif family.kind is Kind.GAUGE:
+        metric = metric_types[Gauge](**common, multiprocess_mode="mostrecent")
+    else:
+        metric = metric_types[Histogram](**common, buckets=family.bounds)
+    return metric

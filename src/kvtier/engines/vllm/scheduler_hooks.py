@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
@@ -30,6 +31,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.events import translate_events
+from kvtier.misses import Miss, MissCause
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class SchedulerHooks:
         else:
             return None, False
         if key_salt is None:
+            self._scheduler.records.exclude(request, num_computed_tokens, why_left_alone(request))
             # It has no blocks of its own in a tier, but may share device blocks whose load has not completed.
             layerwise = self._scheduler.layerwise
             is_early = layerwise is not None and layerwise.shares_blocks(request, num_computed_tokens)
@@ -260,6 +263,19 @@ def stop_of(request: Request) -> StopReason:
     """Return why a request ended, for a recorded trace; a tool call counts as the end of a turn. Pure."""
     is_end = request.status is RequestStatus.FINISHED_STOPPED
     return StopReason.END_TURN if is_end else StopReason.UNKNOWN
+
+
+def why_left_alone(request: Request) -> Miss:
+    """Return why a request is neither looked up nor stored. Pure."""
+    if request.skip_reading_prefix_cache:
+        params = request.sampling_params
+        wants_logprobs = params is not None and params.prompt_logprobs is not None
+        reason = "prompt_logprobs" if wants_logprobs else "skips the prefix cache"
+    elif request.resumable:
+        reason = "resumable session"
+    else:
+        reason = "adapter without readable files"
+    return Miss(MissCause.LIMITED, "", MappingProxyType({"reason": reason}))
 
 
 def _path_of(request: Request) -> str | None:

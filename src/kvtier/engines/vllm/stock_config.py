@@ -93,8 +93,10 @@ def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
     place = Path(name)
     settings = place / "config.json"
     weights = fingerprint_checkpoint(place, name).text if place.exists() else ""
-    config_digest = hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else ""
-    return ModelIdentity(name, f"{model_identity}; {weights}", dtype, config_digest)
+    config_bytes = settings.read_bytes() if settings.is_file() else b""
+    config_digest = hashlib.sha256(config_bytes).hexdigest() if settings.is_file() else ""
+    config_json = config_bytes.decode(errors="replace")
+    return ModelIdentity(name, f"{model_identity}; {weights}", dtype, config_digest, config_json)
 
 
 def _make_groups(stock: StockConfig) -> tuple[KVGroup, ...]:

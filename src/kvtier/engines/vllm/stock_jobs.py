@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
+from kvtier.hints.envelope import add_envelope
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.guard import GuardedTier, Submission
 
@@ -168,7 +169,8 @@ def kvtier_context(req_context: StockReqContext) -> ReqContext:
     """Return kvtier's context of a vLLM request, the same object in every call and for every tier."""
     context: ReqContext | None = req_context.get_state(ReqContext)
     if context is None:
-        context = ReqContext(req_context.req_id, req_context.kv_transfer_params)
+        params = add_envelope(req_context.kv_transfer_params, getattr(req_context, "kv_hints", None))
+        context = ReqContext(req_context.req_id, params)
         req_context.set_state(context)
     return context
 

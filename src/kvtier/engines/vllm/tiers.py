@@ -24,7 +24,9 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
     RequestOffloadingContext,
     ScheduleEndContext,
@@ -37,10 +39,13 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, OffloadingConfig, SettingsReader
-from kvtier.engines.vllm.metrics import StatsClock
+from kvtier.engines.vllm.metrics import GrowthMeter, KVTierStats, StatsClock
 from kvtier.engines.vllm.stock_config import is_reproducible, make_stock_config, require_same_keys
 from kvtier.engines.vllm.stock_jobs import StockJobs, kvtier_context
 from kvtier.errors import ConfigError, TierError
+from kvtier.histogram import HistogramSnapshot
+from kvtier.observe.family import Family, Kind, SampleFinder
+from kvtier.observe.tier_metrics import TIER_FAMILIES
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager
 from kvtier.tiering.factory import TIERS, create_secondary_tier, own_setting_names
 from kvtier.tiering.guard import GuardedTier
@@ -48,8 +53,8 @@ from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S, EPOCH_BYTES
 
 logger = logging.getLogger(__name__)
 
-STAT_NAME = "vllm:kvtier_tier_stat"
-"""Family of kvtier's own numbers on vLLM's metrics page, without those that vLLM counts itself."""
+STOCK_FAMILIES = tuple(family for family in TIER_FAMILIES if not family.vllm_name)
+"""Families that the tier adds to vLLM's metrics page: vLLM counts the others itself."""
 
 MANAGER_SETTINGS = frozenset({"admission", "cascade", "store_threshold", "fill"})
 """Settings that only kvtier's own manager supports."""
@@ -108,6 +113,7 @@ class KVTierSecondaryTier(StockTier):
         self._jobs = StockJobs(self._guard, clock)
         self._deadlines = Deadlines(deadline_s, clock)
         self._stats_clock = StatsClock(clock)
+        self._growth = GrowthMeter(STOCK_FAMILIES)
         self._clock = clock
         self._has_stable_keys: bool | None = None
         self._is_shut_down = False
@@ -214,19 +220,21 @@ class KVTierSecondaryTier(StockTier):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, object]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Describe the one family that the tier adds to vLLM's metrics page."""
+        """Describe the families that the tier adds to vLLM's metrics page."""
         del extra_config
-        documentation = "Counters (since the start) and gauges of kvtier's secondary tiers, by name."
-        return {STAT_NAME: OffloadingGaugeMetadata(documentation, labelnames=("tier", "name"))}
+        return {family.name: describe_family(family) for family in STOCK_FAMILIES}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the counters and gauges of the tier and its guard, at most once a second."""
+        """Return what has changed of the numbers of the tier and its guard, at most once a second."""
         if not self._stats_clock.is_due():
             return None
-        stats = OffloadingConnectorStats()
-        for name, value in self._guard.stats().items():
-            stats.set_gauge(STAT_NAME, value, (self.tier_type, name))
-        return stats
+        numbers, snapshots = self._guard.stats(), self._guard.histograms()
+        place = f"tier.0.{self.tier_type}."
+        report = self._growth.report(
+            {place + name: value for name, value in numbers.items()},
+            {place + name: snapshot for name, snapshot in snapshots.items()},
+        )
+        return as_stock_stats(report)
 
     def _accepts(self, key: OffloadKey) -> bool:
         """Return whether a later engine can find this engine's blocks; the same for all of its keys."""
@@ -277,6 +285,41 @@ class Deadlines:
         """Forget the request."""
         self._since_s.pop(context.req_id, None)
         self._overdue.discard(context.req_id)
+
+
+def describe_family(family: Family) -> OffloadingMetricMetadata:
+    """Return vLLM's description of a family. Pure.
+
+    vLLM does not tell a tier its position, so the label ``tier_index`` is left out.
+    """
+    labels = tuple(label for label in family.labels if label != "tier_index")
+    if family.kind is Kind.HISTOGRAM:
+        return OffloadingHistogramMetadata(family.help, labelnames=labels, buckets=family.bounds)
+    kinds = {Kind.COUNTER: OffloadingCounterMetadata, Kind.GAUGE: OffloadingGaugeMetadata}
+    return kinds[family.kind](family.help, labelnames=labels)
+
+
+def as_stock_stats(report: KVTierStats) -> OffloadingConnectorStats:
+    """Return a report as vLLM's own connector has it. Pure."""
+    finder, stats = SampleFinder(STOCK_FAMILIES), OffloadingConnectorStats()
+
+    def place(name: str) -> tuple[str, tuple[str, ...]]:
+        found = finder.find(name)
+        assert found is not None, f"{name} was reported and no family reads it"
+        labels = zip(found.family.labels, found.label_values, strict=True)
+        return found.family.name, tuple(value for label, value in labels if label != "tier_index")
+
+    for name, growth in report.counters.items():
+        family, labels = place(name)
+        stats.increase_counter(family, growth, labels)
+    for name, value in report.gauges.items():
+        family, labels = place(name)
+        stats.set_gauge(family, value, labels)
+    for name, (counts, sums) in report.histograms.items():
+        family, labels = place(name)
+        for value in HistogramSnapshot((), tuple(map(int, counts)), tuple(sums)).observations():
+            stats.observe_histogram(family, value, labels)
+    return stats
 
 
 def base_arguments() -> set[str]:

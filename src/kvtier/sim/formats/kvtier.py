@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.errors import TraceError
+from kvtier.errors import RecordError, TraceError
+from kvtier.misses import RequestRecord
 from kvtier.recording.trace_line import END_MARK, TRACE_MARK, VERSION, TraceEnd, TraceHeader
 from kvtier.sim.formats.base import TraceFormat, check_num_blocks
 from kvtier.sim.formats.lines import Line, read_lines
@@ -46,6 +47,34 @@ class KVTierFormat(TraceFormat):
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:
         return _read_header(path, read_lines(path, may_be_cut=True)).block_tokens
+
+
+def read_records(path: Path) -> Iterator[RequestRecord]:
+    """Yield where the prompt of each request came from, in the order in which they ended.
+
+    A recording has no names of requests: they are called by the numbers of their lines. A request without a record, of
+    an older recording or never computed, is left out.
+
+    Raises:
+        TraceError: the file cannot be read, or a record is not one.
+    """
+    lines = read_lines(path, may_be_cut=True)
+    _read_header(path, lines)
+    for line in lines:
+        if END_MARK in line.values or "missed" not in line.values:
+            continue
+        values = {
+            "req_id": f"line {line.number}",
+            "began_s": line.seconds("timestamp", unit_s=MS),
+            "prompt_tokens": line.whole("input_length"),
+            "origins": line.values.get("origins"),
+            "missed": line.values["missed"],
+            "waited_s": line.seconds("waited", unit_s=MS),
+        }
+        try:
+            yield RequestRecord.from_json(values)
+        except RecordError as error:
+            raise line.fail(line.values["missed"], f"where the prompt came from: {error.reason}") from error
 
 
 def read_end(path: Path) -> TraceEnd | None:

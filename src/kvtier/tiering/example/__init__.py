@@ -14,14 +14,17 @@ from typing import ClassVar
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import RequestLearner, make_arrived
+from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import IsDataclass, flag, parse_settings, setting, whole
 from kvtier.tiering.base import (
     NO_SETTINGS,
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     RequestAware,
     SecondaryTierManager,
     TierSettings,
@@ -49,7 +52,9 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware):
+class ExampleSecondaryTier(
+    SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware, MissExplainer
+):
     """Keeps rows in a dictionary.
 
     Args:
@@ -92,6 +97,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         self._evicted: deque[OffloadKey] = deque(
             maxlen=MAX_UNREPORTED_KEYS + 1 if settings.emit_events else 0
         )
+        self._losses = make_losses(self.get_tier_type(), self.max_blocks, clock)
         self._is_shut_down = False
 
     @staticmethod
@@ -126,14 +132,16 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         self._order.touch(held)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         if (learner := self._order.learner) is not None:
             learner.note_request(request)
 
     def request_finished(self, req_context: ReqContext) -> None:
         if (learner := self._order.learner) is not None:
             learner.on_finished(req_context.req_id)
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        return self._losses.explain(key)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
         # Whether an eviction came before or after a store that is still to be reported is the guard's to judge.
@@ -167,10 +175,16 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
         """Return how many blocks are held."""
         return len(self.blocks)
 
+    def purge(self) -> list[OffloadKey]:
+        dropped = list(self.blocks)
+        self.clear()
+        return dropped
+
     def clear(self) -> None:
         """Drop every block."""
         self.blocks.clear()
         self._order.clear()
+        self._losses.clear()
 
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))
@@ -187,6 +201,7 @@ class ExampleSecondaryTier(SecondaryTierManager, EvictionReporter, RequestAware)
                 evicted = self._order.evict(named)
                 del self.blocks[evicted]
                 self._evicted.append(evicted)
+                self._losses.add((evicted,), Loss.EVICTED)
             self._order.insert(key)
             self.blocks[key] = bytes(row)
             self.blocks.move_to_end(key)

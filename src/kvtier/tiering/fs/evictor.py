@@ -24,6 +24,7 @@ from kvtier.tiering.fs.folders import (
     BlockFile,
     FSNamespace,
     namespace_of,
+    refresh_document,
     remove_empty_folders,
     sweep_temporaries,
     walk_blocks,
@@ -248,6 +249,7 @@ class Evictor:
         namespace = self._current_namespace()
         try:
             self.deletions.begin()
+            refresh_document(directory.root, namespace, directory.file_mode, str(directory.owner))
             sweep_temporaries(directory.root / TEMPORARY_NAME, directory.owner, directory.wall_clock())
             with eviction_lock(directory.root, directory.file_mode) as has_lock:
                 record = self._walk(namespace, is_recount=has_lock)

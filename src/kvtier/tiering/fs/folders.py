@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,23 +152,89 @@ def make_block_folder(
     make_root(root, file_mode)
     top = Path(namespace.path)
     make_folder(top, file_mode)
-    document = top / NAMESPACE_DOCUMENT_NAME
-    if not document.exists():
-        temporary = root / TEMPORARY_NAME / f"{owner_name}-{secrets.token_hex(8)}"
-        _write_document(document, temporary, namespace.identity.document, file_mode)
+    if not (top / NAMESPACE_DOCUMENT_NAME).exists():
+        write_document(root, namespace, file_mode, owner_name)
     leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     return make_folder(leaf, file_mode)
 
 
-def walk_blocks(root: Path) -> Iterator[BlockFile]:
-    """Yield the blocks of every namespace, in no order."""
-    for folder in _walk_folders(root, depth=len(FOLDER_PATTERNS)):
+def refresh_document(root: Path, namespace: FSNamespace, file_mode: int, owner_name: str) -> None:
+    """Replace the readable description of a namespace that an older version has written, if there is one.
+
+    Args:
+        root: the tier's directory.
+        namespace: whose description it is.
+        file_mode: permissions of files.
+        owner_name: this process, as text.
+    """
+    document = Path(namespace.path) / NAMESPACE_DOCUMENT_NAME
+    try:
+        if document.read_bytes() != namespace.identity.document.encode():
+            write_document(root, namespace, file_mode, owner_name)
+    except OSError:
+        return  # there is none yet, or it is another user's: nothing depends on it
+
+
+def write_document(root: Path, namespace: FSNamespace, file_mode: int, owner_name: str) -> None:
+    """Write the readable description of a namespace, whose folder exists.
+
+    Args:
+        root: the tier's directory.
+        namespace: whose description it is.
+        file_mode: permissions of files.
+        owner_name: this process, as text.
+
+    Raises:
+        OSError: the system refused.
+    """
+    temporary = root / TEMPORARY_NAME / f"{owner_name}-{secrets.token_hex(8)}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
+    try:
+        os.fchmod(fd, file_mode)
+        os.write(fd, namespace.identity.document.encode())
+        temporary.rename(Path(namespace.path) / NAMESPACE_DOCUMENT_NAME)
+    finally:
+        os.close(fd)
+        temporary.unlink(missing_ok=True)
+
+
+def walk_blocks(root: Path, namespaces: Collection[str] | None = None) -> Iterator[BlockFile]:
+    """Yield the blocks of every namespace, in no order.
+
+    Args:
+        root: the tier's directory.
+        namespaces: names of those that count; None: all.
+    """
+    folders = (
+        _walk_folders(root, len(FOLDER_PATTERNS)) if namespaces is None else _folders_of(root, namespaces)
+    )
+    for folder in folders:
         for entry in _entries(folder):
             key = parse_block_name(entry.name)
             status = _status(entry) if key is not None else None
             if key is not None and status is not None and stat.S_ISREG(status.st_mode):
                 yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, key)
+
+
+def list_namespaces(root: Path) -> list[str]:
+    """Return the names of the namespaces of a directory, those changed last first."""
+    found = [
+        (status.st_mtime, entry.name)
+        for entry in _entries(str(root))
+        if _NAMESPACE.fullmatch(entry.name) and (status := _status(entry)) is not None
+    ]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def count_blocks(path: str, max_blocks: int) -> int:
+    """Return how many blocks the folder of a namespace holds, counted up to ``max_blocks``."""
+    num_blocks = 0
+    for folder in _walk_folders(path, depth=2, first_level=1):
+        num_blocks += sum(parse_block_name(entry.name) is not None for entry in _entries(folder))
+        if num_blocks >= max_blocks:
+            return max_blocks
+    return num_blocks
 
 
 def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:
@@ -196,13 +262,19 @@ def remove_empty_folders(root: Path, now_s: float) -> None:
             _remove_if_long_empty(Path(folder), now_s)
 
 
-def _walk_folders(folder: Path | str, depth: int, level: int = 0) -> Iterator[str]:
+def _folders_of(root: Path, namespaces: Collection[str]) -> Iterator[str]:
+    for name in namespaces:
+        if FOLDER_PATTERNS[0].fullmatch(name) and not (root / name).is_symlink():
+            yield from _walk_folders(root / name, len(FOLDER_PATTERNS), 1)
+
+
+def _walk_folders(folder: Path | str, depth: int, level: int = 0, *, first_level: int = 0) -> Iterator[str]:
     if level == depth:
         yield str(folder)
         return
     for entry in _entries(str(folder)):
-        if FOLDER_PATTERNS[level].fullmatch(entry.name) and _is_folder(entry):
-            yield from _walk_folders(entry.path, depth, level + 1)
+        if FOLDER_PATTERNS[first_level + level].fullmatch(entry.name) and _is_folder(entry):
+            yield from _walk_folders(entry.path, depth, level + 1, first_level=first_level)
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -244,14 +316,3 @@ def _remove_if_long_empty(folder: Path, now_s: float) -> None:
         folder.rmdir()
     except OSError:
         return  # not empty, or gone, or made again meanwhile: another process is at work
-
-
-def _write_document(path: Path, temporary: Path, text: str, file_mode: int) -> None:
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode)
-    try:
-        os.fchmod(fd, file_mode)
-        os.write(fd, text.encode())
-        temporary.rename(path)
-    finally:
-        os.close(fd)
-        temporary.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
+from kvtier.departed import DepartedBlocks, Loss
 from kvtier.tiering.kit.eviction_log import EvictionLog
 
 BATCH_KEYS = 1024
@@ -29,16 +30,25 @@ class KeyIndex:
             so what is beyond it are keys whose files are gone.
         is_complete: whether there was nothing to scan in the first place.
         emit_events: whether evictions are recorded for ``drain_evicted``.
+        losses: remembers why blocks are gone.
 
     Attributes:
         is_complete: whether everything that was on the disk at the start has been seen.
     """
 
-    def __init__(self, max_keys: int, *, is_complete: bool, emit_events: bool = False) -> None:
+    def __init__(
+        self,
+        max_keys: int,
+        *,
+        is_complete: bool,
+        emit_events: bool = False,
+        losses: DepartedBlocks | None = None,
+    ) -> None:
         self.is_complete = is_complete
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._keys: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._losses = losses
         self._evicted = EvictionLog() if emit_events else None
         self._complete = threading.Event()
         if is_complete:
@@ -50,19 +60,26 @@ class KeyIndex:
         while batch := list(islice(rest, BATCH_KEYS)):
             with self._lock:
                 self._keys.update(dict.fromkeys(batch))
-                while len(self._keys) > self._max_keys:
-                    oldest, _ = self._keys.popitem(last=False)
-                    if self._evicted is not None:
-                        self._evicted.add(oldest)
+                num_beyond = max(0, len(self._keys) - self._max_keys)
+                gone = [self._keys.popitem(last=False)[0] for _ in range(num_beyond)]
+                if self._evicted is not None:
+                    for key in gone:
+                        self._evicted.add(key)
+            if self._losses is not None:
+                self._losses.report(gone, Loss.EVICTED)
 
-    def evict(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove blocks that this process has evicted, and record those it knew of for the next report."""
+    def evict(self, keys: Iterable[OffloadKey], loss: Loss = Loss.EVICTED) -> None:
+        """Remove blocks that this process has lost, and record those it knew of for the next report."""
+        lost: list[OffloadKey] = []
         with self._lock:
             for key in keys:
                 if key in self._keys:
                     del self._keys[key]
+                    lost.append(key)
                     if self._evicted is not None:
                         self._evicted.add(key)
+        if self._losses is not None:
+            self._losses.report(lost, loss)
 
     def forget_prefix(self, prefix: bytes = b"") -> int:
         """Remove all keys that begin with ``prefix``, whose files another program removed; return their number.
@@ -74,7 +91,7 @@ class KeyIndex:
         removed = iter([key for key in known if key.startswith(prefix)] if prefix else known)
         num_removed = 0
         while batch := list(islice(removed, BATCH_KEYS)):
-            self.evict(batch)
+            self.evict(batch, Loss.REMOVED)
             num_removed += len(batch)
         return num_removed
 

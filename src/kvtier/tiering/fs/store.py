@@ -8,12 +8,14 @@ version is left alone.
 import errno
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.departed import Loss, make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
@@ -28,6 +30,7 @@ from kvtier.tiering.fs.folders import (
 )
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
+from kvtier.tiering.fs.siblings import SiblingNamespaces
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
@@ -78,6 +81,11 @@ class FSBlockStore(BlockStore[FSNamespace]):
         recycled: files of evicted blocks, to be written over.
         max_keys: blocks of a namespace that the index has room for.
         emit_events: whether evictions are recorded.
+        clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
+        siblings: the other namespaces of the directory.
     """
 
     def __init__(
@@ -89,7 +97,10 @@ class FSBlockStore(BlockStore[FSNamespace]):
         max_keys: int,
         *,
         emit_events: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.losses = make_losses("fs", max_keys, clock)
+        self.siblings = SiblingNamespaces(directory.root, clock)
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
@@ -101,7 +112,9 @@ class FSBlockStore(BlockStore[FSNamespace]):
         self._emit_events = emit_events
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
-        index = KeyIndex(self._max_keys, is_complete=is_new, emit_events=self._emit_events)
+        index = KeyIndex(
+            self._max_keys, is_complete=is_new, emit_events=self._emit_events, losses=self.losses
+        )
         name = identity.name
         namespace = FSNamespace(identity, name, namespace_path(self._directory.root, name), index)
         self._evictor.set_namespace(namespace)
@@ -111,6 +124,9 @@ class FSBlockStore(BlockStore[FSNamespace]):
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
         found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
         namespace.index.add(found)
+        if len(found) < len(keys):
+            held = frozenset(found)
+            self.siblings.look_for(namespace, [key for key in keys if key not in held])
         return found
 
     def store(
@@ -128,6 +144,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         outcomes = self._writer.write(namespace, todo)
         stored = [key for key, outcome in outcomes.items() if outcome in HELD]
         namespace.index.add(stored)
+        if self.siblings.found:
+            self.siblings.forget(stored)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
         num_failed = reached.count(StoreOutcome.FAILED)
@@ -395,7 +413,7 @@ class BlockReader:
     def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
         try:
             self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,))
+            namespace.index.evict((key,), Loss.DAMAGED)
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 

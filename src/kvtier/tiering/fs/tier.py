@@ -5,17 +5,19 @@ directory serves any number of engines, models and processes: each namespace has
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.limits import count_usable_cores
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, TierSettings
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace
+from kvtier.tiering.fs.place import FSPlace, open_fs_place, probe_fs_place
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.settings import FSSettings, plan_num_store_threads, require_capacity
 from kvtier.tiering.fs.store import FSBlockStore
@@ -23,6 +25,7 @@ from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
@@ -35,7 +38,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
+class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier, MissExplainer):
     """One file per block in a directory that any number of engines may share.
 
     Args:
@@ -52,6 +55,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
     """
 
     own_settings: ClassVar = FSSettings
+    place_setting: ClassVar[str] = "root_dir"
 
     def __init__(
         self,
@@ -74,13 +78,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
         evictor = Evictor(directory, recycled)
         has_direct_io = directory.has_direct_io
         self.capacity_blocks = max_keys = fs_settings.capacity_bytes // block_bytes
+        self._store_of_files = FSBlockStore(
+            directory, rows, evictor, recycled, max_keys, emit_events=settings.emit_events, clock=clock
+        )
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=FSBlockStore(
-                directory, rows, evictor, recycled, max_keys, emit_events=settings.emit_events
-            ),
+            block_store=self._store_of_files,
             options=ThreadOptions(
                 plan_num_threads(fs_settings.num_threads, rows.row_bytes, has_direct_io=has_direct_io),
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
@@ -100,6 +105,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
     def get_tier_type() -> str:
         return TIER_TYPE
 
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> FSPlace:
+        return open_fs_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_fs_place(own)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         index = self._namespace.index
         if key in index:
@@ -107,6 +120,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter):
         if len(key) > MAX_KEY_BYTES or (index.is_complete and not self._is_shared):
             return False
         return self._lookup.lookup(key)
+
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        return self._store_of_files.losses.explain(key) or self._store_of_files.siblings.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._store_of_files.losses.clear()
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""

@@ -20,6 +20,7 @@ from itertools import chain
 from typing import NamedTuple, NewType, Optional
 
 from kvtier.base import OffloadKey
+from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,14 @@ class LookupAnswer:
         keys: what it is about.
         held: which of them are held.
         batches: those that it answers, oldest first; none when it was learned from a transfer.
+        answered_s: the clock's reading when the backend had answered.
     """
 
     generation: Generation
     keys: Collection[OffloadKey]
     held: Collection[OffloadKey]
     batches: Sequence[LookupBatch] = ()
+    answered_s: float = 0.0
 
 
 class _CachedAnswer(NamedTuple):
@@ -140,7 +143,8 @@ class AsyncLookup:
         self._num_outstanding = 0
         self._answered: set[OffloadKey] | None = set()
         self.answers: deque[LookupAnswer] = deque()
-        self._worker = LookupWorker(name, contains_batch, self.answers)
+        self._worker = LookupWorker(name, contains_batch, self.answers, clock)
+        self._latency = Histogram(LATENCY_BOUNDS_S)
         self._is_closed = False
         self._num_sent_keys = 0
         self._num_overflow_keys = 0
@@ -220,6 +224,10 @@ class AsyncLookup:
             "overdue": self._num_overdue_keys,
         }
 
+    def latency(self) -> HistogramSnapshot:
+        """Return, for each batch that was sent, the seconds until the backend had answered."""
+        return self._latency.snapshot()
+
     def shutdown(self, timeout_s: float) -> bool:
         """Answer False from now on and end the thread; False when it had not ended after ``timeout_s``."""
         self._is_closed = True
@@ -239,6 +247,7 @@ class AsyncLookup:
             answer = self.answers.popleft()
             for batch in answer.batches:
                 self._num_outstanding -= len(batch.keys)
+                self._latency.observe(max(0.0, answer.answered_s - batch.sent_s))
                 # Batches are answered in their order, so one that is still in flight is the oldest.
                 if self._in_flight and self._in_flight[0] is batch:
                     self._in_flight.popleft()
@@ -292,13 +301,21 @@ class LookupWorker:
         name: of the tier, for the thread and messages.
         contains_batch: which of these keys are held.
         answers: where each batch's answer is put, in the order in which batches were sent.
+        clock: seconds, monotonic.
 
     Attributes:
         generation: the present one, set by the sender; batches of another one are answered without a call.
         num_failed_keys: keys whose lookup failed.
     """
 
-    def __init__(self, name: str, contains_batch: ContainsBatch, answers: deque[LookupAnswer]) -> None:
+    def __init__(
+        self,
+        name: str,
+        contains_batch: ContainsBatch,
+        answers: deque[LookupAnswer],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
         self.generation = Generation(0)
         self.num_failed_keys = 0
         self._name = name
@@ -310,7 +327,7 @@ class LookupWorker:
     def send(self, batch: LookupBatch) -> None:
         """Queue a batch; when the system has no thread to give, nothing of it is held."""
         if self._thread is None and not self._start(len(batch.keys)):
-            self._answers.append(LookupAnswer(batch.generation, batch.keys, (), [batch]))
+            self._answers.append(LookupAnswer(batch.generation, batch.keys, (), [batch], batch.sent_s))
         else:
             self._batches.put(batch)
 
@@ -346,7 +363,7 @@ class LookupWorker:
                 return
             generation, keys = batches[0].generation, keys_of(batches)
             held = self._call(keys) if generation == self.generation else ()
-            self._answers.append(LookupAnswer(generation, keys, held, batches))
+            self._answers.append(LookupAnswer(generation, keys, held, batches, self._clock()))
 
     def _call(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         try:

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError
+from kvtier.histogram import HistogramSnapshot
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
@@ -168,6 +169,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def stats(self) -> dict[str, float]:
         lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
         return self._block_store.stats() | self._pool.stats() | lookups
+
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        return {"lookup_s": self._lookup.latency()}
 
     def shutdown(self, timeout_s: float) -> bool:
         end_s = self._clock() + timeout_s

@@ -6,18 +6,20 @@ its master or one of its clients may read and write what is in them, so the stor
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from kvtier.base import Locality
 from kvtier.config import OffloadingConfig
+from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.place import ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.headers import HeaderPool
-from kvtier.tiering.mooncake.native import TIER_TYPE
+from kvtier.tiering.mooncake.native import TIER_TYPE, knock
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
@@ -33,7 +35,7 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
-class MooncakeTier(ThreadedTier[MooncakeNamespace]):
+class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
     """Blocks in the memory of a Mooncake store.
 
     Args:
@@ -80,3 +82,12 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace]):
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
+        try:
+            knock(settings.master, settings.timeout_s)
+        except TierError as error:
+            return [TierFinding(is_good=False, text=str(error))]
+        return [TierFinding(is_good=True, text=f"the master at {settings.master} answers")]

@@ -5,7 +5,7 @@ engines and models; each namespace has its own names under a prefix, and what li
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from kvtier.base import Locality
@@ -14,11 +14,13 @@ from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
+from kvtier.tiering.obj.place import ObjPlace, open_obj_place, probe_obj_place
 from kvtier.tiering.obj.settings import ObjSettings, require_capacity
 from kvtier.tiering.obj.store import ObjBlockStore
 
@@ -32,7 +34,7 @@ COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
 
 
-class ObjTier(ThreadedTier[ObjNamespace]):
+class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
     """Objects in a bucket that any number of engines may share.
 
     Args:
@@ -49,6 +51,7 @@ class ObjTier(ThreadedTier[ObjNamespace]):
 
     own_settings: ClassVar = ObjSettings
     locality: ClassVar[Locality | None] = Locality.REMOTE
+    place_setting: ClassVar[str] = "url"
 
     def __init__(
         self,
@@ -82,3 +85,11 @@ class ObjTier(ThreadedTier[ObjNamespace]):
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> ObjPlace:
+        return open_obj_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_obj_place(own)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy
 from kvtier.cpu.policies.learning import RequestLearner
+from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.eviction_log import EvictionLog
 
@@ -197,6 +198,7 @@ class SlotTable:
         make_policy: builds the eviction policy, now and after each reset.
         is_empty: whether no slot holds anything; otherwise there is no room before ``adopt``.
         emit_events: whether evictions are recorded for ``drain_evicted``.
+        losses: remembers why blocks are gone.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class SlotTable:
         *,
         is_empty: bool,
         emit_events: bool = False,
+        losses: DepartedBlocks | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -219,6 +222,7 @@ class SlotTable:
         self._writing: set[int] = set()
         self._num_evicted = 0
         self._evicted = EvictionLog() if emit_events else None
+        self._losses = losses
 
     def open_namespace(self, namespace: SlabNamespace) -> None:
         """Make ``namespace`` the one whose blocks are found; those of the one before are the first to leave."""
@@ -331,6 +335,8 @@ class SlotTable:
                 pin.status.ref_cnt -= 1
                 if pin.key in lost and pin.epoch.remove(pin.key, pin.status):
                     self._lost_slots.add(pin.slot)
+                    if self._losses is not None and pin.epoch is self._epoch:
+                        self._losses.report((pin.key,), Loss.DAMAGED)
                     if self._evicted is not None and pin.epoch is self._epoch:
                         self._evicted.add(pin.key)
                 if pin.status.ref_cnt == 0 and pin.slot in self._lost_slots:
@@ -398,6 +404,8 @@ class SlotTable:
             if self._evicted is not None:
                 self._evicted.add(key)
         self._num_evicted += len(victims)
+        if self._losses is not None:
+            self._losses.report([key for key, _ in victims], Loss.EVICTED)
         while len(slots) < num and (slot := self._reusable.take_failed()) is not None:
             slots.append(slot)
         return slots

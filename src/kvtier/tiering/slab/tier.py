@@ -2,45 +2,44 @@
 
 Lookups are answered from the slot table and jobs are moved by threads, so the scheduler's thread never waits for the
 disk. The file belongs to one tier while it runs; a restart finds in it what an earlier tier of the same namespace has
-stored. A readable description of the namespace stands beside it: when nothing is found after a restart, compare two.
+stored. Readable descriptions of its namespaces stand beside it: when nothing is found after a restart, compare two.
 """
 
-import logging
-import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.cpu.policies.learning import ArrivedRequest
-from kvtier.namespace import Namespace
+from kvtier.cpu.policies.learning import make_arrived
+from kvtier.departed import make_losses
+from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
+from kvtier.tiering.slab.documents import write_document
 from kvtier.tiering.slab.opening import open_slab
+from kvtier.tiering.slab.place import SlabPlace, open_slab_place, probe_slab_place
 from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_task_blocks
 from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotTable
 from kvtier.tiering.slab.store import SlabBlockStore
 
-logger = logging.getLogger(__name__)
-
 TIER_TYPE = "slab"
-
-FILE_MODE = 0o600
-"""Permissions of the description."""
 
 DEFAULT_POLICY = "lru"
 
 
-class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
+class SlabTier(
+    ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, PlaceTier, ProbedTier, MissExplainer
+):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 
     Args:
@@ -59,6 +58,7 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
 
     own_settings: ClassVar = SlabSettings
     locality: ClassVar[Locality | None] = Locality.LOCAL
+    place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
@@ -79,8 +79,13 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
         make_policy()  # an unknown name is refused before the file is made
         max_task_blocks = plan_max_task_blocks(rows.row_bytes)
         file = open_slab(slab_settings, geometry, primary_kv_view, calls)
+        self._losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
         self._slots = SlotTable(
-            geometry.num_slots, make_policy, is_empty=file.is_new, emit_events=settings.emit_events
+            geometry.num_slots,
+            make_policy,
+            is_empty=file.is_new,
+            emit_events=settings.emit_events,
+            losses=self._losses,
         )
         self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks)
         self.capacity_blocks = geometry.num_slots
@@ -103,6 +108,14 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
     def get_tier_type() -> str:
         return TIER_TYPE
 
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> SlabPlace:
+        return open_slab_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_slab_place(own)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         # Whether it is complete is read first: what is adopted between the two reads is found.
         is_complete = self._slab.indexer.is_complete
@@ -112,12 +125,21 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
             return False
         return self._lookup.lookup(key)
 
+    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        del req_context
+        if not self._slab.indexer.is_complete:
+            return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._slots.touch(self._namespace, keys)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        hints = req_context.kv_transfer_params or {}
-        request = ArrivedRequest(req_context.req_id, tuple(chains), self._clock(), hints)
+        request = make_arrived(chains, req_context, self._clock())
         self._slots.report_to_learner(self._namespace, lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:
@@ -133,24 +155,3 @@ class SlabTier(ThreadedTier[SlabNamespace], EvictionReporter, RequestAware):
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self._slots.drain_evicted(self.keys_being_stored())
-
-
-def document_path(slab_path: Path) -> Path:
-    """Return where the document of the slab at ``slab_path`` is. Pure."""
-    return slab_path.with_name(f"{slab_path.name}.namespace.json")
-
-
-def write_document(slab_path: Path, namespace: Namespace) -> None:
-    """Replace the document beside a slab by that of ``namespace``; one that cannot be written is named in the log."""
-    path = document_path(slab_path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        fd = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE
-        )
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(namespace.document + "\n")
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning("tier slab: %s was not written: %s", path, error)

@@ -26,28 +26,9 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
+from kvtier.tiering.valkey.names import ValkeyNamespace, document_name
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
-
-
-@dataclass(frozen=True, slots=True)
-class ValkeyNamespace:
-    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
-
-    Attributes:
-        identity: what makes its blocks its own: model, layout, epoch.
-    """
-
-    identity: Namespace
-
-    def block_name(self, key: OffloadKey) -> bytes:
-        """Return the name under which the server has the block.
-
-        The braces are a cluster's hash tag: what stands in them decides the node, so anything else that may ever
-        be kept of one block goes to the same node, and blocks spread over all of them.
-        """
-        return f"kvtier:{{{self.identity.name}:{key.hex()}}}".encode()
-
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +107,29 @@ class SetRequest:
         yield from encode_set(self.name, header, self.row, self.ttl_ms)
 
 
+class DescribedNamespaces:
+    """The namespaces whose description this process has sent; a set whose ``add`` and lookups are atomic.
+
+    It is sent once, with the first blocks: should the server evict it, blocks are found all the same.
+    """
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def is_first(self, name: str) -> bool:
+        """Return whether the description of ``name`` has not been sent; two threads may both send it."""
+        if name in self._names:
+            return False
+        self._names.add(name)
+        return True
+
+    def forget(self, name: str) -> None:
+        """Have the description of ``name`` sent again: the server was away."""
+        self._names.discard(name)
+
+
 class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
-    """Stores and loads some blocks at a time; keeps no state but counts.
+    """Stores and loads some blocks at a time; keeps no state but counts, and which namespaces it has described.
 
     Args:
         servers: where they are kept.
@@ -145,6 +147,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
         self.end_s: float | None = None
         self._counters = Counters(*COUNTS, *(failure.value for failure in TierFailure))
+        self._described = DescribedNamespaces()
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
         return ValkeyNamespace(identity)
@@ -167,7 +170,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         try:
             # A lookup costs some dozen bytes, a block that another engine has written already a million.
             names = [namespace.block_name(key) for key in keys]
-            held = set(self._ask(keys, names, self._expiry_commands(names)))
+            extras = [*self._expiry_commands(names), *self._description(namespace)]
+            held = set(self._ask(keys, names, extras))
             blocks = zip(keys, slots, names, strict=True)
             todo = [
                 (key, self._set_command(namespace, key, slot, name))
@@ -176,6 +180,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             ]
             replies = self._run([command for _, command in todo])
         except TierError:
+            self._described.forget(namespace.identity.name)
             self._counters.add(store_errors=len(keys))
             raise
         written = [key for (key, _), reply in zip(todo, replies, strict=True) if _is_done(reply)]
@@ -259,6 +264,14 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         return Command(
             name, SetRequest(key, self._rows.row(slot), namespace.identity.digest, name, self._ttl_ms)
         )
+
+    def _description(self, namespace: ValkeyNamespace) -> list[Command]:
+        """Return the commands that keep the readable description of a namespace as long as its newest block."""
+        name, text = document_name(namespace.identity.name), namespace.identity.document.encode()
+        expiry = () if self._ttl_ms is None else (b"PX", b"%d" % self._ttl_ms)
+        if self._described.is_first(namespace.identity.name):
+            return [make_command(b"SET", name, text, *expiry)]
+        return [] if self._ttl_ms is None else [make_command(b"PEXPIRE", name, b"%d" % self._ttl_ms)]
 
     def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""

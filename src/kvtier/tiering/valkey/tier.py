@@ -5,7 +5,7 @@ for a server. One server serves any number of engines and models; it decides wha
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from kvtier.base import Locality
@@ -13,12 +13,15 @@ from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.errors import TIER_TYPE
+from kvtier.tiering.valkey.names import ValkeyNamespace
+from kvtier.tiering.valkey.place import ValkeyPlace, open_valkey_place, probe_valkey_place
 from kvtier.tiering.valkey.servers import SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
-from kvtier.tiering.valkey.store import ValkeyBlockStore, ValkeyNamespace
+from kvtier.tiering.valkey.store import ValkeyBlockStore
 
 POSITIVE_TTL_S = 2.0
 """Seconds for which a block is believed to be held. Longer promises more blocks that were evicted meanwhile, each of
@@ -32,7 +35,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class ValkeyTier(ThreadedTier[ValkeyNamespace]):
+class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
     Args:
@@ -48,6 +51,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace]):
 
     own_settings: ClassVar = ValkeySettings
     locality: ClassVar[Locality | None] = Locality.REMOTE
+    place_setting: ClassVar[str] = "url"
 
     def __init__(
         self,
@@ -79,3 +83,11 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace]):
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> ValkeyPlace:
+        return open_valkey_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_valkey_place(own)

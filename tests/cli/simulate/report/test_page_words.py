@@ -1,6 +1,7 @@
 """The page says what was asked and warns of what would mislead."""
 
 import dataclasses
+import importlib.metadata
 
 from tests.cli.simulate.compared import HOST, compare, compare_host_sizes
 
@@ -10,10 +11,12 @@ from kvtier.tiering.base import TierSettings
 
 
 def test_the_facts_name_the_command_the_trace_and_each_place() -> None:
-    facts = dict(list_facts(compare_host_sizes(), ["kvtier", "simulate", "my trace"], "1.2.3"))
+    facts = dict(
+        list_facts(dataclasses.replace(compare_host_sizes(), command=("kvtier", "simulate", "my trace")))
+    )
 
     assert facts["command"] == "kvtier simulate 'my trace'"
-    assert facts["kvtier"] == "1.2.3"
+    assert facts["kvtier"] == importlib.metadata.version("kvtier")
     assert facts["trace"] == "trace.jsonl"
     assert facts["device"] == "6 blocks, 6MiB"
     assert facts["tier disk"].startswith("40 blocks, 40MiB, reads 1 GB/s, writes 1 GB/s, 0 ms, 1 at a time")
@@ -24,10 +27,10 @@ def test_the_facts_name_what_a_tier_wants() -> None:
     settings = TierSettings(admission=TierAdmission(min_reuse_probability=0.3, horizon_s=1024.0))
     disk = dataclasses.replace(HOST.tiers[0], settings=settings)
 
-    wanted = dict(list_facts(compare(host=dataclasses.replace(HOST, tiers=(disk,))), [], ""))["tier disk"]
+    wanted = dict(list_facts(compare(host=dataclasses.replace(HOST, tiers=(disk,)))))["tier disk"]
 
     assert wanted.endswith("admission 0.3 in 1024 s")
-    assert "admission" not in dict(list_facts(compare(), [], ""))["tier disk"]
+    assert "admission" not in dict(list_facts(compare()))["tier disk"]
 
 
 def test_a_calm_comparison_warns_of_nothing() -> None:

@@ -51,10 +51,10 @@ def test_without_a_sweep_there_is_no_line_over_capacity() -> None:
 
 
 def test_the_segments_of_each_bar_make_up_all_tokens() -> None:
-    chart = plot_origins(compare(), None, "0")
+    chart = plot_origins(compare(), None)
 
     assert chart.bars == ("without", "lru", "arc")
-    assert [segment.name for segment in chart.segments] == ["device", "CPU", "disk", "computed"]
+    assert [segment.name for segment in chart.segments] == ["device", "host", "disk", "computed"]
     for number in range(3):
         assert sum(segment.widths[number] for segment in chart.segments) == pytest.approx(100)
         mark = chart.marks[number]
@@ -65,7 +65,7 @@ def test_the_segments_of_each_bar_make_up_all_tokens() -> None:
 def test_the_share_of_first_tokens_rises_from_none_to_all_at_the_times_of_the_result() -> None:
     comparison = compare()
 
-    (panel,) = plot_first_token(comparison, None, "0").panels
+    (panel,) = plot_first_token(comparison, None).panels
 
     for line, one in zip(panel.lines, comparison.found, strict=True):
         assert line.is_step
@@ -77,9 +77,9 @@ def test_the_share_of_first_tokens_rises_from_none_to_all_at_the_times_of_the_re
 
 
 def test_occupancy_is_a_panel_for_each_place_in_percent_of_its_capacity() -> None:
-    chart = plot_occupancy(compare_host_sizes(), SIZES[0], "0")
+    chart = plot_occupancy(compare_host_sizes(), SIZES[0])
 
-    assert [panel.title for panel in chart.panels] == ["device", "CPU", "disk"]
+    assert [panel.title for panel in chart.panels] == ["device", "host", "disk"]
     assert [len(panel.lines) for panel in chart.panels] == [3, 2, 2]
     for panel in chart.panels:
         assert all(0 <= value <= 100 for line in panel.lines for value in line.y)
@@ -88,7 +88,7 @@ def test_occupancy_is_a_panel_for_each_place_in_percent_of_its_capacity() -> Non
 
 
 def test_a_place_of_the_size_that_was_swept_is_measured_by_that_size() -> None:
-    small, large = (plot_occupancy(compare_host_sizes(), size, "0").panels[1].lines[0] for size in SIZES)
+    small, large = (plot_occupancy(compare_host_sizes(), size).panels[1].lines[0] for size in SIZES)
 
     assert small.y[-1] == 100.0
     assert large.y[-1] == pytest.approx(100 * 32 / 32)
@@ -98,9 +98,9 @@ def test_a_place_of_the_size_that_was_swept_is_measured_by_that_size() -> None:
 def test_writes_grow_to_what_the_traffic_counts() -> None:
     comparison = compare()
 
-    chart = plot_writes(comparison, None, "0")
+    chart = plot_writes(comparison, None)
 
-    assert [panel.title for panel in chart.panels] == ["CPU", "disk"]
+    assert [panel.title for panel in chart.panels] == ["host", "disk"]
     assert chart.y_label == "MB"
     for panel, tier in zip(chart.panels, comparison.found[1].tiers, strict=True):
         (lru, _) = panel.lines
@@ -110,7 +110,7 @@ def test_writes_grow_to_what_the_traffic_counts() -> None:
 
 def test_a_policy_has_the_same_colour_on_each_plot() -> None:
     comparison = compare_host_sizes()
-    charts = [plot_hits(comparison), *(plot_first_token(comparison, size, "0") for size in SIZES)]
+    charts = [plot_hits(comparison), *(plot_first_token(comparison, size) for size in SIZES)]
 
     colours = {
         (line.name, line.series)

@@ -4,11 +4,9 @@ import dataclasses
 
 from tests.cli.simulate.compared import compare, compare_host_sizes
 
+from kvtier.cli.page.tables import Cell
 from kvtier.cli.simulate.report.tables import (
-    Cell,
-    Table,
-    render_facts,
-    render_table,
+    tabulate_misses,
     tabulate_results,
     tabulate_traffic,
     tabulate_watched,
@@ -20,7 +18,7 @@ def test_each_simulation_is_a_row_with_exact_values_behind_its_text() -> None:
 
     table = tabulate_results(comparison)
 
-    assert table.headings[:5] == ("host", "policy", "device", "CPU", "disk")
+    assert table.headings[:5] == ("host size", "policy", "device", "host", "disk")
     assert [(row[0].text, row[1].text) for row in table.rows] == [
         ("-", "without"),
         ("4MiB", "lru"),
@@ -48,12 +46,12 @@ def test_when_nothing_was_served_nothing_was_measured() -> None:
 def test_traffic_is_a_row_for_each_policy_and_place() -> None:
     comparison = compare()
 
-    table = tabulate_traffic(comparison, None, "0")
+    table = tabulate_traffic(comparison)
 
     assert [(row[0].text, row[1].text) for row in table.rows] == [
-        ("lru", "CPU"),
+        ("lru", "host"),
         ("lru", "disk"),
-        ("arc", "CPU"),
+        ("arc", "host"),
         ("arc", "disk"),
     ]
     disk = comparison.found[1].tiers[1]
@@ -81,17 +79,24 @@ def test_counters_are_shown_when_they_tell_of_work_left_out() -> None:
     ]
 
 
-def test_what_comes_from_outside_is_escaped() -> None:
-    table = Table("t", "<caption>", ("<a>",), ((Cell("<script>"),),))
+def test_causes_of_computed_tokens_are_shares_of_each_simulation_the_largest_first() -> None:
+    comparison = compare(["lru", "arc"])
+    without, lru, arc = comparison.found
+    num_tokens = lru.total.num_prompt_tokens
+    counted = {"connector.missed_tokens.never_seen": num_tokens * 0.25, "primary.stored": 9.0}
+    evicted = {"connector.missed_tokens.evicted.host": num_tokens * 0.5}
+    found = (
+        dataclasses.replace(without, counters={}),
+        dataclasses.replace(lru, counters=counted),
+        dataclasses.replace(arc, counters=counted | evicted),
+    )
 
-    rendered = render_table(table) + render_facts([("<name>", '"<value>"')])
+    table = tabulate_misses(dataclasses.replace(comparison, found=found))
 
-    assert "<script>" not in rendered
-    for text in (
-        "&lt;caption&gt;",
-        "&lt;a&gt;",
-        "&lt;script&gt;",
-        "&lt;name&gt;",
-        "&quot;&lt;value&gt;&quot;",
-    ):
-        assert text in rendered
+    assert tabulate_misses(dataclasses.replace(comparison, found=(without, without, without))) is None
+    assert table is not None
+    assert table.headings == ("cause", "lru", "arc")
+    assert [[cell.text for cell in row] for row in table.rows] == [
+        ["evicted host", "0.0%", "50.0%"],
+        ["never_seen", "25.0%", "25.0%"],
+    ]

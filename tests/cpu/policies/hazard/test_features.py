@@ -31,7 +31,7 @@ def test_a_class_is_made_of_its_levels(
 
     stratum, found = split_codes(np.array([code]))
 
-    assert [stratum[0], *(level[0] for level in found)] == [*levels, 0]
+    assert [stratum[0], *(level[0] for level in found)] == [*levels, 0, 0]
 
 
 def test_classes_are_as_many_as_combinations_of_levels() -> None:

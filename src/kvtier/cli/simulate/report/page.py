@@ -1,41 +1,38 @@
 """The page: its sentences (what was simulated, the simulator's limits, warnings) and its HTML."""
 
-import base64
-import hashlib
 import html
 import importlib.metadata
 import shlex
-from collections.abc import Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Iterator
 
+from kvtier.cli.output import format_change
+from kvtier.cli.page.charts import BarChart, LineChart
+from kvtier.cli.page.document import Document, render_list
+from kvtier.cli.page.tables import render_facts, render_headline, render_table
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.options import format_size
 from kvtier.cli.simulate.report.plots import (
-    BarChart,
-    LineChart,
     plot_first_token,
     plot_hits,
     plot_occupancy,
     plot_origins,
     plot_writes,
 )
-from kvtier.cli.simulate.report.svg import draw
 from kvtier.cli.simulate.report.tables import (
-    render_facts,
-    render_table,
+    tabulate_misses,
     tabulate_results,
     tabulate_traffic,
     tabulate_watched,
 )
-from kvtier.cli.simulate.table import breaker_openings, group_rejected, is_saturated
+from kvtier.cli.simulate.table import breaker_openings, group_rejected
+from kvtier.cli.simulate.verdict import Verdict, chosen_size, make_verdict
+from kvtier.cli.traces import describe_rate
 from kvtier.config import LoadIf
-from kvtier.sim.sweep import Size
+from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.tier import TierModel
 
-STYLE_FILE, SCRIPT_FILE = "page.css", "page.js"
 
-
-def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> Iterator[tuple[str, str]]:
+def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Yield names and values of what was simulated. Pure."""
     trace, engine, host = comparison.trace, comparison.engine, comparison.host
     block_bytes = engine.block_bytes
@@ -43,8 +40,8 @@ def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> 
     def memory(num_blocks: int) -> str:
         return f"{num_blocks:,} blocks, {format_size(num_blocks * block_bytes)}"
 
-    yield "command", shlex.join(command)
-    yield "kvtier", version
+    yield "command", shlex.join(comparison.command)
+    yield "kvtier", importlib.metadata.version("kvtier")
     yield "trace", comparison.trace_name
     yield "requests", f"{len(trace.requests):,} in {trace.duration_s:,.0f} s"
     yield (
@@ -61,14 +58,27 @@ def list_facts(comparison: Comparison, command: Sequence[str], version: str) -> 
     is_chosen = host.load_if is LoadIf.FASTER
     loaded = "a hit that would be faster to compute is computed" if is_chosen else "every hit is loaded"
     yield "load_if", f"{host.load_if.value}: {loaded}"
+    if host.client_hints is not ClientHints.NONE:
+        yield "hints", f"{host.client_hints.value}, {_describe_noise(host.hint_noise)}"
     if host.store_threshold > 1:
         yield "stored", f"blocks from access {host.store_threshold} on"
     if comparison.sweep is not None:
         sizes = ", ".join(size.label for size in comparison.sweep.sizes)
         yield "swept", f"{comparison.sweep.place}: {sizes} instead of the above"
-    yield "prefill", f"{engine.prefill_tokens_per_s:,.0f} prompt tokens per second, all requests together"
+    rate = f"{engine.prefill_tokens_per_s:,.0f} prompt tokens per second, all requests together"
+    yield "prefill", describe_rate(engine.prefill_tokens_per_s) if comparison.is_rate_derived else rate
     yield "decode", f"{engine.decode_tokens_per_s:,.0f} tokens per second for each running request"
     yield "running", f"at most {engine.max_running} requests at the same time"
+
+
+def _describe_noise(noise: HintNoise) -> str:
+    """Return how wrong clients are, in words. Pure."""
+    if noise.honesty is not Honesty.HONEST:
+        return f"{noise.liar_share:.0%} of the tenants say what is {noise.honesty.value}"
+    return (
+        f"wrong for {noise.wrong_share:.0%} of the requests, silent in {noise.silent_share:.0%} of the sessions, "
+        f"times off by a factor of {noise.time_factor:g}"
+    )
 
 
 def list_limits() -> Iterator[str]:
@@ -102,10 +112,13 @@ def list_limits() -> Iterator[str]:
 def list_warnings(comparison: Comparison) -> Iterator[str]:
     """Yield warnings about the numbers. Pure."""
     found = comparison.by_label
-    if saturated := [label for label, one in found.items() if is_saturated(comparison.engine, one)]:
+    if saturated := comparison.saturated:
+        effect = (
+            "times describe the queue and not the cache" if comparison.has_times else "no times are shown"
+        )
         yield (
             f"The engine is saturated ({', '.join(saturated)}): requests queue far longer than a prompt takes, so "
-            "times describe the queue and not the cache."
+            f"{effect}."
         )
     for num_rejected, labels in group_rejected(found).items():
         yield f"{num_rejected:,} requests need more device blocks than there are and were skipped ({labels})."
@@ -114,41 +127,50 @@ def list_warnings(comparison: Comparison) -> Iterator[str]:
             yield f"{label}: {tier} was overloaded {number} times and skipped for some seconds each."
 
 
-def make_page(comparison: Comparison, command: Sequence[str]) -> str:
+def list_headline(comparison: Comparison, verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """Yield the headline numbers and what they are. Pure."""
+    if verdict.policy is None:
+        return
+    yield f"{verdict.fewer_ratio:.0%}", "fewer prompt tokens computed"
+    if verdict.median_first_token_s is not None:
+        yield format_change(*verdict.median_first_token_s).replace("->", "→"), "median time to first token"
+    best = next(
+        one for case, one in comparison.pairs(chosen_size(comparison)) if case.policy == verdict.policy
+    )
+    for tier in best.tiers:
+        yield f"{best.hit_ratio(tier.name):.1%}", f"of prompt tokens loaded from {tier.name}"
+    if best.bound_ratio is not None:
+        yield f"{best.bound_ratio:.1%}", f"not computed at most, by any policy ({best.saved_ratio:.1%} here)"
+
+
+def make_page(comparison: Comparison) -> str:
     """Return the page.
 
-    Args:
-        comparison: inputs and results.
-        command: the words of the command line.
-
     Raises:
-        MissingExtraError: matplotlib is not installed.
+        MissingExtraError: plotly is not installed.
     """
-    style, script = _read(STYLE_FILE), _read(SCRIPT_FILE)
-    title = html.escape(f"kvtier simulate: {comparison.trace_name}")
-    version = importlib.metadata.version("kvtier")
-    body = "\n".join(_sections(comparison, command, version))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_content_policy(script)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<header><h1>{title}</h1></header>
-<main>
-{body}
-</main>
-<footer><p>Made by kvtier {html.escape(version)}. This page loads no other file.</p></footer>
-<script>{script}</script>
-</body>
-</html>
-"""
+    document, verdict = Document(f"kvtier simulate: {comparison.trace_name}"), make_verdict(comparison)
+    text = f'<p class="verdict">{html.escape(verdict.text)}</p>'
+    document.add("", text, render_headline(list_headline(comparison, verdict)))
+    document.add("Warnings", render_list(list_warnings(comparison)), kind="warnings")
+    document.add(
+        "Results", document.figure(plot_hits(comparison)), render_table(tabulate_results(comparison))
+    )
+    size = chosen_size(comparison)
+    charts: list[LineChart | BarChart] = [plot_origins(comparison, size)]
+    if comparison.has_times:
+        charts.append(plot_first_token(comparison, size))
+    charts += [plot_writes(comparison, size), plot_occupancy(comparison, size)]
+    heading = f"With {size.label} of {comparison.swept_place}" if size else "Details"
+    document.add(heading, *map(document.figure, charts))
+    missed = tabulate_misses(comparison)
+    document.add("Why tokens were computed", render_table(missed) if missed else "")
+    document.add("Traffic", render_table(tabulate_traffic(comparison)))
+    watched = tabulate_watched(comparison)
+    document.add("Counters", render_table(watched) if watched else "")
+    document.add("What was simulated", render_facts(list_facts(comparison)))
+    document.add("What the numbers mean", render_list(list_limits()))
+    return document.render()
 
 
 def _describe_tier(tier: TierModel) -> str:
@@ -162,53 +184,3 @@ def _describe_tier(tier: TierModel) -> str:
         f"store_threshold {settings.store_threshold}, fill {'on' if settings.fill else 'off'}, "
         f"job_timeout_s {settings.job_timeout_s:g}{admission}"
     )
-
-
-def _sections(comparison: Comparison, command: Sequence[str], version: str) -> Iterator[str]:
-    warnings = "".join(f"<li>{html.escape(text)}</li>" for text in list_warnings(comparison))
-    if warnings:
-        yield f'<section class="warnings"><h2>Warnings</h2><ul>{warnings}</ul></section>'
-    hits = plot_hits(comparison)
-    figure = _figure(hits) if hits else ""
-    yield f"<section><h2>Results</h2>{render_table(tabulate_results(comparison))}{figure}</section>"
-    sizes: Sequence[Size | None] = comparison.sweep.sizes if comparison.sweep else [None]
-    for number, size in enumerate(sizes):
-        yield _details(comparison, size, number)
-    watched = tabulate_watched(comparison)
-    if watched:
-        yield f"<section><h2>Counters</h2>{render_table(watched)}</section>"
-    yield f"<section><h2>What was simulated</h2>{render_facts(list_facts(comparison, command, version))}</section>"
-    limits = "".join(f"<li>{html.escape(text)}</li>" for text in list_limits())
-    yield f"<section><h2>What the numbers mean</h2><ul>{limits}</ul></section>"
-
-
-def _details(comparison: Comparison, size: Size | None, number: int) -> str:
-    """Return the plots and the traffic of one size; all sizes but the first are collapsed."""
-    name = str(number)
-    charts: list[LineChart | BarChart] = [
-        plot_origins(comparison, size, name),
-        plot_first_token(comparison, size, name),
-        plot_writes(comparison, size, name),
-        plot_occupancy(comparison, size, name),
-    ]
-    content = "".join(_figure(chart) for chart in charts)
-    traffic = render_table(tabulate_traffic(comparison, size, name))
-    if size is None or comparison.sweep is None:
-        return f"<section><h2>Details</h2>{content}{traffic}</section>"
-    heading = html.escape(f"Details for {comparison.sweep.place} of {size.label}")
-    is_open = " open" if number == 0 else ""
-    return f"<details{is_open}><summary><h2>{heading}</h2></summary>{content}{traffic}</details>"
-
-
-def _figure(chart: LineChart | BarChart) -> str:
-    caption = f"<strong>{html.escape(chart.title)}.</strong> {html.escape(chart.description)}"
-    return f"<figure>{draw(chart)}<figcaption>{caption}</figcaption></figure>"
-
-
-def _content_policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-
-
-def _read(name: str) -> str:
-    return (files("kvtier.cli.simulate.report") / name).read_text(encoding="utf-8")

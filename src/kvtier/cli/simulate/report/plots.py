@@ -1,10 +1,11 @@
-"""The content of each plot as values: lines on panels, or bars. ``svg`` draws them; tests read the values."""
+"""The plots of a comparison, as values."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from kvtier.cli.page.charts import BarChart, LineChart, Mark, Panel, PlotLine, Segment
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.cli.simulate.verdict import find_sweep_knee
+from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size
 
 COMPUTED = "computed"
@@ -14,104 +15,6 @@ TIME_UNITS = ((4 * 3600.0, 3600.0, "h"), (600.0, 60.0, "min"), (0.0, 1.0, "s"))
 """(from how many seconds on, seconds of the unit, the unit's name)."""
 
 BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1.0, "bytes"))
-
-
-@dataclass(frozen=True, slots=True)
-class PlotLine:
-    """One line.
-
-    Attributes:
-        name: its name in the legend.
-        series: number of its colour, the same for a policy on each plot; 0 is the engine without offloading.
-        x: positions, ascending.
-        y: values, one for each position.
-        is_step: whether a value holds until the next one.
-        is_bound: whether it is the upper bound, which has the colour of the text.
-    """
-
-    name: str
-    series: int
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    is_step: bool = False
-    is_bound: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Lines on one pair of axes.
-
-    Attributes:
-        title: its title; "" when the chart's title says it.
-        lines: the lines.
-    """
-
-    title: str
-    lines: tuple[PlotLine, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of each bar.
-
-    Attributes:
-        name: its name in the legend.
-        widths: its width on each bar.
-    """
-
-    name: str
-    widths: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LineChart:
-    """Panels with common axes.
-
-    Attributes:
-        name: unique on a page, of letters, digits and "-".
-        title: what it is.
-        description: what the chart shows in words, for screen readers.
-        x_label: with the unit.
-        y_label: with the unit.
-        panels: at least one.
-        x_ticks: positions with labels; empty: chosen by the axis.
-        is_log_x: whether equal distances are equal ratios.
-        y_max: upper end of the axis; None: chosen by the values.
-        y_max: upper end of the axis; None leaves it to the values.
-    """
-
-    name: str
-    title: str
-    description: str
-    x_label: str
-    y_label: str
-    panels: tuple[Panel, ...]
-    x_ticks: tuple[tuple[float, str], ...] = ()
-    is_log_x: bool = False
-    y_max: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BarChart:
-    """Horizontal bars, each made of the same segments.
-
-    Attributes:
-        name: unique on a page, of letters, digits and "-".
-        title: what it is.
-        description: what the chart shows in words.
-        x_label: with the unit.
-        bars: their names, the first on top.
-        segments: from left to right.
-        marks: the upper bound of each bar; None: no mark.
-    """
-
-    name: str
-    title: str
-    description: str
-    x_label: str
-    bars: tuple[str, ...]
-    segments: tuple[Segment, ...]
-    marks: tuple[float | None, ...]
 
 
 def plot_hits(comparison: Comparison) -> LineChart | None:
@@ -127,20 +30,23 @@ def plot_hits(comparison: Comparison) -> LineChart | None:
     ]
     bounds = [max(one.bound_ratio or 0.0 for _, one in comparison.pairs(size)) * 100 for size in sizes]
     lines.append(PlotLine(BOUND, 0, x, tuple(bounds), is_bound=True))
+    knee = find_sweep_knee(comparison)
+    mark = None if knee is None else Mark(x[knee], f"knee, {sizes[knee].label}")
     ends = ", ".join(f"{line.name} {line.y[0]:.1f} to {line.y[-1]:.1f} %" for line in lines)
     return LineChart(
         "hits",
-        f"Prompt tokens not computed, by capacity of {sweep.place}",
-        f"From {sizes[0].label} to {sizes[-1].label} of {sweep.place}: {ends}.",
-        f"capacity of {sweep.place}",
+        f"Prompt tokens not computed, by capacity of {comparison.swept_place}",
+        f"From {sizes[0].label} to {sizes[-1].label} of {comparison.swept_place}: {ends}.",
+        f"capacity of {comparison.swept_place}",
         "% of prompt tokens",
         (Panel("", tuple(lines)),),
         tuple(zip(x, (size.label for size in sizes), strict=True)),
         is_log_x=True,
+        mark=mark,
     )
 
 
-def plot_origins(comparison: Comparison, size: Size | None, name: str) -> BarChart:
+def plot_origins(comparison: Comparison, size: Size | None) -> BarChart:
     """Return where prompt tokens came from, one bar for each policy. Pure."""
     pairs = list(comparison.pairs(size))
     places = [DEVICE, *_tier_names(comparison)]
@@ -148,17 +54,20 @@ def plot_origins(comparison: Comparison, size: Size | None, name: str) -> BarCha
     computed = tuple((1 - one.saved_ratio) * 100 if one.total.num_requests else 0.0 for _, one in pairs)
     shares = ", ".join(f"{case.policy} {one.saved_ratio:.1%}" for case, one in pairs)
     return BarChart(
-        f"origins-{name}",
+        "origins",
         "Prompt tokens by origin",
-        f"Not computed: {shares}. The stroke marks {BOUND}.",
+        f"Not computed: {shares}. The stroke marks {BOUND}, which no policy exceeds.",
         "% of prompt tokens",
         tuple(case.policy for case, _ in pairs),
         (*segments, Segment(COMPUTED, computed)),
         tuple(None if one.bound_ratio is None else one.bound_ratio * 100 for _, one in pairs),
+        BOUND,
+        is_last_baseline=True,
+        x_max=100.0,
     )
 
 
-def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> LineChart:
+def plot_first_token(comparison: Comparison, size: Size | None) -> LineChart:
     """Return the share of requests whose first token came within a time. Pure."""
     pairs = list(comparison.pairs(size))
     lines = []
@@ -173,7 +82,7 @@ def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> Li
         for case, one in pairs
     )
     return LineChart(
-        f"first-token-{name}",
+        "first-token",
         "Time to first token",
         f"Half and 90 % of the requests within: {medians}.",
         "seconds from arrival",
@@ -184,7 +93,7 @@ def plot_first_token(comparison: Comparison, size: Size | None, name: str) -> Li
     )
 
 
-def plot_occupancy(comparison: Comparison, size: Size | None, name: str) -> LineChart:
+def plot_occupancy(comparison: Comparison, size: Size | None) -> LineChart:
     """Return how full device, host memory and tiers were over time, one panel each. Pure."""
     pairs = list(comparison.pairs(size))
 
@@ -197,7 +106,7 @@ def plot_occupancy(comparison: Comparison, size: Size | None, name: str) -> Line
         pairs,
         (DEVICE, *_tier_names(comparison)),
         percent,
-        name=f"occupancy-{name}",
+        name="occupancy",
         title="Blocks held over time",
         description="Share of each place's blocks that hold data, or that a request or a transfer uses.",
         y_label="% of capacity",
@@ -205,7 +114,7 @@ def plot_occupancy(comparison: Comparison, size: Size | None, name: str) -> Line
     )
 
 
-def plot_writes(comparison: Comparison, size: Size | None, name: str) -> LineChart:
+def plot_writes(comparison: Comparison, size: Size | None) -> LineChart:
     """Return what had been written to host memory and tiers over time, one panel each. Pure."""
     pairs = [(case, one) for case, one in comparison.pairs(size) if one.tiers]
     most_bytes = max((tier.written_bytes for _, one in pairs for tier in one.tiers), default=0)
@@ -226,7 +135,7 @@ def plot_writes(comparison: Comparison, size: Size | None, name: str) -> LineCha
         pairs,
         _tier_names(comparison),
         written,
-        name=f"writes-{name}",
+        name="writes",
         title="Written since the start",
         description=f"In all: {totals}.",
         y_label=unit,
@@ -273,4 +182,4 @@ def _capacity_of(case: Case, place: str) -> int:
 
 
 def _tier_names(comparison: Comparison) -> list[str]:
-    return ["CPU", *(tier.name for tier in comparison.host.tiers)]
+    return [HOST, *(tier.name for tier in comparison.host.tiers)]

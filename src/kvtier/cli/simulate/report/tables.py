@@ -1,12 +1,9 @@
-"""The tables of the page: rows of cells, and their HTML. Text from outside is escaped here."""
+"""The tables of a comparison, as values."""
 
-import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-
+from kvtier.cli.page.tables import Cell, Table
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.results import DEVICE, Simulation
-from kvtier.sim.sweep import Case, Size
+from kvtier.sim.results import DEVICE, HOST, Simulation
+from kvtier.sim.sweep import Case
 
 WATCHED = {
     "breaker_openings": "times the tier was overloaded or failing and skipped",
@@ -26,70 +23,46 @@ WATCHED = {
 """Counter without its place -> its meaning. Each counts work that was skipped or waited for."""
 
 
-_NUMBER = ' class="number"'
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell.
-
-    Attributes:
-        text: what is shown.
-        value: the number behind it, exact; None for text.
-    """
-
-    text: str
-    value: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table.
-
-    Attributes:
-        name: unique on a page, of letters, digits and "-".
-        caption: what it is.
-        headings: of the columns.
-        rows: cells, as many as there are headings.
-    """
-
-    name: str
-    caption: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+MISSED = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
 
 
 def tabulate_results(comparison: Comparison) -> Table:
     """Return hits, the bound and times, one row per simulation. Pure."""
-    sources = (DEVICE, "CPU", *(tier.name for tier in comparison.host.tiers))
-    place = (comparison.sweep.place,) if comparison.sweep else ()
+    sources = (DEVICE, HOST, *(tier.name for tier in comparison.host.tiers))
+    place = (f"{comparison.sweep.place} size",) if comparison.sweep else ()
     headings = (
-        *place, "policy", *sources, "not computed", "at most", "p50 s", "p90 s", "p99 s", "queue p90 s", "served",
-        "rejected",
+        *place, "policy", *sources, "not computed", "at most",
+        *(("p50 s", "p90 s", "p99 s", "queue p90 s") if comparison.has_times else ()), "served", "rejected",
     )  # fmt: skip
     rows = []
     for case, one in zip(comparison.cases, comparison.found, strict=True):
         size = (_size_cell(case, comparison),) if comparison.sweep else ()
         ratios = [*(one.hit_ratio(source) for source in sources), one.saved_ratio, one.bound_ratio or 0.0]
         first, queue = one.total.first_token, one.total.queue
-        times_s = [first.p50_s, first.p90_s, first.p99_s, queue.p90_s]
+        times_s = [first.p50_s, first.p90_s, first.p99_s, queue.p90_s] if comparison.has_times else []
         measured = [Cell(f"{ratio:.1%}", ratio) for ratio in ratios]
         measured += [Cell(f"{time_s:.2f}", time_s) for time_s in times_s]
         if not one.total.num_requests:
             measured = [Cell("-")] * len(measured)
         counts = [_count(one.total.num_requests), _count(one.num_rejected)]
         rows.append((*size, Cell(case.policy), *measured, *counts))
-    return Table("results", "Where prompt tokens came from, and times to first token", headings, tuple(rows))
+    return Table(
+        "results",
+        f"Where prompt tokens came from{', and times to first token' if comparison.has_times else ''}",
+        headings,
+        tuple(rows),
+    )
 
 
-def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Table:
-    """Return the traffic of host memory and each tier. Pure."""
+def tabulate_traffic(comparison: Comparison) -> Table:
+    """Return the traffic of host memory and each tier, one row for each simulation and place. Pure."""
     headings = (
-        "policy", "tier", "blocks", "written GB", "writes per unique block", "read GB", "link busy", "most queued",
+        "simulation", "tier", "blocks", "written GB", "writes per unique block", "read GB", "link busy", "most queued",
     )  # fmt: skip
     rows = [
         (
-            Cell(case.policy),
+            Cell(label),
             Cell(tier.name),
             _count(tier.capacity_blocks),
             Cell(f"{tier.written_bytes / 1e9:,.1f}", tier.written_bytes / 1e9),
@@ -98,10 +71,10 @@ def tabulate_traffic(comparison: Comparison, size: Size | None, name: str) -> Ta
             Cell(f"{tier.busy_ratio:.1%}", tier.busy_ratio),
             _count(tier.max_queued_blocks),
         )
-        for case, one in comparison.pairs(size)
+        for label, one in comparison.by_label.items()
         for tier in one.tiers
     ]
-    return Table(f"traffic-{name}", "Traffic of host memory (CPU) and each tier", headings, tuple(rows))
+    return Table("traffic", "Traffic of host memory and each tier", headings, tuple(rows))
 
 
 def tabulate_watched(comparison: Comparison) -> Table | None:
@@ -117,36 +90,29 @@ def tabulate_watched(comparison: Comparison) -> Table | None:
     return Table("watched", "Counters of the production code that are not zero", headings, tuple(rows))
 
 
-def render_table(table: Table) -> str:
-    """Return a table as HTML. Pure."""
-    numeric = [any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)]
-    head = "".join(
-        f'<th scope="col"{_NUMBER if is_number else ""}>{html.escape(heading)}</th>'
-        for heading, is_number in zip(table.headings, numeric, strict=True)
+def tabulate_misses(comparison: Comparison) -> Table | None:
+    """Return why prompt tokens were computed, one row for each cause; None where no cause was counted. Pure."""
+    missed = {
+        label: {
+            name.removeprefix(MISSED): value
+            for name, value in one.counters.items()
+            if name.startswith(MISSED)
+        }
+        for label, one in comparison.by_label.items()
+    }
+    labels = [label for label, causes in missed.items() if causes]
+    causes = sorted(
+        {cause for label in labels for cause in missed[label]},
+        key=lambda cause: -max(missed[label].get(cause, 0.0) for label in labels),
     )
-    body = "\n".join(f"<tr>{_render_cells(row)}</tr>" for row in table.rows)
-    return (
-        f'<div class="scroll"><table id="{table.name}"><caption>{html.escape(table.caption)}</caption>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
-
-
-def render_facts(facts: Iterable[tuple[str, str]]) -> str:
-    """Return names and values as a list of definitions. Pure."""
-    return (
-        "<dl>"
-        + "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in facts)
-        + "</dl>"
-    )
-
-
-def _render_cells(row: Sequence[Cell]) -> str:
-    return "".join(
-        f"<td>{html.escape(cell.text)}</td>"
-        if cell.value is None
-        else f'<td{_NUMBER} data-value="{cell.value!r}">{html.escape(cell.text)}</td>'
-        for cell in row
-    )
+    if not causes:
+        return None
+    totals = {label: comparison.by_label[label].total.num_prompt_tokens for label in labels}
+    rows = []
+    for cause in causes:
+        ratios = [missed[label].get(cause, 0.0) / max(1, totals[label]) for label in labels]
+        rows.append((Cell(cause.replace(".", " ")), *(Cell(f"{ratio:.1%}", ratio) for ratio in ratios)))
+    return Table("misses", "Share of prompt tokens computed, by cause", ("cause", *labels), tuple(rows))
 
 
 def _size_cell(case: Case, comparison: Comparison) -> Cell:

@@ -2,33 +2,43 @@
 
 A class is one number: the block's place in the prefix tree (tail, chain, branching), how often it was seen, and of the
 request the turn, the length, the gap since the previous turn, the new blocks, and the client's hints. Hints are
-optional, and expectations: a wrong one costs hits and nothing else. An invalid hint is ignored, with one warning for
-each name.
+optional, and the model learns what each is worth: a wrong one costs hits and nothing else.
 """
 
-import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-logger = logging.getLogger(__name__)
+from kvtier.hints.values import STOPS, RequestHints
 
-EXPECTED_STOP = "expected_stop"
-
-EXPECTED_OUTPUT_TOKENS = "expected_output_tokens"
-
-STOP_LEVELS = {"tool_use": 1, "end_turn": 2}
+STOP_LEVELS = {stop: 1 + number for number, stop in enumerate(STOPS)}
 """How a turn is expected to end; 0 without a hint."""
+
+ENDED_LEVEL = 1 + len(STOPS)
+
+CONTINUES_LEVEL = 2 + len(STOPS)
+"""Said to go on, without a time."""
+
+RETURN_FROM_S = (6.0, 15.0, 42.0, 85.0, 170.0, 340.0, 680.0, 1360.0)
+"""Bounds between classes of return times; in the middle they double. Finer ones learn more slowly, and clients do not
+know better than to a factor of two."""
+
+FIRST_RETURN_LEVEL = 3 + len(STOPS)
+
+NUM_HINT_LEVELS = FIRST_RETURN_LEVEL + len(RETURN_FROM_S) + 1
+"""Levels of what the client says of the request's end and return; level 0 means no hint. What it says of the return
+outranks what it says of the end."""
 
 OUTPUT_FROM_TOKENS = (128, 512, 2048)
 
-NUM_STOP_LEVELS = len(STOP_LEVELS) + 1
-
 NUM_OUTPUT_LEVELS = len(OUTPUT_FROM_TOKENS) + 2
 """Levels of the answer's expected length; level 0 means no hint."""
+
+PRIORITY_LEVELS = {0: 0, -1: 1, 1: 2}
+
+NUM_HINTS = NUM_HINT_LEVELS * NUM_OUTPUT_LEVELS * len(PRIORITY_LEVELS)
 
 SEEN_FROM = (2, 3, 4, 6, 10)
 
@@ -42,8 +52,8 @@ NEW_UP_TO_BLOCKS = (1, 3, 10, 30)
 
 NUM_STRATA = 3
 
-NUM_SHAPES = NUM_STRATA * NUM_STOP_LEVELS
-"""Shapes of the hazard over age: one for each stratum and each expected end of the turn."""
+NUM_SHAPES = NUM_STRATA * NUM_HINT_LEVELS
+"""Shapes of the hazard over age: one for each stratum and each hint of the request's end or return."""
 
 FACTOR_LEVELS = (
     len(SEEN_FROM) + 1,
@@ -52,11 +62,12 @@ FACTOR_LEVELS = (
     len(GAP_FROM_S) + 2,
     len(NEW_UP_TO_BLOCKS) + 1,
     NUM_OUTPUT_LEVELS,
+    len(PRIORITY_LEVELS),
 )
-"""Levels of each factor: seen, turn, length, gap (0 means no previous turn), new blocks, expected answer."""
+"""Levels of each factor: seen, turn, length, gap (0 means no previous turn), new blocks, expected answer, priority."""
 
-HINT_FACTOR = 5
-"""The factor of the client's hint: level 0, no hint, has the multiplier 1."""
+FIRST_HINT_FACTOR = 5
+"""From here on factors are hints: level 0, no hint, has the multiplier 1."""
 
 NUM_REQUEST_CODES = FACTOR_LEVELS[1] * FACTOR_LEVELS[2] * FACTOR_LEVELS[3] * FACTOR_LEVELS[4]
 
@@ -67,7 +78,7 @@ MAX_SEEN = SEEN_FROM[-1]
 NUM_UNHINTED_CODES = NUM_STRATA * NUM_SEEN_LEVELS * NUM_REQUEST_CODES
 """Classes without hints; each hint has as many more."""
 
-NUM_CODES = NUM_UNHINTED_CODES * NUM_STOP_LEVELS * NUM_OUTPUT_LEVELS
+NUM_CODES = NUM_UNHINTED_CODES * NUM_HINTS
 
 BRANCHING_CHILDREN = 3
 """Children from which a block counts as a branching point of the tree."""
@@ -100,40 +111,13 @@ class RequestFeatures(NamedTuple):
     hint: int = 0
 
 
-class HintReader:
-    """Reads the hints of requests; warns once for each name that had an invalid value."""
-
-    def __init__(self) -> None:
-        self._warned: set[str] = set()
-
-    def read(self, hints: Mapping[str, Any]) -> int:  # Any: a client's JSON, checked here
-        """Return the hints as one number, 0 for none; ``split_codes`` takes it apart."""
-        if EXPECTED_STOP not in hints and EXPECTED_OUTPUT_TOKENS not in hints:
-            return 0
-        return self._read_stop(hints) * NUM_OUTPUT_LEVELS + self._read_output(hints)
-
-    def _read_stop(self, hints: Mapping[str, Any]) -> int:  # Any: a client's JSON
-        stop = hints.get(EXPECTED_STOP)
-        if stop is None:
-            return 0
-        if not isinstance(stop, str) or stop not in STOP_LEVELS:
-            self._warn(EXPECTED_STOP, stop, f"give one of {', '.join(STOP_LEVELS)}")
-            return 0
-        return STOP_LEVELS[stop]
-
-    def _read_output(self, hints: Mapping[str, Any]) -> int:  # Any: a client's JSON
-        num_tokens = hints.get(EXPECTED_OUTPUT_TOKENS)
-        if num_tokens is None:
-            return 0
-        if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
-            self._warn(EXPECTED_OUTPUT_TOKENS, num_tokens, "give a whole number, zero or more")
-            return 0
-        return 1 + bisect_right(OUTPUT_FROM_TOKENS, num_tokens)
-
-    def _warn(self, name: str, value: object, remedy: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning("kv_transfer_params: %s=%r is ignored, and so are others: %s", name, value, remedy)
+def hint_code(hints: RequestHints) -> int:
+    """Return the hints as one number below NUM_HINTS, 0 for none; ``split_codes`` takes it apart. Pure."""
+    num_tokens = hints.expected_output_tokens
+    output = 0 if num_tokens is None else 1 + bisect_right(OUTPUT_FROM_TOKENS, num_tokens)
+    return (_hint_level(hints) * NUM_OUTPUT_LEVELS + output) * len(PRIORITY_LEVELS) + PRIORITY_LEVELS[
+        hints.priority
+    ]
 
 
 def request_code(features: RequestFeatures) -> int:
@@ -160,10 +144,21 @@ def class_code(num_children: int, num_seen: int, request: int) -> int:
 def split_codes(codes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
     """Return the shape of each class and, for each factor, its level; all of shape (num_classes,). Pure."""
     hint, rest = np.divmod(codes, NUM_UNHINTED_CODES)
-    stop, output = np.divmod(hint, NUM_OUTPUT_LEVELS)
+    hint, priority = np.divmod(hint, len(PRIORITY_LEVELS))
+    said, output = np.divmod(hint, NUM_OUTPUT_LEVELS)
     levels = []
-    for num_levels in reversed(FACTOR_LEVELS[1:HINT_FACTOR]):
+    for num_levels in reversed(FACTOR_LEVELS[1:FIRST_HINT_FACTOR]):
         rest, level = np.divmod(rest, num_levels)
         levels.append(level)
     stratum, seen = np.divmod(rest, NUM_SEEN_LEVELS)
-    return stop * NUM_STRATA + stratum, [seen, *reversed(levels), output]
+    return said * NUM_STRATA + stratum, [seen, *reversed(levels), output, priority]
+
+
+def _hint_level(hints: RequestHints) -> int:
+    if hints.is_ended:
+        return ENDED_LEVEL
+    if hints.returns_in_s is not None:
+        return FIRST_RETURN_LEVEL + bisect_right(RETURN_FROM_S, hints.returns_in_s)
+    if hints.continues:
+        return CONTINUES_LEVEL
+    return 0 if hints.expected_stop is None else STOP_LEVELS[hints.expected_stop]

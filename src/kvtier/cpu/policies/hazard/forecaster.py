@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from kvtier.base import OffloadKey, get_offload_group_idx
-from kvtier.cpu.policies.hazard.features import HintReader
+from kvtier.cpu.policies.hazard.features import hint_code
 from kvtier.cpu.policies.hazard.prefix_tree import PrefixNode
 from kvtier.cpu.policies.hazard.shadow import HazardShadow
+from kvtier.cpu.policies.hint_trust import HintTrust
 from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecaster
 
 PARENT_OF = attrgetter("parent")
@@ -26,7 +27,6 @@ class HazardForecaster(ReuseForecaster):
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        self._hints = HintReader()
         self.clear()
 
     @property
@@ -36,9 +36,10 @@ class HazardForecaster(ReuseForecaster):
     def clear(self) -> None:
         self._shadow = HazardShadow(0, self._max_blocks)
         self._running = RunningRequests(self._shadow)
+        self._trust = HintTrust()
 
     def note_request(self, request: ArrivedRequest) -> None:
-        hint = self._hints.read(request.hints)
+        hint = hint_code(self._trust.hear(request.hints, request.arrival_s))
         tails: dict[int, PrefixNode] = {}
         for chain in request.chains:
             _, tail = self._shadow.serve(dict.fromkeys(chain), request.arrival_s, hint)

@@ -25,7 +25,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.cpu.policies.hazard.features import FACTOR_LEVELS, HINT_FACTOR, NUM_CODES, NUM_SHAPES, split_codes
+from kvtier.cpu.policies.hazard.features import (
+    FACTOR_LEVELS,
+    FIRST_HINT_FACTOR,
+    NUM_CODES,
+    NUM_SHAPES,
+    split_codes,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -187,7 +193,7 @@ class HazardModel:
             old = self._multipliers[number]
             without = np.bincount(level, expected / old[level], len(old))
             found = (np.bincount(level, events, len(old)) + PRIOR_EVENTS) / (without + PRIOR_EVENTS)
-            if number == HINT_FACTOR:
+            if number >= FIRST_HINT_FACTOR:
                 found[0] = 1.0
             self._multipliers[number] = np.clip(found, *MULTIPLIER_RANGE)
             expected = expected * (self._multipliers[number] / old)[level]

@@ -12,19 +12,29 @@ policy is LRU and refuses nothing. It starts as LRU, and stays LRU when no reque
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from math import exp
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
-from kvtier.cpu.policies.hazard.features import HintReader
+from kvtier.cpu.policies.hazard.features import hint_code
 from kvtier.cpu.policies.hazard.forecaster import RunningRequests
 from kvtier.cpu.policies.hazard.prefix_tree import PrefixNode
 from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK, HazardShadow
+from kvtier.cpu.policies.hint_trust import HintTrust
 from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
 
 WINDOW_REQUESTS = 1000
 """Requests after which a hit counts 1/e. A shorter window follows noise, a longer one adapts too late."""
+
+DEFICIT_WINDOW_S = 60.0
+"""Seconds after which a lead over LRU counts 1/e where the present matters. Shorter stops keeping blocks for later at
+every lull; longer notices too late to bound what ten minutes lose."""
+
+MAX_DEFICIT_RATIO = 0.01
+"""How far it may be behind LRU, as a share of the blocks named of late. It loses more until the cache holds what LRU
+would; with this, ten minutes lose at most two of a hundred. Lower costs hits on agents' traffic, higher bounds less."""
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
@@ -41,7 +51,6 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._recent = LRUCachePolicy(cache_capacity)
         # Held blocks that the shadow knows and does not hold, in the order in which it evicted them.
         self._surplus: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._hints = HintReader()
         self._begin()
 
     @property
@@ -104,11 +113,12 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._begin()
 
     def note_request(self, request: ArrivedRequest) -> None:
-        hint = self._hints.read(request.hints)
-        num_lru_hits = num_hazard_hits = 0
+        hint = hint_code(self._trust.hear(request.hints, request.arrival_s))
+        num_lru_hits = num_hazard_hits = num_blocks = 0
         tails: dict[int, PrefixNode] = {}
         for chain_keys in request.chains:
             keys = list(dict.fromkeys(chain_keys))
+            num_blocks += len(keys)
             num_lru_hits += self._lru.serve(keys)
             num_hits, tail = self._shadow.serve(keys, request.arrival_s, hint)
             num_hazard_hits += num_hits
@@ -116,7 +126,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
             if tail is not None:
                 tails[get_offload_group_idx(tail.key)] = tail
         self._running.begin(request.req_id, tails)
-        self._selector.count(num_lru_hits, num_hazard_hits)
+        self._selector.count(num_lru_hits, num_hazard_hits, num_blocks, request.arrival_s)
 
     def on_finished(self, req_id: str) -> None:
         self._running.end(req_id)
@@ -154,6 +164,7 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
         self._lru = LRUShadow(self.cache_capacity)
         self._selector = PolicySelector()
         self._running = RunningRequests(self._shadow)
+        self._trust = HintTrust()
 
     def _surplus_victims(self, n: int, protected: Collection[OffloadKey]) -> Victims:
         """Return the first of ``_idle`` as far as they are surplus; a plain loop, since nearly all victims are."""
@@ -191,7 +202,12 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
 
 
 class PolicySelector:
-    """Chooses between LRU and the hazard policy by their hits, which fade over WINDOW_REQUESTS.
+    """Chooses between LRU and the hazard policy by the hits of their shadows.
+
+    The hazard policy must have more hits, which fade over WINDOW_REQUESTS. That alone would let it lose for a while
+    what it has won before, such as while it keeps what a job will name in half an hour. So it must also not be behind
+    by more than MAX_DEFICIT_RATIO of the blocks of the last minutes, which fade over DEFICIT_WINDOW_S; once it was, it
+    must catch up first.
 
     Attributes:
         num_lru_hits: blocks that LRU would have found.
@@ -200,17 +216,36 @@ class PolicySelector:
 
     def __init__(self) -> None:
         self.num_lru_hits = self.num_hazard_hits = 0.0
+        self._lead = self._num_recent = 0.0
+        self._is_behind = False
+        self._last_s: float | None = None
 
     @property
     def prefers_hazard(self) -> bool:
-        """Whether the hazard policy has more hits than LRU."""
-        return self.num_hazard_hits > self.num_lru_hits
+        """Whether the hazard policy has more hits than LRU, and none to catch up."""
+        return self.num_hazard_hits > self.num_lru_hits and not self._is_behind
 
-    def count(self, num_lru_hits: int, num_hazard_hits: int) -> None:
-        """Count the hits of one request."""
+    def count(self, num_lru_hits: int, num_hazard_hits: int, num_blocks: int, now_s: float) -> None:
+        """Count the hits of one request.
+
+        Args:
+            num_lru_hits: of its blocks, those that LRU would have found.
+            num_hazard_hits: those that the hazard policy would have found.
+            num_blocks: its blocks.
+            now_s: its time of arrival.
+        """
         kept = 1 - 1 / WINDOW_REQUESTS
         self.num_lru_hits = kept * self.num_lru_hits + num_lru_hits
         self.num_hazard_hits = kept * self.num_hazard_hits + num_hazard_hits
+        last_s = now_s if self._last_s is None else self._last_s
+        self._last_s = max(last_s, now_s)
+        kept = exp((last_s - self._last_s) / DEFICIT_WINDOW_S)
+        self._lead = kept * self._lead + num_hazard_hits - num_lru_hits
+        self._num_recent = kept * self._num_recent + num_blocks
+        if self._is_behind:
+            self._is_behind = self._lead < 0
+        else:
+            self._is_behind = self._lead < -MAX_DEFICIT_RATIO * self._num_recent
 
 
 class LRUShadow:

@@ -87,7 +87,7 @@ class HazardShadow:
         Args:
             keys: its blocks, distinct, head first.
             now_s: arrival in seconds, any origin; a time before the last one counts as that one.
-            hint: the client's hint, as ``HintReader.read`` returns it.
+            hint: the client's hint, as ``hint_code`` returns it.
 
         Returns:
             The number of leading blocks that were held before the request, and its last block.

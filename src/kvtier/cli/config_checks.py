@@ -1,0 +1,222 @@
+"""Whether an engine could start with its settings on this machine: memory, limits, versions, and every tier it names.
+
+No engine is built: a tier is asked by the contract ``ProbedTier``, and leaves nothing behind.
+"""
+
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvtier.cli.output import Check, CheckResult, size_in_words
+from kvtier.config import HostSize, Settings, parse_settings
+from kvtier.cpu.policies import create_cache_policy
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.limits import find_memory_limit
+from kvtier.tiering.factory import check_tier_config
+from kvtier.tiering.kit.place import ProbedTier
+
+EXTRA_CONFIG = "kv_connector_extra_config"
+"""Where vLLM's --kv-transfer-config has kvtier's settings."""
+
+CONNECTOR = "KVTierConnector"
+NEEDED_ROLE = "kv_both"
+
+CUDA_DEVICE = Path("/dev/nvidiactl")
+"""Is there where a driver for CUDA devices is."""
+
+LIBRARIES = (
+    "kvtier",
+    "numpy",
+    "torch",
+    "vllm",
+    "transformers",
+    "obstore",
+    "redis",
+    "mooncake-transfer-engine",
+)
+"""Distributions whose versions are reported, those that are installed."""
+
+MIN_OPEN_FILES = 1024
+"""What most systems allow. The tiers of one engine use some dozens, its model and server some hundred."""
+
+NODES = Path("/sys/devices/system/node")
+
+
+def read_config(path: Path) -> Mapping[str, Any]:  # Any: JSON of the user
+    """Return what a file with an engine's settings says.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("--config", str(path), f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("--config", str(path), f"is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError("--config", str(path), 'must hold an object such as {"cpu_bytes_to_use": "8GiB"}')
+    return found
+
+
+def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Check]:  # Any: as above
+    """Yield every check of an engine's settings on this machine.
+
+    Args:
+        config: vLLM's --kv-transfer-config, or the extra_config in it.
+        shared_memory: the mount of shared memory.
+    """
+    own = find_own(config)
+    if own is None:
+        found = f"{config.get('kv_connector')!r} is another connector: its settings are not kvtier's"
+        yield Check("kv_connector", CheckResult.BROKEN, found)
+        return
+    extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
+    if own.get("kv_role", NEEDED_ROLE) != NEEDED_ROLE:
+        remedy = f"must be {NEEDED_ROLE!r}: kvtier stores and loads in every engine"
+        yield Check("kv_role", CheckResult.BROKEN, f"{own['kv_role']!r} {remedy}")
+    yield check_versions()
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_numa(NODES, os.sched_getaffinity(0))
+    try:
+        settings = parse_settings(extra if isinstance(extra, dict) else {EXTRA_CONFIG: extra})
+        create_cache_policy(settings.eviction_policy, 1)
+    except KVTierError as error:
+        yield Check("settings", CheckResult.BROKEN, str(error))
+        return
+    yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings are understood")
+    yield from check_host_memory(settings, shared_memory)
+    if isinstance(settings.cpu_bytes_to_use, int) and CUDA_DEVICE.exists():
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        yield check_locked_memory(limit, settings.cpu_bytes_to_use)
+    for number, entry in enumerate(settings.secondary_tiers):
+        yield from check_tier(f"tier {number} ({entry.get('type', '?')})", entry)
+
+
+def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
+    """Return the part of an engine's settings that is about kvtier's connector, None when there is none. Pure."""
+    if config.get("kv_connector", CONNECTOR) == CONNECTOR:
+        return config
+    extra = config.get(EXTRA_CONFIG)
+    several = extra.get("connectors") if isinstance(extra, dict) else None
+    for one in several if isinstance(several, list) else ():
+        if isinstance(one, dict) and one.get("kv_connector") == CONNECTOR:
+            return one
+    return None
+
+
+def check_locked_memory(limit: int, num_bytes: int) -> Check:
+    """Compare the limit of locked memory with what is pinned for CUDA. Pure."""
+    if limit == resource.RLIM_INFINITY or limit >= num_bytes:
+        return Check("locked memory", CheckResult.GOOD, "enough to pin the rows")
+    remedy = "ulimit -l unlimited, or run the container with --ulimit memlock=-1"
+    found = f"at most {size_in_words(limit)} of {size_in_words(num_bytes)} can be pinned: {remedy}"
+    return Check("locked memory", CheckResult.NOTE, found)
+
+
+def check_versions() -> Check:
+    """Report the versions of the libraries that matter."""
+    found = []
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return Check("versions", CheckResult.GOOD, ", ".join(found))
+
+
+def check_open_files(limit: int) -> Check:
+    """Compare the limit of open files with what an engine needs. Pure."""
+    if limit == resource.RLIM_INFINITY:
+        return Check("open files", CheckResult.GOOD, "no limit")
+    if limit < MIN_OPEN_FILES:
+        return Check("open files", CheckResult.NOTE, f"at most {limit}: raise it, ulimit -n {MIN_OPEN_FILES}")
+    return Check("open files", CheckResult.GOOD, f"at most {limit}")
+
+
+def check_numa(nodes: Path, cores: set[int]) -> Check:
+    """Report whether the cores of this process are all near the same memory.
+
+    Args:
+        nodes: the kernel's folder of NUMA nodes.
+        cores: those that this process may use.
+    """
+    used = []
+    for node in sorted(nodes.glob("node[0-9]*")):
+        with suppress(OSError, ValueError):
+            if cores & parse_cpu_list((node / "cpulist").read_text(encoding="ascii")):
+                used.append(node.name)
+    if len(used) > 1:
+        remedy = (
+            "rows may be far from the device: numactl --cpunodebind=N --membind=N, N being the device's node"
+        )
+        return Check("NUMA", CheckResult.NOTE, f"cores of {len(used)} nodes: {remedy}")
+    return Check("NUMA", CheckResult.GOOD, f"all cores in {used[0]}" if used else "one node")
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """Return the numbers of a list such as "0-3,8". Pure.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check]:
+    """Compare the primary tier with the memory there is."""
+    subject = "cpu_bytes_to_use"
+    wanted = settings.cpu_bytes_to_use
+    if wanted is None:
+        yield Check(subject, CheckResult.BROKEN, 'is required: host memory over all workers, such as "8GiB"')
+        return
+    if wanted is HostSize.AUTO:
+        yield Check(subject, CheckResult.NOTE, '"auto": the engine works it out at its start and logs how')
+        return
+    limit = find_memory_limit()
+    if limit is not None and wanted > limit.available_bytes:
+        left = size_in_words(limit.available_bytes)
+        found = f"{size_in_words(wanted)}, and {limit.source} leaves {left}: give less"
+        yield Check(subject, CheckResult.BROKEN, found)
+        return
+    if settings.secondary_tiers and shared_memory.is_dir():
+        usage = shutil.disk_usage(shared_memory)
+        if wanted > usage.free:
+            remedy = (
+                f"run the container with a larger --shm-size, or mount -o remount,size=... {shared_memory}"
+            )
+            found = (
+                f"{size_in_words(wanted)}, and {shared_memory} has {size_in_words(usage.free)} free: {remedy}"
+            )
+            yield Check(subject, CheckResult.BROKEN, found)
+            return
+    yield Check(subject, CheckResult.GOOD, f"{size_in_words(wanted)} fits")
+
+
+def check_tier(subject: str, entry: Mapping[str, Any]) -> Iterator[Check]:  # Any: as above
+    """Yield what one tier says of its settings and of its backend."""
+    try:
+        _, tier_class, _, own = check_tier_config(entry)
+        if not issubclass(tier_class, ProbedTier):
+            yield Check(
+                subject, CheckResult.NOTE, "its settings are understood; whether it works shows at the start"
+            )
+            return
+        findings = tier_class.probe(own)
+    except KVTierError as error:
+        yield Check(subject, CheckResult.BROKEN, str(error))
+        return
+    except Exception as error:  # noqa: BLE001  # foreign tier: what it raises is its answer
+        yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {error}")
+        return
+    for finding in findings:
+        result = CheckResult.NOTE if finding.is_note else CheckResult.GOOD
+        yield Check(subject, result if finding.is_good else CheckResult.BROKEN, finding.text)

@@ -1,0 +1,1 @@
+"""Commands that talk to a living engine through its control socket."""

@@ -1,0 +1,210 @@
+"""``kvtier inspect PLACE``: what is in a tier's place, whose it is, and how old."""
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from kvtier.cli.output import size_in_words
+from kvtier.cli.place.options import (
+    JsonOption,
+    PlaceArgument,
+    counted,
+    describe,
+    duration_in_words,
+    opened,
+    printable,
+    read_document,
+)
+from kvtier.errors import NamespaceDocumentError
+from kvtier.namespace import differences
+from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, PlaceSummary
+
+NONE = "(none)"
+
+MAX_DIFFERENCES = 6
+"""Differences to the largest namespace that are printed; ``--json`` has the documents."""
+
+
+@dataclass(slots=True)
+class NamespaceTally:
+    """What was counted of one namespace.
+
+    Attributes:
+        blocks: blocks that can be found.
+        num_bytes: what they take, headers and shared objects included.
+        oldest_s: the longest unused, seconds since 1970; None without times.
+        newest_s: the last used.
+    """
+
+    blocks: int = 0
+    num_bytes: int = 0
+    oldest_s: float | None = None
+    newest_s: float | None = None
+
+    def add(self, block: PlaceBlock) -> None:
+        """Count a block."""
+        self.blocks += block.num_blocks
+        self.num_bytes += block.num_bytes
+        if block.used_s is not None:
+            self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
+            self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
+
+
+def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
+    """Show what is in a tier's place: namespaces in words, blocks, bytes, ages. Reads names, not blocks.
+
+    Raises:
+        KVTierError: the place cannot be read.
+    """
+    with opened(place) as found:
+        namespaces = found.namespaces()
+        tallies = count(found.blocks(), namespaces)
+        summary = found.summary()
+        if as_json:
+            typer.echo(json.dumps(to_json(found, namespaces, tallies, summary), indent=1))
+        else:
+            lines = to_lines(found, namespaces, tallies, summary, time.time())
+            typer.echo("\n".join(map(printable, lines)))
+
+
+def count(blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace]) -> dict[str, NamespaceTally]:
+    """Return what there is of each namespace."""
+    tallies = {namespace.name: NamespaceTally() for namespace in namespaces}
+    for block in blocks:
+        tallies.setdefault(block.namespace, NamespaceTally()).add(block)
+    return tallies
+
+
+def to_lines(
+    place: Place,
+    namespaces: Sequence[PlaceNamespace],
+    tallies: dict[str, NamespaceTally],
+    summary: PlaceSummary,
+    now_s: float,
+) -> list[str]:
+    """Return what is printed. Pure."""
+    described = {namespace.name: namespace for namespace in namespaces}
+    names = sorted(tallies, key=lambda name: (-tallies[name].num_bytes, name))
+    total = Amount(
+        sum(one.blocks for one in tallies.values()), sum(one.num_bytes for one in tallies.values())
+    )
+    lines = [
+        f"{place.where}: tier {place.tier}, {counted(total.num, 'block')}, {size_in_words(total.num_bytes)}"
+    ]
+    if summary.capacity_bytes:
+        share = total.num_bytes / summary.capacity_bytes
+        lines.append(f"capacity {size_in_words(summary.capacity_bytes)}, {share:.1%} of it used")
+    else:
+        lines.append("no capacity: none is set here, or no engine that sets one uses it now")
+    lines += _amount_lines(summary)
+    lines.append(
+        f"in use by {', '.join(summary.users)}" if summary.users else "no engine is known to use it now"
+    )
+    largest = described.get(names[0]) if names else None
+    for name in names:
+        namespace = described.get(name, PlaceNamespace(name))
+        lines += ["", *_namespace_lines(namespace, tallies[name], now_s)]
+        if largest is not None and namespace.name != largest.name:
+            lines += _difference_lines(largest, namespace)
+    return lines
+
+
+def to_json(
+    place: Place,
+    namespaces: Sequence[PlaceNamespace],
+    tallies: dict[str, NamespaceTally],
+    summary: PlaceSummary,
+) -> dict[str, Any]:  # Any: JSON
+    """Return the same for programs. Pure."""
+    described = {namespace.name: namespace for namespace in namespaces}
+    total_bytes = sum(tally.num_bytes for tally in tallies.values())
+    return {
+        "place": place.where,
+        "tier": place.tier,
+        "blocks": sum(tally.blocks for tally in tallies.values()),
+        "bytes": total_bytes,
+        "capacity_bytes": summary.capacity_bytes,
+        "used_ratio": total_bytes / summary.capacity_bytes if summary.capacity_bytes else None,
+        "temporary": asdict_of(summary.temporary),
+        "foreign": asdict_of(summary.foreign),
+        "other_format": asdict_of(summary.other_format),
+        "users": list(summary.users),
+        "namespaces": [
+            {
+                "name": name,
+                "identity": read_document(described.get(name, PlaceNamespace(name))),
+                "blocks": tally.blocks,
+                "bytes": tally.num_bytes,
+                "oldest_use_s": tally.oldest_s,
+                "newest_use_s": tally.newest_s,
+            }
+            for name, tally in sorted(tallies.items())
+        ],
+    }
+
+
+def asdict_of(amount: Amount) -> dict[str, int]:
+    """Return an amount as JSON has it. Pure."""
+    return {"num": amount.num, "bytes": amount.num_bytes}
+
+
+def _amount_lines(summary: PlaceSummary) -> list[str]:
+    named = (
+        (
+            summary.temporary,
+            "temporary file",
+            "of writes under way, or of a crash: the next engine removes those",
+        ),
+        (summary.foreign, "foreign entry", "never touched"),
+        (summary.other_format, "block of another version", "left to the engine that wrote it"),
+    )
+    return [
+        f"{_entries(amount.num, word)}, {size_in_words(amount.num_bytes)}: {meaning}"
+        for amount, word, meaning in named
+        if amount.num
+    ]
+
+
+def _entries(num: int, word: str) -> str:
+    return counted(num, word) if num == 1 else f"{num:,} {PLURALS.get(word, word + 's')}"
+
+
+PLURALS = {"foreign entry": "foreign entries", "block of another version": "blocks of another version"}
+
+
+def _namespace_lines(namespace: PlaceNamespace, tally: NamespaceTally, now_s: float) -> list[str]:
+    head = f"namespace {namespace.name}: {counted(tally.blocks, 'block')}, {size_in_words(tally.num_bytes)}"
+    if tally.newest_s is not None and tally.oldest_s is not None:
+        ages = [duration_in_words(now_s - used_s) for used_s in (tally.newest_s, tally.oldest_s)]
+        head += f", last used {ages[0]} ago" + (f", the oldest {ages[1]} ago" if ages[0] != ages[1] else "")
+    document = read_document(namespace)
+    if document is None:
+        return [head, "  its identity is not described here"]
+    return [head, *(f"  {part}" for part in _wrapped(describe(document)))]
+
+
+def _wrapped(parts: Sequence[str], max_chars: int = 100) -> list[str]:
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(part) + 2 <= max_chars:
+            lines[-1] += f", {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _difference_lines(largest: PlaceNamespace, other: PlaceNamespace) -> list[str]:
+    try:
+        found = differences(other.document, largest.document)
+    except NamespaceDocumentError:
+        return []
+    lines = [
+        f"  differs from {largest.name[:8]} in {one.field}: {one.value_a or NONE}, there {one.value_b or NONE}"
+        for one in found
+    ]
+    more = len(lines) - MAX_DIFFERENCES
+    return lines[:MAX_DIFFERENCES] + ([f"  and in {counted(more, 'further field')}"] if more > 0 else [])

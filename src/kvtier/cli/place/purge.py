@@ -1,0 +1,174 @@
+"""``kvtier purge PLACE``: remove blocks for good, by namespace, tenant or age. Engines that use it see misses."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.output import size_in_words
+from kvtier.cli.place.options import (
+    JsonOption,
+    PlaceArgument,
+    advance,
+    choose_namespaces,
+    counted,
+    duration_in_words,
+    opened,
+    parse_duration,
+    printable,
+    progress_bar,
+    read_document,
+)
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
+from kvtier.tiering.places import names_of_place_tiers
+
+BATCH_BLOCKS = 500
+"""Blocks removed at a stretch: a bulk request of a store, a round trip of a server, a change of a shared count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is to be removed.
+
+    Attributes:
+        namespaces: names of those that count; None: all.
+        used_before_s: only what was last used before then, seconds since 1970; None: whatever its age.
+        emptied: names of the namespaces of which nothing is to stay.
+    """
+
+    namespaces: tuple[str, ...] | None
+    used_before_s: float | None
+    emptied: tuple[str, ...]
+
+    def covers(self, block: PlaceBlock) -> bool:
+        """Return whether a block of these namespaces is old enough. Pure."""
+        if self.used_before_s is None:
+            return True
+        return block.used_s is not None and block.used_s < self.used_before_s
+
+
+def purge(
+    place: PlaceArgument,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(help="Those of a tenant: its tag, as kvtier inspect shows it.")
+    ] = None,
+    older_than: Annotated[str | None, typer.Option(help='Those not used for so long, such as "7d".')] = None,
+    all_blocks: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
+
+    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all.
+
+    Raises:
+        KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
+    """
+    check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
+    age_s = None if older_than is None else parse_duration("--older-than", older_than)
+    with opened(place) as found:
+        if age_s is not None and not found.has_times:
+            able = ", ".join(name for name in names_of_place_tiers() if name != found.tier)
+            message = (
+                f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
+            )
+            raise TierError(found.tier, message)
+        known = found.namespaces()
+        names = choose(known, namespace or [], tenant)
+        emptied = tuple(one.name for one in known if names is None or one.name in names)
+        selection = (
+            Selection(names, None, emptied) if age_s is None else Selection(names, time.time() - age_s, ())
+        )
+        began_s = time.monotonic()
+        removed = measure(found, selection) if dry_run else remove(found, selection)
+        took_s = time.monotonic() - began_s
+    if as_json:
+        report = {"blocks": removed.num, "bytes": removed.num_bytes, "dry_run": dry_run, "took_s": took_s}
+        typer.echo(json.dumps(report | {"namespaces": None if names is None else list(names)}, indent=1))
+        return
+    verb = "would remove" if dry_run else "removed"
+    size = size_in_words(removed.num_bytes)
+    typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
+
+
+def check_selectors(*, has_selector: bool, is_all: bool) -> None:
+    """Refuse a command that does not say what to remove, or says it twice. Pure.
+
+    Raises:
+        ConfigError: neither a selector nor ``--all``, or both.
+    """
+    if not has_selector and not is_all:
+        remedy = "say what to remove: --namespace, --tenant or --older-than; to remove every block, --all"
+        raise ConfigError("--all", value=False, remedy=remedy)
+    if has_selector and is_all:
+        raise ConfigError("--all", value=True, remedy="goes with no other selector: leave one out")
+
+
+def choose(
+    known: Sequence[PlaceNamespace], starts: Sequence[str], tenant: str | None
+) -> tuple[str, ...] | None:
+    """Return the namespaces that the options choose, None for all. Pure.
+
+    Raises:
+        ConfigError: an option chooses none.
+    """
+    names = tuple(choose_namespaces(starts, known)) if starts else None
+    if tenant is None:
+        return names
+    of_tenant = {
+        one.name: document.get("tenant") for one in known if (document := read_document(one)) is not None
+    }
+    chosen = tuple(name for name, tag in of_tenant.items() if tag and tag == tenant)
+    if not chosen:
+        tags = printable(", ".join(sorted({str(tag) for tag in of_tenant.values() if tag}))) or "none"
+        remedy = f"must be the tag of a tenant that has something here: {tags}"
+        raise ConfigError("--tenant", tenant, remedy, max_value_chars=80)
+    return chosen if names is None else tuple(name for name in names if name in chosen)
+
+
+def measure(place: Place, selection: Selection) -> Amount:
+    """Return what ``remove`` would remove."""
+    amount = Amount()
+    for block in place.blocks(selection.namespaces):
+        if selection.covers(block):
+            amount = amount.plus(block.num_blocks, block.num_bytes)
+    return amount
+
+
+def remove(place: Place, selection: Selection) -> Amount:
+    """Remove what is selected and return how much that was; what another purge removes meanwhile is not counted.
+
+    Raises:
+        TierError: the place cannot be changed; what was removed until then stays removed.
+    """
+    place.begin_removal()
+    removed = Amount()
+    try:
+        # What a bar needs is counted only for one: a store may have to list a million names for it.
+        with progress_bar("removing", lambda: measure(place, selection).num_bytes) as progress:
+            chosen = (block for block in place.blocks(selection.namespaces) if selection.covers(block))
+            for batch in batches(chosen):
+                removed = removed.plus(
+                    *place.remove(batch, unless_changed=selection.used_before_s is not None)
+                )
+                advance(progress, sum(block.num_bytes for block in batch))
+    finally:
+        place.end_removal(selection.emptied)
+    return removed
+
+
+def batches(blocks: Iterator[PlaceBlock]) -> Iterator[list[PlaceBlock]]:
+    """Yield blocks some at a time."""
+    while batch := list(islice(blocks, BATCH_BLOCKS)):
+        yield batch

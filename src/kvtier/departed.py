@@ -1,0 +1,235 @@
+"""Memory of blocks that left, or were not kept: when, and why.
+
+Sixteen bytes for each block at most, in arrays that are made when the first block leaves: a ring of entries in the
+order of their arrival, the oldest overwritten first, and a hash table whose chains run through the ring. An entry has
+32 bits of a fingerprint and 28 bits of time in tenths of a second; the table's index has 20 bits more where it is
+large. So one answer in 10^8 is about another block. Batches are kept as they come and put into the arrays some
+thousand keys at a time, because the call that evicts must stay short.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from itertools import chain
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.base import OffloadKey
+from kvtier.misses import Miss, MissCause
+
+MAX_REMEMBERED_BLOCKS = 2**20
+"""Blocks that one memory has at most, 16 MB. Fewer explain less of what a large tier has lost; more take memory from
+the tier itself."""
+
+MAX_WAITING_KEYS = 2048
+"""Keys that wait to be put into the arrays. More hold more keys alive, about 70 bytes each; fewer pay for the start of
+each numpy call more often."""
+
+MAX_WAITING_BATCHES = 4096
+"""Batches of other threads that wait. Each look-up takes them, so only a place that is never asked has more."""
+
+MAX_CHAIN = 64
+"""Entries that a look-up visits. Chains have one entry on average; only a table of a few entries has longer ones, and
+an overwritten entry may lead into another chain."""
+
+TAG_MASK = 2**32 - 1
+MIXER = 0x9E3779B97F4A7C15
+"""Fibonacci hashing: the product's upper bits depend on all bits below, where hashes of small numbers stand."""
+
+TICKS = 10
+"""Parts of a second that a time is remembered in."""
+MAX_TICKS = 2**28 - 1
+"""The latest time that fits into an entry, 310 days after the start; later ones count as that."""
+
+KIND_BITS = 4
+NO_ENTRY = -1
+
+
+class Departure(NamedTuple):
+    """Why and when a block left.
+
+    Attributes:
+        miss: why it is missing.
+        ago_s: seconds since it left, to a tenth.
+    """
+
+    miss: Miss
+    ago_s: float
+
+
+class DepartedBlocks:
+    """The blocks that left one place.
+
+    Mutable are the batches that wait, which any thread may append to, and the arrays, which belong to one thread, the
+    only caller of everything but ``report``. There is no lock: a deque passes the batches on.
+
+    Args:
+        max_blocks: blocks to remember; above MAX_REMEMBERED_BLOCKS it is that many.
+        clock: seconds, monotonic.
+        kinds: why blocks leave this place, at most 16; a block is added under the position of its reason.
+    """
+
+    def __init__(
+        self, max_blocks: int, clock: Callable[[], float] = time.monotonic, kinds: Iterable[Miss] = ()
+    ) -> None:
+        self._num_entries = max(1, min(max_blocks, MAX_REMEMBERED_BLOCKS))
+        bucket_bits = max(1, self._num_entries.bit_length() - 1)
+        self._num_buckets, self._bucket_shift = 1 << bucket_bits, 64 - bucket_bits
+        self._clock = clock
+        self._began_s = clock()
+        self._kinds = list(kinds)
+        self._waiting: deque[tuple[Sequence[OffloadKey], float, int]] = deque()
+        self._num_waiting = 0
+        self._next = 0
+        self._tags = self._stamps = np.empty(0, np.uint32)
+        self._following = self._heads = np.empty(0, np.int32)
+
+    @property
+    def num_waiting(self) -> int:
+        """Keys that the next ``fold`` puts into the arrays."""
+        return self._num_waiting
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        arrays = (self._tags, self._stamps, self._following, self._heads)
+        return sum(array.nbytes for array in arrays)
+
+    def add_kind(self, miss: Miss) -> int:
+        """Return the number under which blocks that are missing for this reason are added; at most 16 of them."""
+        assert len(self._kinds) < 2**KIND_BITS, "a kind is four bits of an entry"
+        self._kinds.append(miss)
+        return len(self._kinds) - 1
+
+    def add(self, keys: Sequence[OffloadKey], kind: int) -> None:
+        """Remember that ``keys`` have just left; the caller does not change the sequence afterwards."""
+        self._waiting.append((keys, self._clock(), kind))
+        self._num_waiting += len(keys)
+        if self._num_waiting >= MAX_WAITING_KEYS:
+            self.fold()
+
+    def report(self, keys: Sequence[OffloadKey], kind: int) -> None:
+        """Do what ``add`` does, from any thread; where the owner never looks, the oldest batches are forgotten."""
+        if keys:
+            self._waiting.append((keys, self._clock(), kind))
+            if len(self._waiting) > MAX_WAITING_BATCHES:
+                self._waiting.popleft()
+
+    def find(self, key: OffloadKey) -> Departure | None:
+        """Return why and when ``key`` left for the last time; None when that is not remembered."""
+        if self._waiting:
+            self.fold()
+        if not len(self._tags):
+            return None
+        mixed = hash(key) * MIXER % 2**64
+        tag, entry = mixed & TAG_MASK, int(self._heads[mixed >> self._bucket_shift])
+        for _ in range(MAX_CHAIN):
+            if entry == NO_ENTRY:
+                return None
+            if int(self._tags[entry]) == tag:
+                return self._read(entry)
+            entry = int(self._following[entry])
+        return None
+
+    def explain(self, key: OffloadKey) -> Miss | None:
+        """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered."""
+        departure = self.find(key)
+        if departure is None:
+            return None
+        miss, ago_s = departure
+        return Miss(miss.cause, miss.tier, MappingProxyType({**miss.detail, "ago_s": ago_s}))
+
+    def clear(self) -> None:
+        """Forget every block."""
+        self._waiting.clear()
+        self._num_waiting = self._next = 0
+        self._tags = self._stamps = np.empty(0, np.uint32)
+        self._following = self._heads = np.empty(0, np.int32)
+
+    def _read(self, entry: int) -> Departure:
+        stamp = int(self._stamps[entry])
+        left_s = (stamp >> KIND_BITS) / TICKS
+        ago_s = max(0.0, self._clock() - self._began_s - left_s)
+        return Departure(self._kinds[stamp & (2**KIND_BITS - 1)], round(ago_s, 1))
+
+    def fold(self) -> None:
+        """Put what waits into the arrays; called where some ten nanoseconds for each key do not delay anything."""
+        self._num_waiting = 0
+        # What other threads append meanwhile waits for the next call.
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        num_keys = sum(len(keys) for keys, _, _ in waiting)
+        if not num_keys:
+            return
+        if not len(self._tags):
+            self._tags = np.zeros(self._num_entries, np.uint32)
+            self._stamps = np.zeros(self._num_entries, np.uint32)
+            self._following = np.full(self._num_entries, NO_ENTRY, np.int32)
+            self._heads = np.full(self._num_buckets, NO_ENTRY, np.int32)
+        hashes = _fingerprints(list(chain.from_iterable(keys for keys, _, _ in waiting)))
+        stamps = np.repeat(
+            np.array([self._stamp(left_s, kind) for _, left_s, kind in waiting], np.uint32),
+            [len(keys) for keys, _, _ in waiting],
+        )
+        # What is overwritten within one call is not written, and a part ends where the ring begins anew.
+        begin = max(0, num_keys - self._num_entries)
+        while begin < num_keys:
+            end = min(num_keys, begin + self._num_entries - self._next)
+            self._insert(hashes[begin:end], stamps[begin:end])
+            begin = end
+
+    def _stamp(self, left_s: float, kind: int) -> int:
+        ticks = max(0, min(int((left_s - self._began_s) * TICKS), MAX_TICKS))
+        return ticks << KIND_BITS | kind
+
+    def _insert(self, hashes: npt.NDArray[np.uint64], stamps: npt.NDArray[np.uint32]) -> None:
+        """Write entries over the oldest ones; they fit before the end of the ring."""
+        first, end = self._next, self._next + len(hashes)
+        self._next = end % self._num_entries
+        self._tags[first:end] = hashes & np.uint64(TAG_MASK)
+        self._stamps[first:end] = stamps
+        buckets = (hashes >> np.uint64(self._bucket_shift)).astype(np.int64)
+        entries = np.arange(first, end, dtype=np.int32)
+        heads, following = self._heads, self._following
+        before = heads[buckets]
+        heads[buckets] = entries
+        is_last = heads[buckets] == entries
+        if not is_last.all():
+            # Several of one bucket: all but the last are chained one by one, so that the last leads to them.
+            heads[buckets] = before
+            for bucket, entry in zip(buckets[~is_last].tolist(), entries[~is_last].tolist(), strict=True):
+                following[entry] = heads[bucket]
+                heads[bucket] = entry
+            buckets, entries = buckets[is_last], entries[is_last]
+            before = heads[buckets]
+            heads[buckets] = entries
+        following[entries] = before
+
+
+def _fingerprints(keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint64]:
+    """Return a fingerprint of each key, shape (len(keys),). Pure."""
+    return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64) * np.uint64(MIXER)
+
+
+class Loss(IntEnum):
+    """Why a tier no longer has a block; positions in the kinds of ``make_losses``."""
+
+    EVICTED = 0
+    DAMAGED = 1
+    REMOVED = 2
+
+
+def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
+    """Return an empty memory.
+
+    Args:
+        tier: type of the tier.
+        max_blocks: blocks that it can hold.
+        clock: seconds, monotonic.
+    """
+    removed = Miss(MissCause.PURGED, tier, MappingProxyType({"reason": "removed by another program"}))
+    kinds = (Miss(MissCause.EVICTED, tier), Miss(MissCause.DAMAGED, tier), removed)
+    return DepartedBlocks(max_blocks, clock, kinds)

@@ -1,0 +1,223 @@
+"""The client's side of control sockets: finds this user's engines, and exchanges lines with one of them."""
+
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvtier.errors import ControlError, UnknownNameError
+from kvtier.misses import RequestRecord
+from kvtier.observe.control_wire import (
+    MAX_REPLY_BYTES,
+    SUFFIX,
+    Message,
+    decode,
+    encode,
+    is_dead,
+    list_runtime_folders,
+    locked_folder,
+    read_peer_uid,
+    short_path,
+)
+
+HELLO_S = 3.0
+"""Seconds within which an engine says who it is. Its thread needs milliseconds; a machine under load more."""
+
+MARGIN_S = 5.0
+"""Seconds beyond a command's own time-out after which the engine's thread counts as hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A living engine.
+
+    Attributes:
+        path: its socket.
+        description: what it says of itself; see ``kvtier.observe.control.describe_engine``.
+    """
+
+    path: Path
+    description: Mapping[str, Any]  # Any: JSON
+
+    @property
+    def id(self) -> str:
+        """Its instance id."""
+        return str(self.description.get("id", self.path.stem))
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return int(self.description.get("pid", 0))
+
+
+class EngineConnection:
+    """A connection to a living engine; a context manager.
+
+    Args:
+        path: its socket.
+        timeout_s: seconds until it must accept.
+        clock: seconds, monotonic.
+
+    Raises:
+        ControlError: nothing accepts there, or the socket is another user's.
+    """
+
+    def __init__(
+        self, path: Path, timeout_s: float = HELLO_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._received = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            # With a time-out of Python's a full backlog would be an error at once instead of a wait.
+            seconds, rest = divmod(max(0.001, timeout_s), 1.0)
+            limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            with short_path(path) as name:
+                self._socket.connect(name)
+            uid = read_peer_uid(self._socket)
+        except OSError as error:
+            self._socket.close()
+            raise ControlError(f"no engine answers at {path}: {error.strerror or error}") from error
+        if uid != os.geteuid():
+            self._socket.close()
+            raise ControlError(f"the process at {path} belongs to user {uid}")
+
+    def ask(self, command: str, timeout_s: float = HELLO_S, **arguments: object) -> Message:
+        """Send a request and return its reply.
+
+        Args:
+            command: what the engine is to do.
+            timeout_s: seconds that the engine has for it.
+            arguments: of the command.
+
+        Raises:
+            ControlError: the engine refuses, does not answer in time, or closes the connection.
+        """
+        end_s = self._clock() + timeout_s + MARGIN_S
+        try:
+            self._socket.settimeout(timeout_s + MARGIN_S)
+            self._socket.sendall(encode({"do": command, "timeout_s": timeout_s, **arguments}))
+            line = self._read_line(end_s)
+        except TimeoutError as error:
+            raise ControlError(f"the engine at {self._path} has not answered in {timeout_s:g} s") from error
+        except OSError as error:
+            raise ControlError(f"the engine at {self._path} has ended: {error.strerror or error}") from error
+        reply = decode(line)
+        if reply.get("ok") is not True:
+            raise ControlError(str(reply.get("error", "the engine refuses and gives no reason")))
+        return reply
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_line(self, end_s: float) -> bytearray:
+        while b"\n" not in self._received:
+            if len(self._received) > MAX_REPLY_BYTES:
+                raise ControlError(f"the engine at {self._path} sends more than {MAX_REPLY_BYTES} bytes")
+            self._socket.settimeout(max(0.001, end_s - self._clock()))
+            data = self._socket.recv(2**16)
+            if not data:
+                raise ControlError(f"the engine at {self._path} has ended, or has dropped this request")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
+def list_sockets(folders: Sequence[Path]) -> list[Path]:
+    """Return this user's sockets in ``folders``, those of dead processes included."""
+    found: list[Path] = []
+    for folder in folders:
+        with suppress(OSError):
+            found += [path for path in sorted(folder.glob(f"*{SUFFIX}")) if _is_own_socket(path)]
+    return found
+
+
+def find_instances(folders: Sequence[Path] | None = None, timeout_s: float = HELLO_S) -> list[Instance]:
+    """Return this user's living engines; sockets of dead processes are removed.
+
+    Args:
+        folders: where to look; None: every folder that an engine may choose.
+        timeout_s: seconds that each engine has to say who it is; one that does not is left out.
+    """
+    found = []
+    for path in list_sockets(list_runtime_folders() if folders is None else folders):
+        try:
+            with EngineConnection(path, timeout_s) as connection:
+                found.append(Instance(path, connection.ask("hello", timeout_s)))
+        except ControlError:
+            _remove_if_dead(path)
+    return found
+
+
+def choose_instance(given: str | None, folders: Sequence[Path] | None = None) -> Instance:
+    """Return the engine that a user means.
+
+    Args:
+        given: its instance id, its process id, or the beginning of an id; None: the only one.
+        folders: as ``find_instances``.
+
+    Raises:
+        ControlError: there is none, or there are several.
+        UnknownNameError: none is called so.
+    """
+    searched = list_runtime_folders() if folders is None else list(folders)
+    instances = find_instances(searched)
+    if not instances:
+        places = ", ".join(map(str, searched))
+        raise ControlError(
+            f"no engine with a control socket runs as this user; looked in {places}. An engine has none with "
+            '"control_socket": false, and one in a container has its own folder'
+        )
+    if given is None:
+        if len(instances) > 1:
+            names = ", ".join(sorted(one.id for one in instances))
+            raise ControlError(f"{len(instances)} engines run, name one of them: {names}")
+        return instances[0]
+    exact = [one for one in instances if given in (one.id, one.path.stem, str(one.pid))]
+    meant = exact or [one for one in instances if one.id.startswith(given)]
+    if not meant:
+        raise UnknownNameError("engine", given, [one.id for one in instances])
+    if len(meant) > 1:
+        names = ", ".join(f"{one.path.stem} (process {one.pid})" for one in meant)
+        raise ControlError(f"{given!r} means {len(meant)} engines, name one of them: {names}")
+    return meant[0]
+
+
+def read_records(path: Path, num_records: int, timeout_s: float = HELLO_S) -> list[RequestRecord]:
+    """Return the last records of an engine's requests, oldest first.
+
+    Raises:
+        ControlError: the engine cannot be reached.
+    """
+    with EngineConnection(path) as connection:
+        reply = connection.ask("recent", timeout_s, n=num_records)
+    return [RequestRecord.from_json(record) for record in reply["records"]]
+
+
+def _is_own_socket(path: Path) -> bool:
+    found = path.lstat()
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _remove_if_dead(path: Path) -> None:
+    with suppress(OSError, ControlError), locked_folder(path.parent):
+        if is_dead(path):
+            path.unlink()

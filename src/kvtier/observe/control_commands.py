@@ -1,0 +1,267 @@
+"""Commands to a living engine. Each is made on the server's thread and advanced at the end of the engine's steps.
+
+``advance`` returns None while the command needs further steps. It never blocks: what takes long is begun there, and
+looked at again in the next step.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext, make_offload_keys
+from kvtier.connector.groups import GroupLayout
+from kvtier.connector.planning import iterate_load_keys
+from kvtier.connector.protocols import ControlledHalf
+from kvtier.errors import ControlError, UnknownNameError, shorten
+from kvtier.observe.control_wire import Message
+from kvtier.operating import PinningManager, PurgingManager
+
+COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
+"""What a request may name."""
+
+DEFAULT_LEASE_S = 600.0
+"""Long enough for a burst of requests; an operator who wants more renews it."""
+
+MAX_LEASE_S = 86_400.0
+"""The longest lease: a forgotten pin ends within a day."""
+
+MAX_LOOKUPS = 256
+"""Blocks that a command looks up in one step, a fraction of a millisecond. A prompt has some thousand."""
+
+PromptHasher = Callable[[Sequence[int]], Sequence[bytes]]
+"""Returns the engine's content hash of each full block of a prompt's token ids. Called on the server's thread."""
+
+
+class Command(ABC):
+    """Something that an operator wants done. Its methods but the constructor are for the scheduler's thread."""
+
+    @abstractmethod
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        """Go on; return the reply when the command has ended.
+
+        Raises:
+            ControlError: it cannot be done; the message is the reply.
+        """
+
+    def abandon(self, half: ControlledHalf) -> None:
+        """Undo what was begun and has not ended; its client is gone."""
+        del half
+
+    def describe_progress(self) -> str:
+        """Return how far it is, as the end of a sentence. Called on the server's thread."""
+        return "it goes no further"
+
+
+class Drain(Command):
+    """Waits until stores have ended and the tiers have got what is pending for them."""
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        if half.has_open_stores():
+            return None
+        drain = getattr(half.manager, "drain", None)
+        # With no time to wait it only submits what is pending and says whether anything is left.
+        return {"ok": True} if drain is None or drain(0.0) else None
+
+    def describe_progress(self) -> str:
+        return "blocks are still being written"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPrefix:
+    """The beginning of prompts, as an operator names it.
+
+    Attributes:
+        num_tokens: its length.
+        block_hashes: the engine's content hash of each full block.
+    """
+
+    num_tokens: int
+    block_hashes: Sequence[bytes]
+
+    def list_keys(self, layouts: Sequence[GroupLayout]) -> list[OffloadKey]:
+        """Return the keys of the blocks that a load of the whole prefix would read.
+
+        Raises:
+            ControlError: it is shorter than one block.
+        """
+        keys = [
+            make_offload_keys(
+                self.block_hashes[layout.hashes_per_block - 1 :: layout.hashes_per_block], layout.idx
+            )
+            for layout in layouts
+        ]
+        pairs = zip(layouts, keys, strict=True)
+        end_token = min(len(of_group) * layout.block_tokens for layout, of_group in pairs)
+        if end_token == 0:
+            block_tokens = max(layout.block_tokens for layout in layouts)
+            raise ControlError(
+                f"a prefix of {self.num_tokens} tokens is shorter than a block, {block_tokens} tokens"
+            )
+        return list(iterate_load_keys(layouts, keys, 0, end_token))
+
+
+class Pin(Command):
+    """Keeps the blocks of a prefix in host memory until a lease ends."""
+
+    def __init__(self, prefix: PromptPrefix, lease_s: float) -> None:
+        self._prefix = prefix
+        self._lease_s = lease_s
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        manager = half.manager
+        if not isinstance(manager, PinningManager):
+            raise _unable(manager, "pin")
+        pinned = manager.pin(self._prefix.list_keys(half.layouts), self._lease_s)
+        return {"ok": True, **pinned._asdict()}
+
+
+class Unpin(Command):
+    """Ends leases: of a prefix, or all."""
+
+    def __init__(self, prefix: PromptPrefix | None) -> None:
+        self._prefix = prefix
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        manager = half.manager
+        if not isinstance(manager, PinningManager):
+            raise _unable(manager, "unpin")
+        keys = None if self._prefix is None else self._prefix.list_keys(half.layouts)
+        return {"ok": True, "num_blocks": manager.unpin(keys)}
+
+
+class Prefetch(Command):
+    """Brings the blocks of a prefix from the tiers into host memory: it waits for them as a request would."""
+
+    def __init__(self, prefix: PromptPrefix) -> None:
+        self._prefix = prefix
+        self._context = ReqContext("prefetch")
+        self._left: deque[OffloadKey] | None = None
+        self._num_blocks = 0
+        self._num_ready = 0
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        manager = half.manager
+        if self._left is None:
+            self._left = deque(self._prefix.list_keys(half.layouts))
+            self._num_blocks = len(self._left)
+        elif manager.is_waiting(self._context):
+            return None
+        # What has been found stays held until the request ends, so it need not be looked up again.
+        for _ in range(min(len(self._left), MAX_LOOKUPS)):
+            key = self._left.popleft()
+            answer = manager.lookup(key, self._context)
+            self._num_ready += answer is True
+            if answer is None:
+                self._left.append(key)
+        if self._left:
+            return None
+        self.abandon(half)
+        return {"ok": True, "num_blocks": self._num_blocks, "num_ready": self._num_ready}
+
+    def abandon(self, half: ControlledHalf) -> None:
+        half.manager.request_finished(self._context)
+
+    def describe_progress(self) -> str:
+        return f"{self._num_ready} of {self._num_blocks} blocks are in host memory, and it waits for no more"
+
+
+class Purge(Command):
+    """Forgets every block that is not in use, in some tiers or all."""
+
+    def __init__(self, tiers: Sequence[str] | None) -> None:
+        self._tiers = tiers
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        manager = half.manager
+        if not isinstance(manager, PurgingManager):
+            raise _unable(manager, "purge")
+        purged = manager.purge(self._tiers)
+        return {
+            "ok": True,
+            "num_purged": purged.num_purged,
+            "num_in_use": purged.num_in_use,
+            "unable": list(purged.unable),
+        }
+
+
+def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:
+    """Return the command that a request names, with its arguments checked.
+
+    Args:
+        name: the command.
+        request: the request, with its arguments.
+        hash_prompt: makes content hashes of token ids; None where the engine does not offer it.
+
+    Raises:
+        UnknownNameError: there is no such command.
+        ControlError: an argument is wrong.
+    """
+    if not isinstance(name, str):
+        raise ControlError(f"do={shorten(name)}: must be the name of a command")
+    if name == "drain":
+        return Drain()
+    if name == "pin":
+        lease_s = read_number(request, "lease_s", DEFAULT_LEASE_S, MAX_LEASE_S)
+        return Pin(read_prefix(request, hash_prompt), lease_s)
+    if name == "unpin":
+        return Unpin(None if request.get("all") is True else read_prefix(request, hash_prompt))
+    if name == "prefetch":
+        return Prefetch(read_prefix(request, hash_prompt))
+    if name == "purge":
+        return Purge(read_tiers(request))
+    raise UnknownNameError("command", name, COMMANDS)
+
+
+def read_prefix(request: Message, hash_prompt: PromptHasher | None) -> PromptPrefix:
+    """Return the prefix whose token ids a request gives.
+
+    Raises:
+        ControlError: there are none, or the engine makes no hashes of them.
+    """
+    if hash_prompt is None:
+        raise ControlError("this engine does not say how it hashes a prompt: give open_control a hash_prompt")
+    token_ids = request.get("token_ids")
+    if not isinstance(token_ids, list) or not token_ids:
+        raise ControlError(f"token_ids={shorten(token_ids)}: must be a list of the prefix's token ids")
+    wrong = [one for one in token_ids if isinstance(one, bool) or not isinstance(one, int)]
+    if wrong or not all(0 <= one < 2**31 for one in token_ids):
+        raise ControlError(
+            f"token_ids={shorten(wrong or token_ids)}: must be whole numbers from 0 to 2^31 - 1"
+        )
+    return PromptPrefix(len(token_ids), list(hash_prompt(token_ids)))
+
+
+def read_tiers(request: Message) -> list[str] | None:
+    """Return the tiers that a request names; None for all.
+
+    Raises:
+        ControlError: it names none.
+    """
+    if request.get("all") is True:
+        return None
+    tiers = request.get("tiers")
+    if not isinstance(tiers, list) or not tiers or not all(isinstance(one, str) for one in tiers):
+        raise ControlError(f"tiers={shorten(tiers)}: must be a list of tiers, or give all=true")
+    return tiers
+
+
+def read_number(request: Message, name: str, default: float, maximum: float) -> float:
+    """Return a number of a request from 0 to ``maximum``. Pure.
+
+    Raises:
+        ControlError: it is anything else.
+    """
+    value = request.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= maximum:
+        raise ControlError(f"{name}={shorten(value)}: must be a number from 0 to {maximum:g}")
+    return value
+
+
+def _unable(manager: OffloadingManager, command: str) -> ControlError:
+    return ControlError(f"this engine's manager, {type(manager).__name__}, cannot {command}")

@@ -1,0 +1,73 @@
+"""What operators can do to a manager beside the engine's calls: optional contracts, each an ability of its own.
+
+They are called on the manager's thread, between two steps, and do not block.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvtier.base import OffloadKey
+
+
+class PinnedBlocks(NamedTuple):
+    """What a pin has done.
+
+    Attributes:
+        num_blocks: blocks that are pinned by it, new or renewed.
+        num_ready: those of them that are in host memory now; the others are pinned when they come.
+        num_pinned: all blocks that have a lease now.
+        limit: the most that may have one.
+    """
+
+    num_blocks: int
+    num_ready: int
+    num_pinned: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class PurgedBlocks:
+    """What a purge has done.
+
+    Attributes:
+        num_purged: blocks that are gone, by tier.
+        num_in_use: blocks that stay because a transfer or a waiting request uses them, by tier.
+        unable: tiers that were named and cannot purge while their engine runs.
+    """
+
+    num_purged: dict[str, int] = field(default_factory=dict)
+    num_in_use: dict[str, int] = field(default_factory=dict)
+    unable: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class PinningManager(Protocol):
+    """Keeps blocks in host memory for a time."""
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
+        """Keep ``keys`` from eviction for ``lease_s`` seconds from now, from the moment they are ready.
+
+        A lease that ends later stays as it is. A reset ends every lease.
+
+        Raises:
+            PinLimitError: more blocks would be pinned than may be; nothing has changed.
+        """
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+
+
+@runtime_checkable
+class PurgingManager(Protocol):
+    """Forgets blocks, for good."""
+
+    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+        """Forget every block that is not in use, and end its lease.
+
+        Args:
+            tiers: names of tiers, "host" for host memory; None: all.
+
+        Raises:
+            UnknownNameError: there is no such tier; nothing has changed.
+        """

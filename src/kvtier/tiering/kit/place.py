@@ -1,0 +1,277 @@
+"""The contract of a place: where a tier keeps its blocks, as the commands see it that need no engine.
+
+``kvtier inspect``, ``verify`` and ``purge`` know this contract and no tier. A tier implements it in a file ``place.py``
+of its folder, and offers it with ``PlaceTier``. A place may be in use by living engines all the while: what an engine
+writes, renews or evicts meanwhile is never called damaged, and what is removed costs it that block and nothing else.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, NamedTuple
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, check_block, unpack
+
+
+class BlockState(Enum):
+    """What a whole read of a block found."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    MOVED = "moved"
+    UNREADABLE = "unreadable"
+    OTHER_FORMAT = "other_format"
+    BEING_WRITTEN = "being_written"
+    GONE = "gone"
+
+
+DAMAGE = frozenset({BlockState.DAMAGED, BlockState.MOVED})
+"""States in which the bytes are not what was stored under the name: such a block can be no hit, and may be removed."""
+
+FAULTS_OF_PLACE = DAMAGE | {BlockState.UNREADABLE}
+"""States that are a fault of the place. A block of another version or encoding is none: its own engine reads it."""
+
+STATE_OF_CHECK = {
+    HeaderCheck.OK: BlockState.WHOLE,
+    HeaderCheck.DAMAGED: BlockState.DAMAGED,
+    HeaderCheck.OTHER_KEY: BlockState.MOVED,
+    HeaderCheck.OTHER_NAMESPACE: BlockState.MOVED,
+    HeaderCheck.OTHER_VERSION: BlockState.OTHER_FORMAT,
+    HeaderCheck.OTHER_CODEC: BlockState.OTHER_FORMAT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceNamespace:
+    """A namespace that has something in a place.
+
+    Attributes:
+        name: 32 hex digits.
+        document: its identity in words, as ``Namespace.document``; empty where the place has none.
+    """
+
+    name: str
+    document: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceBlock:
+    """Something that holds blocks: a file, a slot, an object or a value.
+
+    Attributes:
+        namespace: the name of its namespace.
+        address: where in the place it is, as text that people can use.
+        num_bytes: what it takes there, header included.
+        used_s: when it was last used, or written where uses leave no trace, seconds since 1970; None when unknown.
+        num_blocks: blocks that can be found by it; 0 for an object that other objects point into.
+        stamp: what changes when it is replaced or used; only its own place understands it.
+    """
+
+    namespace: str
+    address: str
+    num_bytes: int
+    used_s: float | None
+    num_blocks: int = 1
+    stamp: tuple[int, ...] = ()
+
+
+class Amount(NamedTuple):
+    """How many things, and how many bytes they take."""
+
+    num: int = 0
+    num_bytes: int = 0
+
+    def plus(self, num: int, num_bytes: int) -> "Amount":
+        """Return the sum. Pure."""
+        return Amount(self.num + num, self.num_bytes + num_bytes)
+
+
+NOTHING = Amount()
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceSummary:
+    """What a place says of itself beside its blocks.
+
+    Attributes:
+        capacity_bytes: the most that it may take, None where it has no limit or does not know it.
+        temporary: files of writes that have not ended, or that a crash has left.
+        foreign: what lies there and is not kvtier's; it is never touched.
+        other_format: what another version of kvtier has written.
+        users: living engines that use it, in words; empty where that cannot be known.
+    """
+
+    capacity_bytes: int | None = None
+    temporary: Amount = NOTHING
+    foreign: Amount = NOTHING
+    other_format: Amount = NOTHING
+    users: tuple[str, ...] = ()
+
+
+class TierFinding(NamedTuple):
+    """What a probe found.
+
+    Attributes:
+        is_good: whether an engine could work with it.
+        text: what was found and, if it is not good, what to do.
+        is_note: whether it is worth a look although it works.
+    """
+
+    is_good: bool
+    text: str
+    is_note: bool = False
+
+
+class Place(ABC):
+    """Where a tier keeps its blocks. Used by one thread.
+
+    Args:
+        where: the place as messages name it, without credentials.
+
+    Attributes:
+        tier: the type of the tier.
+        has_times: whether its blocks have a time, by which ``purge --older-than`` chooses.
+    """
+
+    tier: ClassVar[str]
+    has_times: ClassVar[bool] = True
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    @abstractmethod
+    def namespaces(self) -> list[PlaceNamespace]:
+        """Return the namespaces that have something here, or a document.
+
+        Raises:
+            TierError: the place cannot be read.
+        """
+
+    @abstractmethod
+    def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
+        """Yield what holds blocks, in no order, without reading it; what comes meanwhile may be missed.
+
+        Args:
+            namespaces: names of those that count; None: all.
+
+        Raises:
+            TierError: the place cannot be read.
+        """
+
+    @abstractmethod
+    def summary(self) -> PlaceSummary:
+        """Return what else there is; called after a call of ``blocks`` for all namespaces was read to its end.
+
+        Raises:
+            TierError: the place cannot be read.
+        """
+
+    @abstractmethod
+    def check(self, block: PlaceBlock) -> BlockState:
+        """Read a block wholly and compare it with its header; one that is replaced meanwhile is read again.
+
+        Raises:
+            TierError: the place as a whole cannot be read.
+        """
+
+    def begin_removal(self) -> None:
+        """Get ready for calls of ``remove``.
+
+        Raises:
+            TierError: nothing can be removed now, and what to do.
+        """
+
+    @abstractmethod
+    def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
+        """Remove blocks; return how many and how much this call has removed.
+
+        Args:
+            blocks: as ``blocks`` gave them.
+            unless_changed: leave those that were used or replaced since then, as far as the place can tell.
+
+        Raises:
+            TierError: the place cannot be changed.
+        """
+
+    def end_removal(self, namespaces: Collection[str]) -> None:
+        """Finish what ``begin_removal`` began.
+
+        Args:
+            namespaces: names of those of which nothing is to stay, documents included, unless an engine has written
+                into them meanwhile.
+
+        Raises:
+            TierError: the place cannot be changed.
+        """
+        del namespaces
+
+    def close(self) -> None:
+        """Close connections and files; idempotent."""
+
+
+class PlaceTier(ABC):
+    """Optional contract for tiers whose blocks can be seen without an engine.
+
+    Attributes:
+        place_setting: the tier's setting that says where its blocks are.
+    """
+
+    place_setting: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def open_place(cls, own: Mapping[str, object]) -> Place:
+        """Return the place that the tier's own settings describe; changes nothing there.
+
+        Args:
+            own: as in a configuration; at least ``place_setting``.
+
+        Raises:
+            ConfigError: there is no such place, or it is none of this tier's.
+            TierError: it cannot be reached.
+        """
+
+
+class ProbedTier(ABC):
+    """Optional contract for tiers that can tell without an engine whether one could use them."""
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        """Find out whether an engine with these settings could work; leaves nothing behind, and never raises TierError.
+
+        Args:
+            own: the tier's own settings, complete.
+
+        Raises:
+            ConfigError: a setting that cannot work.
+        """
+
+
+def check_bytes(header: Buffer, payload: Buffer, namespace_name: str, key: OffloadKey | None) -> BlockState:
+    """Compare a block with its header, whatever encoding it has. Pure.
+
+    Args:
+        header: at least the 128 bytes of the envelope.
+        payload: the stored bytes, no more and no fewer.
+        namespace_name: of the namespace that it was found in.
+        key: the block that its name says; None: whichever the header says.
+    """
+    envelope = unpack(header)
+    if isinstance(envelope, HeaderCheck):
+        return STATE_OF_CHECK[envelope]
+    found = check_block(
+        header,
+        payload,
+        envelope.key if key is None else key,
+        bytes.fromhex(namespace_name),
+        codec=envelope.codec,
+    )
+    return STATE_OF_CHECK[found]
+
+
+def check_value(value: memoryview, namespace_name: str, key: OffloadKey) -> BlockState:
+    """Compare a value, an envelope and right behind it the payload, with what its name says. Pure."""
+    return check_bytes(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], namespace_name, key)

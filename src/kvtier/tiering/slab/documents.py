@@ -1,0 +1,89 @@
+"""The readable descriptions of the namespaces in a slab, in a file beside it.
+
+It is one JSON object: the document of each namespace under its name, the one of the last engine at the end. Nothing
+depends on it. An older version kept the document of the last engine alone, which is read too.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from kvtier.namespace import Namespace
+
+logger = logging.getLogger(__name__)
+
+FILE_MODE = 0o600
+"""Permissions of the file."""
+
+MAX_DOCUMENTS = 16
+"""Namespaces described; a slab has had as many models only on a machine that tries them. More make a larger file."""
+
+MAX_FILE_BYTES = 2**24
+
+
+def document_path(slab_path: Path) -> Path:
+    """Return where the documents of the slab at ``slab_path`` are. Pure."""
+    return slab_path.with_name(f"{slab_path.name}.namespace.json")
+
+
+def read_documents(path: Path) -> dict[str, str]:
+    """Return the documents in a file by the names of their namespaces; none where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode("utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    if (
+        "layout_version" in found
+    ):  # the form of an older version, where the document was what the digest is of
+        name = hashlib.sha256(text.removesuffix("\n").encode()).hexdigest()[:32]
+        return {name: text.removesuffix("\n")}
+    return {
+        name: json.dumps(document, sort_keys=True, indent=1)
+        for name, document in found.items()
+        if isinstance(document, dict)
+    }
+
+
+def write_document(slab_path: Path, namespace: Namespace) -> None:
+    """Put the document of ``namespace`` beside a slab; one that cannot be written is named in the log."""
+    path = document_path(slab_path)
+    documents = read_documents(path)
+    documents.pop(namespace.name, None)
+    others = list(documents.items())[-(MAX_DOCUMENTS - 1) :]
+    try:
+        _replace(path, dict(others) | {namespace.name: namespace.document})
+    except OSError as error:
+        logger.warning("tier slab: %s was not written: %s", path, error)
+
+
+def drop_documents(path: Path, names: Collection[str]) -> None:
+    """Take the documents of some namespaces out of a file; without one left the file goes.
+
+    Raises:
+        OSError: the system refused.
+    """
+    documents = read_documents(path)
+    left = {name: text for name, text in documents.items() if name not in names}
+    if len(left) == len(documents):
+        return
+    if left:
+        _replace(path, left)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _replace(path: Path, documents: Mapping[str, str]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        json.dump({name: json.loads(text) for name, text in documents.items()}, file, indent=1)
+        file.write("\n")
+    temporary.replace(path)

@@ -1,0 +1,60 @@
+"""The names under which servers have the values of the tier, and how to read them back.
+
+A block is ``kvtier:{<namespace>:<key in hex>}``, and ``kvtier:{<namespace>}:namespace.json`` describes a namespace.
+The braces are a cluster's hash tag: what stands in them decides the node. Anything else that may ever be kept of one
+block goes to the same node, and blocks spread over all of them.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.base import OffloadKey
+from kvtier.namespace import Namespace
+
+_BLOCK = re.compile(rb"kvtier:\{([0-9a-f]{32}):((?:[0-9a-f]{2}){1,40})\}")
+_DOCUMENT = re.compile(rb"kvtier:\{([0-9a-f]{32})\}:namespace\.json")
+
+
+class BlockName(NamedTuple):
+    """What the name of a block says."""
+
+    namespace: str
+    key: OffloadKey
+
+
+def block_name(namespace_name: str, key: OffloadKey) -> bytes:
+    """Return the name of a block. Pure."""
+    return f"kvtier:{{{namespace_name}:{key.hex()}}}".encode()
+
+
+def document_name(namespace_name: str) -> bytes:
+    """Return the name of the description of a namespace. Pure."""
+    return f"kvtier:{{{namespace_name}}}:namespace.json".encode()
+
+
+def parse_block_name(name: bytes) -> BlockName | None:
+    """Return what ``name`` says, None when it is not that of a block. Pure."""
+    found = _BLOCK.fullmatch(name)
+    return BlockName(found[1].decode(), OffloadKey(bytes.fromhex(found[2].decode()))) if found else None
+
+
+def parse_document_name(name: bytes) -> str | None:
+    """Return the namespace that ``name`` is the description of, None when it is none. Pure."""
+    found = _DOCUMENT.fullmatch(name)
+    return found[1].decode() if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Attributes:
+        identity: what makes its blocks its own: model, layout, epoch.
+    """
+
+    identity: Namespace
+
+    def block_name(self, key: OffloadKey) -> bytes:
+        """Return the name under which the server has the block."""
+        return block_name(self.identity.name, key)

@@ -1,0 +1,86 @@
+"""``kvtier inspect`` shows whose blocks there are, how many, how old, and in what namespaces differ."""
+
+import json
+
+import pytest
+from tests.cli.place.conftest import PLACE, Run
+from tests.cli.place.places import A, B, MemoryPlace
+
+from kvtier.cli.place.options import describe
+from kvtier.namespace import parse_document
+from kvtier.tiering.kit.place import PlaceNamespace
+
+pytestmark = pytest.mark.usefixtures("filled")
+
+
+def test_namespaces_are_shown_in_words_with_blocks_bytes_and_ages(run: Run) -> None:
+    status, shown, _ = run("inspect", PLACE)
+    assert status == 0
+    assert "3 blocks, 300 B" in shown
+    assert "30.0% of it used" in shown
+    assert f"namespace {A}: 2 blocks, 200 B, last used 60 s ago, the oldest 10 days ago" in shown
+    assert "model model-a" in shown
+    assert f"differs from {A[:8]} in model.name" in shown
+    assert "1 temporary file, 2 B" in shown
+    assert "2 foreign entries, 3 B" in shown
+    assert "in use by process 1" in shown
+
+
+def test_json_has_the_same_for_programs(run: Run) -> None:
+    status, shown, _ = run("inspect", PLACE, "--json")
+    found = json.loads(shown)
+    assert status == 0
+    assert (found["blocks"], found["bytes"], found["used_ratio"]) == (3, 300, 0.3)
+    by_name = {namespace["name"]: namespace for namespace in found["namespaces"]}
+    assert {name: one["blocks"] for name, one in by_name.items()} == {A: 2, B: 1}
+    assert by_name[B]["identity"]["model"]["name"] in {"model-a", "model-b"}
+    assert by_name[A]["newest_use_s"] - by_name[A]["oldest_use_s"] == pytest.approx(10 * 86_400 - 60)
+    assert found["temporary"] == {"num": 1, "bytes": 2}
+
+
+def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> None:
+    document = {
+        "layout_version": 1,
+        "engine": "vllm",
+        "kv_dtype": "fp8",
+        "model": {
+            "name": "m",
+            "dtype": "bfloat16",
+            "config": {
+                "model": {
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                    "sliding_window": 4096,
+                    "quantization_config": {"quant_method": "awq"},
+                }
+            },
+        },
+        "groups": [{"block_size_tokens": 16}, {"block_size_tokens": 32}],
+        "world_size": 2,
+        "tenant": "4f4e",
+        "epoch": "00",
+    }
+    words = ", ".join(describe(parse_document(json.dumps(document))))
+    for part in (
+        "rope yarn factor 4.0", "window 4096", "quantisation awq", "tenant 4f4e", "after a reset",
+        "2 KV groups of 16/32 tokens", "2 workers", "KV fp8",
+    ):  # fmt: skip
+        assert part in words
+
+
+@pytest.mark.parametrize(
+    "spoilt", [{"model": 1}, {"groups": "x"}, {"model": {"config": [1]}}, {"groups": [1]}]
+)
+def test_words_of_a_spoilt_document_do_no_harm(spoilt: dict[str, object]) -> None:
+    assert describe({"layout_version": 1, **spoilt})
+
+
+def test_words_in_a_place_do_not_move_the_cursor_of_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = json.dumps({"layout_version": 1, "tenant": "\x1b[2J", "model": {"name": "\x1b]0;evil\x07\nlast"}})
+    monkeypatch.setattr(MemoryPlace, "namespaces", lambda _: [PlaceNamespace(A, evil)])
+    status, shown, _ = run("inspect", PLACE)
+    assert status == 0
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "\x1b" not in run("purge", PLACE, "--tenant", "no one")[2]

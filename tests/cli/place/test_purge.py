@@ -1,0 +1,105 @@
+"""``kvtier purge`` removes what its selectors choose, and asks for one."""
+
+import json
+
+import pytest
+from tests.cli.place.conftest import PLACE, Run
+from tests.cli.place.places import A, B, MemoryPlace
+
+from kvtier.cli.place.purge import choose
+from kvtier.errors import ConfigError
+from kvtier.tiering.kit.place import PlaceNamespace
+
+pytestmark = pytest.mark.usefixtures("filled")
+
+
+@pytest.mark.parametrize(
+    ("selectors", "left"),
+    [
+        (["--all"], ""),
+        (["--namespace", A], "b-new"),
+        (["--namespace", B[:6]], "a-new a-old"),
+        (["--namespace", A, "--namespace", B], ""),
+        (["--older-than", "9d"], "a-new b-new"),
+        (["--older-than", "30s", "--namespace", A], "b-new"),
+        (["--older-than", "30d"], "a-new a-old b-new"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_selected_goes_and_nothing_else(run: Run, selectors: list[str], left: str) -> None:
+    num_before = len(MemoryPlace.blocks_by_address)
+    status, shown, _ = run("purge", PLACE, *selectors, "--json")
+    assert status == 0
+    assert sorted(MemoryPlace.blocks_by_address) == left.split()
+    assert json.loads(shown)["blocks"] == num_before - len(left.split())
+    assert MemoryPlace.num_ended == 1
+
+
+def test_a_dry_run_says_what_would_go_and_leaves_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryPlace, "has_owner", True)
+    status, shown, _ = run("purge", PLACE, "--namespace", A, "--dry-run")
+    assert status == 0
+    assert "would remove 2 blocks, 200 B" in shown
+    assert len(MemoryPlace.blocks_by_address) == 3
+
+
+def test_without_a_selector_all_is_asked_for(run: Run) -> None:
+    status, _, said = run("purge", PLACE)
+    assert status == 2
+    assert "--all" in said
+    assert len(MemoryPlace.blocks_by_address) == 3
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        ["--all", "--namespace", A],
+        ["--namespace", "0"],
+        ["--namespace", "ffffffffffff"],
+        ["--namespace", ""],
+        ["--tenant", "nobody"],
+        ["--tenant", ""],
+        ["--older-than", "7"],
+        ["--older-than", "-7d"],
+        ["--older-than", ""],
+    ],
+    ids=" ".join,
+)
+def test_a_selector_that_selects_nothing_is_one_line_and_nothing_goes(run: Run, selectors: list[str]) -> None:
+    status, shown, said = run("purge", PLACE, *selectors)
+    assert (status, shown) == (2, "")
+    assert len(said.splitlines()) == 1
+    assert len(MemoryPlace.blocks_by_address) == 3
+
+
+def test_a_place_whose_blocks_have_no_time_says_which_have(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryPlace, "has_times", False)
+    status, _, said = run("purge", PLACE, "--older-than", "1d")
+    assert status == 2
+    assert "no time" in said
+    assert "fs" in said
+
+
+def test_a_place_that_may_not_be_emptied_now_stays_as_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryPlace, "has_owner", True)
+    status, _, said = run("purge", PLACE, "--all")
+    assert status == 2
+    assert "belongs to process 1" in said
+
+
+def namespace_of(tenant: str, name: str) -> PlaceNamespace:
+    return PlaceNamespace(name, json.dumps({"layout_version": 1, "tenant": tenant}))
+
+
+def test_a_tenant_is_all_namespaces_with_its_tag_and_narrows_others_down() -> None:
+    known = [namespace_of("t1", "aaaa1"), namespace_of("t1", "aaaa2"), namespace_of("t2", "bbbb1")]
+    known += [namespace_of("", "cccc1"), PlaceNamespace("dddd1")]
+    assert choose(known, [], "t1") == ("aaaa1", "aaaa2")
+    assert choose(known, ["aaaa2", "bbbb"], "t1") == ("aaaa2",)
+    assert choose(known, [], None) is None
+    with pytest.raises(ConfigError, match="t1, t2"):
+        choose(known, [], "t3")
+    with pytest.raises(ConfigError, match="--tenant"):
+        choose(known, [], "")

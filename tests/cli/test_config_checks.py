@@ -1,0 +1,151 @@
+"""``kvtier doctor --config`` says what would keep an engine with those settings from starting, tier by tier."""
+
+import json
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli import config_checks, doctor, main
+from kvtier.cli.output import CheckResult
+from kvtier.limits import MemoryLimit
+
+OWN_TIER = "tests.cli.place.places:MemoryTier"
+
+
+def check(config: Mapping[str, object], shared_memory: Path) -> dict[str, tuple[str, str]]:
+    """Return what is found, by subject; of several about one the last."""
+    return {
+        one.subject: (one.result.value, one.found)
+        for one in config_checks.check_config(config, shared_memory)
+    }
+
+
+def with_tier(**tier: object) -> dict[str, object]:
+    return {"cpu_bytes_to_use": "1MiB", "secondary_tiers": [tier]}
+
+
+def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> None:
+    extra = with_tier(type="fs", root_dir=str(tmp_path / "kv"), capacity_bytes="1MiB")
+    whole = {"kv_connector": "KVTierConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    for config in (extra, whole):
+        found = check(config, tmp_path)
+        assert {found[subject][0] for subject in ("settings", "cpu_bytes_to_use", "tier 0 (fs)")} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "subject", "words"),
+    [
+        ({"cpu_bytes": 1}, "settings", "cpu_bytes_to_use"),
+        ({"cpu_bytes_to_use": "much"}, "settings", "8GiB"),
+        ({"cpu_bytes_to_use": "1MiB", "eviction_policy": "lruu"}, "settings", "'lru'"),
+        ({}, "cpu_bytes_to_use", "is required"),
+        ({"cpu_bytes_to_use": "9999TiB"}, "cpu_bytes_to_use", "give less"),
+        ({"kv_connector": "KVTierConnector", "kv_role": "kv_producer"}, "kv_role", "kv_both"),
+        ({"kv_connector": "KVTierConnector", "kv_connector_extra_config": 7}, "settings", "kv_connector_extra_config"),
+        (with_tier(type="ffs"), "tier 0 (ffs)", "did you mean 'fs'"),
+        (with_tier(), "tier 0 (?)", "every secondary tier needs one"),
+        (with_tier(type="fs", root_dir="relative", capacity_bytes=1), "tier 0 (fs)", "absolute"),
+        (with_tier(type="fs", root_dir="/dev/null", capacity_bytes=1), "tier 0 (fs)", "no directory"),
+        (with_tier(type="slab", path="/no/such/blocks.slab", capacity_bytes="1MiB"), "tier 0 (slab)", "make it first"),
+        (with_tier(type=OWN_TIER, where="away"), f"tier 0 ({OWN_TIER})", "looked"),
+        (with_tier(type=OWN_TIER, where="crash"), f"tier 0 ({OWN_TIER})", "a bug"),
+    ],
+)  # fmt: skip
+def test_what_would_keep_an_engine_from_starting_is_broken(
+    config: dict[str, object], subject: str, words: str, tmp_path: Path
+) -> None:
+    result, found = check(config, tmp_path)[subject]
+    assert result == "broken"
+    assert words in found
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def test_a_server_that_is_not_there_is_broken_without_its_password(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="the valkey tier needs redis-py: pip install 'kvtier[valkey]'")
+    tier = with_tier(type="valkey", url=f"redis://:hunter2@127.0.0.1:{free_port()}", timeout_s=0.5)
+    result, found = check(tier, tmp_path)["tier 0 (valkey)"]
+    assert result == "broken"
+    assert "cannot be reached" in found
+    assert "hunter2" not in found
+
+
+def test_a_tier_that_cannot_be_probed_is_a_note(tmp_path: Path) -> None:
+    assert check(with_tier(type="example"), tmp_path)["tier 0 (example)"][0] == "note"
+
+
+def test_host_memory_is_compared_with_what_the_machine_leaves_and_with_the_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_checks, "find_memory_limit", lambda: MemoryLimit(2**20, "a control group"))
+    result, found = check({"cpu_bytes_to_use": 2**20 + 1}, tmp_path)["cpu_bytes_to_use"]
+    assert (result, "a control group" in found) == ("broken", True)
+    assert check({"cpu_bytes_to_use": 2**20}, tmp_path)["cpu_bytes_to_use"][0] == "ok"
+    monkeypatch.setattr(config_checks, "find_memory_limit", lambda: None)
+    settings = with_tier(type="example") | {"cpu_bytes_to_use": "9999TiB"}
+    result, found = check(settings, tmp_path)["cpu_bytes_to_use"]
+    assert (result, "--shm-size" in found) == ("broken", True)
+
+
+def test_cores_of_several_nodes_are_a_note(tmp_path: Path) -> None:
+    for node, cores in enumerate(("0-3,8", "4-7")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    assert config_checks.check_numa(tmp_path, {0, 8}).result is CheckResult.GOOD
+    assert config_checks.check_numa(tmp_path, {0, 4}).result is CheckResult.NOTE
+    assert config_checks.check_numa(tmp_path / "missing", {0}).result is CheckResult.GOOD
+
+
+def test_among_several_connectors_kvtier_s_is_found_and_another_alone_is_broken(tmp_path: Path) -> None:
+    own = {"kv_connector": "KVTierConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": "1MiB"}}
+    several = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{}, own]}}
+    assert check(several, tmp_path)["cpu_bytes_to_use"][0] == "ok"
+    for other in (
+        {"kv_connector": "OffloadingConnector"},
+        {"kv_connector": 7, "kv_connector_extra_config": 7},
+    ):
+        assert check(other, tmp_path)["kv_connector"][0] == "broken"
+
+
+def test_too_little_memory_that_can_be_pinned_is_a_note() -> None:
+    assert config_checks.check_locked_memory(2**20, 2**30).result is CheckResult.NOTE
+    assert config_checks.check_locked_memory(2**30, 2**30).result is CheckResult.GOOD
+    assert config_checks.check_locked_memory(resource.RLIM_INFINITY, 2**30).result is CheckResult.GOOD
+
+
+def test_few_open_files_are_a_note() -> None:
+    assert config_checks.check_open_files(256).result is CheckResult.NOTE
+    assert config_checks.check_open_files(resource.RLIM_INFINITY).result is CheckResult.GOOD
+
+
+@pytest.mark.parametrize("text", [None, "", "nonsense", "[]", "[" * 100_000])
+def test_a_file_without_settings_is_wrong_input(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "engine.json"
+    if text is not None:
+        path.write_text(text)
+    assert main.main(["doctor", "--config", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("kvtier: --config=")
+
+
+def test_the_command_prints_what_it_found_as_json_and_ends_with_status_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "run_checks", lambda _: iter(()))
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps(with_tier(type="fs", root_dir=str(tmp_path / "kv"), capacity_bytes="1MiB")))
+    assert main.main(["doctor", "--config", str(path), "--json"]) == 0
+    found = {one["subject"]: one["result"] for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["tier 0 (fs)"] == "ok"
+    path.write_text(json.dumps(with_tier(type="fs", root_dir="/dev/null", capacity_bytes="1MiB")))
+    assert main.main(["doctor", "--config", str(path)]) == 1

@@ -1,0 +1,75 @@
+"""The guard: beside jobs that come back after a long while hazard loses little to LRU, in all and for ten minutes."""
+
+import pytest
+
+from kvtier.base import ReqContext
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.hazard.policy import DEFICIT_WINDOW_S, MAX_DEFICIT_RATIO, PolicySelector
+from kvtier.sim.host_replay import TouchOrder, blocks_of_share, serve
+from kvtier.sim.made_up import make_chats_beside_jobs
+from kvtier.sim.trace import BlockKeys, Trace
+
+TEN_MINUTES_S = 600.0
+
+MAX_LOSS_POINTS, MAX_LOSS_POINTS_OF_TEN_MINUTES = 0.5, 2.0
+
+
+def hits_by_ten_minutes(trace: Trace, policy: str, share: float) -> list[tuple[int, int]]:
+    """Return hits and accesses of each ten minutes, by the rules of ``replay_host``."""
+    now_s = 0.0
+    manager = CPUOffloadingManager(blocks_of_share(trace, share), policy, clock=lambda: now_s)
+    keys = BlockKeys()
+    counts = [(0, 0)] * (1 + int(trace.requests[-1].arrival_s // TEN_MINUTES_S))
+    for number, request in enumerate(trace.requests):
+        now_s = request.arrival_s
+        num_hits = serve(manager, keys.of(request.hash_ids), ReqContext(str(number)), TouchOrder.TAIL_FIRST)
+        old = counts[int(now_s // TEN_MINUTES_S)]
+        counts[int(now_s // TEN_MINUTES_S)] = (old[0] + num_hits, old[1] + len(request.hash_ids))
+    return counts
+
+
+def require_close_to_lru(seed: int, share: float) -> None:
+    trace = make_chats_beside_jobs(seed)
+    ours, lru = (hits_by_ten_minutes(trace, policy, share) for policy in ("hazard", "lru"))
+    leads = [(mine[0] - theirs[0], mine[1]) for mine, theirs in zip(ours, lru, strict=True)]
+    assert 100 * sum(lead for lead, _ in leads) / trace.num_accesses >= -MAX_LOSS_POINTS
+    worst = min(100 * lead / num for lead, num in leads if num)
+    assert worst >= -MAX_LOSS_POINTS_OF_TEN_MINUTES
+
+
+def test_beside_jobs_it_is_close_to_lru_or_above() -> None:
+    require_close_to_lru(seed=4, share=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.03, 0.06])
+@pytest.mark.parametrize("seed", range(20))
+def test_beside_jobs_of_any_kind_it_is_close_to_lru_or_above(seed: int, share: float) -> None:
+    require_close_to_lru(seed, share)
+
+
+def serve_requests(selector: PolicySelector, begin_s: int, num: int, lru: int, hazard: int) -> None:
+    for number in range(num):
+        selector.count(lru, hazard, 10, float(begin_s + number))
+
+
+def test_who_was_ahead_for_long_is_left_when_it_falls_behind_and_taken_again_when_it_has_caught_up() -> None:
+    selector = PolicySelector()
+    serve_requests(selector, 0, 500, lru=5, hazard=7)
+    assert selector.prefers_hazard
+    serve_requests(selector, 500, int(2 * DEFICIT_WINDOW_S), lru=8, hazard=7)
+    assert selector.num_hazard_hits > selector.num_lru_hits
+    assert not selector.prefers_hazard
+    serve_requests(selector, 700, 5, lru=7, hazard=8)
+    assert not selector.prefers_hazard
+    serve_requests(selector, 705, int(2 * DEFICIT_WINDOW_S), lru=7, hazard=8)
+    assert selector.prefers_hazard
+
+
+def test_a_small_deficit_is_borne() -> None:
+    selector = PolicySelector()
+    serve_requests(selector, 0, 500, lru=5, hazard=7)
+    for number in range(500):
+        is_lost = number % int(2 / MAX_DEFICIT_RATIO / 10) == 0
+        selector.count(7 + is_lost, 7, 10, float(500 + number))
+        assert selector.prefers_hazard

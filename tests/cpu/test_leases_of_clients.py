@@ -1,0 +1,162 @@
+"""Pins with a lease: kept while it lasts, never more than a tenth of the cache, no slot lost whatever happens."""
+
+import random
+
+import pytest
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies import CACHE_POLICIES
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.policy_suite import key_of
+
+POLICIES = ("lru", "fifo", "arc", "s3fifo", "sieve", "mq", "hazard")
+
+
+def keys_of(first: int, num: int) -> list[OffloadKey]:
+    return [key_of(number) for number in range(first, first + num)]
+
+
+def serve(manager: CPUOffloadingManager, name: str, keys: list[OffloadKey], **hints: object) -> None:
+    """Serve a request as the connector does, and store what it may."""
+    context = ReqContext(name, dict(hints))
+    manager.note_request([keys], context)
+    for key in keys:
+        manager.lookup(key, context)
+    manager.touch(keys, context)
+    output = manager.prepare_store(keys, context)
+    manager.complete_store(output.keys_to_store if output else [], context)
+    manager.request_finished(context)
+    manager.check()
+
+
+def held_of(manager: CPUOffloadingManager, keys: list[OffloadKey]) -> int:
+    return sum(manager.is_ready(key) for key in keys)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pinned_prompt_stays_until_its_lease_ends(policy: str) -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(100, policy, clock=clock)
+    pinned = keys_of(0, 8)
+    serve(manager, "pin", pinned, pin_s=600)
+    for number in range(1, 60):
+        clock.advance(9.9)
+        serve(manager, f"r{number}", keys_of(1_000 * number, 10))
+    assert held_of(manager, pinned) == 8
+    assert manager.stats()["primary.leased_blocks"] == 8
+
+    clock.advance(600)
+    for number in range(100, 160):
+        serve(manager, f"r{number}", keys_of(1_000 * number, 10))
+    assert manager.stats()["primary.leased_blocks"] == 0
+    assert manager.num_evictable == 100
+    if policy != "sieve":  # which keeps what was used twice until its hand has passed
+        assert held_of(manager, pinned) == 0
+
+
+def test_a_client_that_pins_everything_holds_a_tenth_and_others_are_served() -> None:
+    manager = CPUOffloadingManager(100, clock=ManualClock())
+    for number in range(50):
+        serve(
+            manager,
+            f"r{number}",
+            keys_of(1_000 * number, 10),
+            pin_s=86_400,
+            session=f"s{number}",
+            tenant=str(number),
+        )
+    assert manager.stats()["primary.leased_blocks"] == 10
+    assert manager.stats()["primary.refused_pins"] == 490
+    other = keys_of(10**6, 90)
+    serve(manager, "other", other)
+    assert held_of(manager, other) == 90
+
+
+def test_of_a_prompt_longer_than_the_share_the_head_is_pinned() -> None:
+    manager = CPUOffloadingManager(100, clock=ManualClock())
+    prompt = keys_of(0, 20)
+    serve(manager, "long", prompt, pin_s=60)
+    serve(manager, "other", keys_of(1_000, 90))
+    assert [manager.is_ready(key) for key in prompt] == [True] * 10 + [False] * 10
+
+
+def test_a_lease_is_extended_and_not_shortened() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(100, clock=clock)
+    prompt = keys_of(0, 5)
+    serve(manager, "a", prompt, pin_s=100)
+    serve(manager, "b", prompt, pin_s=300)
+    serve(manager, "c", prompt, pin_s=1)
+    clock.advance(250)
+    serve(manager, "other", keys_of(1_000, 95))
+    serve(manager, "more", keys_of(2_000, 95))
+    assert held_of(manager, prompt) == 5
+    clock.advance(60)
+    serve(manager, "last", keys_of(3_000, 100))
+    assert held_of(manager, prompt) == 0
+
+
+def test_a_pinned_prompt_is_stored_although_the_policy_would_refuse_it() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(200, "hazard", clock=clock)
+    for number in range(2_000):
+        clock.advance(1.0)
+        serve(
+            manager,
+            f"r{number}",
+            keys_of(10 * (number % 15), 6) if number % 2 else keys_of(10**5 + 100 * number, 12),
+        )
+    scan, pinned = keys_of(10**8, 12), keys_of(10**9, 12)
+    serve(manager, "scan", scan)
+    serve(manager, "pin", pinned, pin_s=60)
+    assert held_of(manager, scan) < 12
+    assert held_of(manager, pinned) == 12
+
+
+def test_a_reset_ends_leases_and_loses_no_slot() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(50, clock=clock)
+    serve(manager, "a", keys_of(0, 5), pin_s=600)
+    manager.reset()
+    manager.check()
+    assert manager.num_free == 50
+    serve(manager, "b", keys_of(0, 50))
+    assert manager.num_free == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_slot_is_lost_whatever_is_pinned_failed_and_reset(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    clock = ManualClock()
+    manager = CPUOffloadingManager(40, policy, clock=clock)
+    for number in range(300):
+        clock.advance(rng.random() * 20)
+        context = ReqContext(str(number), {"pin_s": rng.choice([0, 5, 100, 10**9, "x"]), "session": "a"})
+        keys = keys_of(10 * rng.randrange(12), rng.randrange(1, 9))
+        manager.note_request([keys], context)
+        ready = [key for key in keys if manager.lookup(key, context)]
+        manager.prepare_load(ready, context)
+        output = manager.prepare_store(keys, context)
+        manager.check()
+        if rng.random() < 0.05:
+            manager.reset()
+            manager.check()
+        manager.complete_store(output.keys_to_store if output else [], context, success=rng.random() < 0.8)
+        manager.complete_load(ready, context)
+        manager.request_finished(context)
+        manager.check()
+        assert manager.stats()["primary.leased_blocks"] <= 4
+    clock.advance(1e6)
+    serve(manager, "end", keys_of(10**6, 40))
+    assert manager.stats()["primary.leased_blocks"] == 0
+
+
+def test_every_policy_that_comes_with_kvtier_is_tried() -> None:
+    ours = {
+        name
+        for name in CACHE_POLICIES.names()
+        if CACHE_POLICIES.resolve(name).__module__.startswith("kvtier.")
+    }
+    assert ours == set(POLICIES)

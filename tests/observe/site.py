@@ -1,0 +1,166 @@
+"""A scheduler half over real tiers, as an operator has configured it, and requests that it serves."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from tests.connector.fakes import (
+    HASH_TOKENS,
+    FakeBlocks,
+    FakeNewRequest,
+    FakeRequest,
+    FakeSpec,
+    FakeStep,
+    report_jobs,
+)
+
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.misses import RequestRecord
+from kvtier.observe.why import WhyReport, explain_records
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
+from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.fs.tier import FSTier
+from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+
+MakeTier = Callable[[OffloadingConfig, memoryview, ManualClock], SecondaryTierManager]
+
+CONFIG = OffloadingConfig(
+    "engine",
+    ModelIdentity("model", revision="one", dtype="bfloat16", config_digest="aa", config_json='{"rope": 1}'),
+    (KVGroup(HASH_TOKENS, ("layer",), ROW_BYTES),),
+    HASH_TOKENS,
+    hash_seed="0",
+)
+MAX_POLLS = 200_000
+"""Only a guard against waiting for ever for a thread of a tier."""
+
+
+@dataclass(eq=False)
+class SaltedRequest(FakeRequest):
+    """A request of vLLM's with a salt."""
+
+    cache_salt: str | None = None
+
+
+@dataclass
+class Site:
+    """One engine.
+
+    Attributes:
+        num_blocks: blocks of host memory.
+        make_tiers: builds the tiers behind it.
+        config: what the engine says of itself.
+        deadline_s: how long a request may wait for tiers.
+        cache_policy: eviction policy of host memory.
+        store_threshold: accesses of a key before host memory stores it.
+    """
+
+    num_blocks: int = 64
+    make_tiers: Sequence[MakeTier] = ()
+    config: OffloadingConfig = CONFIG
+    deadline_s: float = 5.0
+    cache_policy: str = "lru"
+    store_threshold: int = 1
+
+    def __post_init__(self) -> None:
+        self.clock = ManualClock(100.0)
+        primary = CPUPrimaryTierOffloadingManager(
+            self.num_blocks,
+            ArrayRegion(self.num_blocks),
+            cache_policy=self.cache_policy,
+            store_threshold=self.store_threshold,
+            clock=self.clock,
+        )
+        view = primary.get_kv_memoryview()
+        self.tiers = [make(self.config, view, self.clock) for make in self.make_tiers]
+        self.manager = TieringOffloadingManager(
+            primary, self.tiers, lookup_deadline_s=self.deadline_s, clock=self.clock
+        )
+        self.half = OffloadingConnectorScheduler(FakeSpec(self.config, self.manager), clock=self.clock)
+        self._names = count()
+
+    @property
+    def report(self) -> WhyReport:
+        """What an operator is told."""
+        for record in self.half.records.latest:
+            record.check()
+        return explain_records(self.half.records.latest)
+
+    @property
+    def findings(self) -> list[str]:
+        """The names of what he is told."""
+        return [finding.name for finding in self.report.findings]
+
+    @property
+    def last(self) -> RequestRecord:
+        """The record of the last request."""
+        return self.half.records.latest[-1]
+
+    def serve(
+        self,
+        tokens: Sequence[int],
+        params: dict[str, object] | None = None,
+        *,
+        num_device_tokens: int = 0,
+        salt: str | None = None,
+        key_salt: bytes = b"",
+        num_answer_tokens: int = 1,
+    ) -> None:
+        """Serve a request to its end, its stores in all tiers included."""
+        request = SaltedRequest(f"r{next(self._names)}", list(tokens), params, cache_salt=salt)
+        found = None
+        for _ in range(MAX_POLLS):
+            found, _ = self.half.get_num_new_matched_tokens(request, num_device_tokens, key_salt)
+            if found is not None:
+                break
+            self.half.build_connector_meta(FakeStep())
+        assert found is not None, "a tier never answered"
+        table = list(range((len(tokens) + num_answer_tokens) // HASH_TOKENS + 1))
+        self.half.update_state_after_alloc(request, FakeBlocks((table,)), found)
+        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
+        num_computed = num_device_tokens + found
+        step = FakeStep([FakeNewRequest(request.request_id, (table,), num_computed)])
+        step.num_scheduled_tokens[request.request_id] = request.num_tokens - num_computed
+        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
+        request.tokens = [*request.tokens, *range(900, 900 + num_answer_tokens)]
+        self.half.request_finished(request)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let every tier end what it has accepted."""
+        self.manager.drain(30.0)
+        self.half.build_connector_meta(FakeStep())
+
+    def close(self) -> None:
+        """End the tiers."""
+        self.half.shutdown()
+
+
+def fs(root: Path, num_blocks: int = 1000, settings: TierSettings | None = None) -> MakeTier:
+    """Return what builds a tier in a directory."""
+    capacity_bytes = num_blocks * (ROW_BYTES + 4096)
+
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        common = settings or TierSettings(max_in_flight_store_bytes=2**30)
+        return FSTier(config, view, common, clock=clock, root_dir=str(root), capacity_bytes=capacity_bytes)
+
+    return make
+
+
+def with_model(**fields: str) -> OffloadingConfig:
+    """Return the configuration of an engine whose model differs in ``fields``."""
+    return replace(CONFIG, model=replace(CONFIG.model, **fields))
+
+
+def with_settings(**settings: object) -> OffloadingConfig:
+    """Return the configuration of an engine with other settings."""
+    return replace(CONFIG, extra_config=settings)
+
+
+def chat(number: int, num_tokens: int = 64) -> list[int]:
+    """Return a prompt that shares nothing with others."""
+    return [number, *range(1000 * number, 1000 * number + num_tokens - 1)]

@@ -1,0 +1,264 @@
+"""What operators want done is done at the end of a step: pins, prefetches, purges and drains of real books."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep, TableManager, keys_of, make_config
+from tests.observe.conftest import MakeControlled
+from tests.observe.controlled import Background, Engine
+
+from kvtier.base import ReqContext
+from kvtier.connector.groups import GroupLayout
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.errors import ControlError
+from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
+from kvtier.observe.control_wire import Message
+from kvtier.testing.tiering_driver import TieringDriver
+from kvtier.testing.wrapped_tier import WrappedTier
+from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
+from kvtier.tiering.example import ExampleSecondaryTier
+
+PROMPT = list(range(17))
+OTHER = list(range(100, 117))
+
+
+def carry_out(engine: Engine, command: str, **arguments: object) -> Message:
+    """Have a client give a command while the engine steps; return the reply."""
+    client = Background(lambda: engine.ask(command, **arguments))
+    while client.is_running:
+        engine.step()
+        time.sleep(0)
+    reply = client.join()
+    if isinstance(reply, ControlError):
+        raise reply
+    assert isinstance(reply, dict)
+    return reply
+
+
+@pytest.fixture
+def engine(make_controlled: MakeControlled) -> Engine:
+    made = make_controlled("engine", CPUOffloadingManager(40))
+    made.store("a", PROMPT)
+    return made
+
+
+@pytest.fixture
+def driver() -> TieringDriver:
+    def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+        return [
+            ExampleSecondaryTier(
+                make_config(), view, settings=TierSettings(emit_events=True), simulate_async=True
+            )
+        ]
+
+    return TieringDriver(40, make_tiers)
+
+
+@pytest.fixture
+def tiered(make_controlled: MakeControlled, driver: TieringDriver) -> Iterator[Engine]:
+    """An engine whose tier has the prompt, and whose host memory has it too."""
+    made = make_controlled("engine", driver.manager)
+    made.store("a", PROMPT)
+    carry_out(made, "drain")
+    yield made
+    driver.manager.check()
+
+
+def test_a_pinned_prefix_outlives_pressure_until_it_is_unpinned(engine: Engine) -> None:
+    assert carry_out(engine, "pin", token_ids=PROMPT, lease_s=60) == {
+        "ok": True,
+        "num_blocks": 4,
+        "num_ready": 4,
+        "num_pinned": 4,
+        "limit": 4,
+    }
+    for number in range(20):
+        engine.store(f"other {number}", list(range(1000 * (number + 1), 1000 * (number + 1) + 17)))
+    assert engine.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0)[0] == 16
+    assert carry_out(engine, "unpin", token_ids=PROMPT[:9])["num_blocks"] == 2
+    assert carry_out(engine, "unpin", all=True)["num_blocks"] == 2
+
+
+def test_too_long_a_prefix_is_refused_and_nothing_is_pinned(engine: Engine) -> None:
+    with pytest.raises(ControlError, match="5 blocks cannot be pinned: 0 of at most 4"):
+        carry_out(engine, "pin", token_ids=list(range(20)))
+
+    assert engine.half.stats()["primary.leased_blocks"] == 0.0
+
+
+def test_a_prefix_shorter_than_a_block_is_refused(engine: Engine) -> None:
+    with pytest.raises(ControlError, match="a prefix of 3 tokens is shorter than a block, 4 tokens"):
+        carry_out(engine, "pin", token_ids=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "token_ids", [None, [], "text", [1, "2"], [1, True], [-1], [2**40], {"a": 1}, [1.5]], ids=str
+)
+def test_wrong_token_ids_are_refused_at_once(engine: Engine, token_ids: object) -> None:
+    with pytest.raises(ControlError, match=r"token_ids=.*must be"):
+        engine.ask("pin", token_ids=token_ids)
+
+
+@pytest.mark.parametrize("lease_s", [-1, "x", 1e9, None])
+def test_a_wrong_lease_is_refused(engine: Engine, lease_s: object) -> None:
+    with pytest.raises(ControlError, match=r"lease_s=.*must be a number from 0 to 86400"):
+        engine.ask("pin", token_ids=PROMPT, lease_s=lease_s)
+
+
+def test_an_engine_that_does_not_say_how_it_hashes_says_so() -> None:
+    with pytest.raises(ControlError, match="give open_control a hash_prompt"):
+        make_command("pin", {"token_ids": PROMPT}, None)
+    assert isinstance(make_command("drain", {}, None), Drain)
+
+
+def test_a_manager_without_the_ability_says_so(make_controlled: MakeControlled) -> None:
+    engine = make_controlled("engine", TableManager({}))
+    for command in ("pin", "purge"):
+        with pytest.raises(ControlError, match=f"TableManager, cannot {command}"):
+            carry_out(engine, command, token_ids=PROMPT, all=True)
+
+
+def test_a_purge_forgets_host_memory(engine: Engine) -> None:
+    carry_out(engine, "pin", token_ids=PROMPT, lease_s=60)
+
+    assert carry_out(engine, "purge", all=True) == {
+        "ok": True,
+        "num_purged": {"host": 4},
+        "num_in_use": {"host": 0},
+        "unable": [],
+    }
+    assert engine.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0) == (0, False)
+
+
+def test_a_purge_without_a_selector_asks_for_all(engine: Engine) -> None:
+    for tiers in (None, [], "host", [1]):
+        with pytest.raises(ControlError, match="must be a list of tiers, or give all=true"):
+            engine.ask("purge", tiers=tiers)
+    with pytest.raises(ControlError, match="unknown tier 'hots': did you mean 'host'"):
+        carry_out(engine, "purge", tiers=["hots"])
+
+
+def test_a_block_that_is_being_loaded_stays(engine: Engine) -> None:
+    request = FakeRequest("b", [*PROMPT, 9])
+    num_tokens, _ = engine.half.get_num_new_matched_tokens(request, 0)
+    engine.half.update_state_after_alloc(request, FakeBlocks(([1, 2, 3, 4, 5],)), num_tokens or 0)
+    reply = carry_out(engine, "purge", all=True)
+
+    assert (reply["num_purged"], reply["num_in_use"]) == ({"host": 0}, {"host": 4})
+
+
+def test_a_purge_of_all_reaches_the_tiers_that_can(tiered: Engine, driver: TieringDriver) -> None:
+    list(driver.manager.take_events())
+    reply = carry_out(tiered, "purge", all=True)
+
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4, "example": 4}, [])
+    removed = [event for event in driver.manager.take_events() if event.removed]
+    assert sorted((event.medium, sorted(event.keys)) for event in removed) == [
+        ("CPU", sorted(keys_of(PROMPT))),
+        ("example", sorted(keys_of(PROMPT))),
+    ]
+    assert tiered.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0) == (0, False)
+
+
+def test_what_a_purged_tier_was_still_to_get_is_lost_to_it(make_controlled: MakeControlled) -> None:
+    settings = TierSettings(cascade=CascadeMode.ON_EVICT)
+    driver = TieringDriver(40, lambda view: [ExampleSecondaryTier(make_config(), view, settings=settings)])
+    engine = make_controlled("engine", driver.manager)
+    engine.store("a", PROMPT)
+    assert engine.half.stats()["tier.0.example.pending_blocks"] == 4.0
+    carry_out(engine, "purge", tiers=["host"])
+    driver.manager.check()
+
+    assert engine.half.stats()["tier.0.example.pending_blocks"] == 0.0
+
+
+def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> None:
+    driver = TieringDriver(40, lambda view: [WrappedTier(ExampleSecondaryTier(make_config(), view))])
+    engine = make_controlled("engine", driver.manager)
+    engine.store("a", PROMPT)
+    reply = carry_out(engine, "purge", all=True)
+
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["wrapped"])
+    assert carry_out(engine, "purge", tiers=["wrapped"])["unable"] == ["wrapped"]
+
+
+def test_a_prefetch_brings_a_prefix_from_a_tier(tiered: Engine, driver: TieringDriver) -> None:
+    carry_out(tiered, "purge", tiers=["host"])
+    assert tiered.half.stats()["primary.held_blocks"] == 0.0
+
+    reply = carry_out(tiered, "prefetch", token_ids=[*PROMPT, *OTHER])
+    assert (reply["num_blocks"], reply["num_ready"]) == (8, 4)
+    assert all(driver.primary.is_ready(key) for key in keys_of(PROMPT))
+    # Nothing waits any more: all of it may be evicted.
+    assert driver.primary.manager.num_evictable == 4
+
+
+def test_a_prefetch_whose_client_has_gone_holds_nothing(tiered: Engine, driver: TieringDriver) -> None:
+    carry_out(tiered, "purge", tiers=["host"])
+    command = make_command("prefetch", {"token_ids": PROMPT}, tiered.hash_prompt)
+    assert command.advance(tiered.half, 0.0) is None
+    assert "waits for no more" in command.describe_progress()
+    command.abandon(tiered.half)
+    for _ in range(3):
+        tiered.step()
+
+    assert driver.primary.table.holds == {}
+
+
+def test_a_pinned_prefix_stays_while_a_tier_promotes_others(tiered: Engine, driver: TieringDriver) -> None:
+    carry_out(tiered, "pin", token_ids=PROMPT, lease_s=60)
+    driver.manager.check()
+    for number in range(20):
+        tiered.store(f"other {number}", list(range(1000 * (number + 1), 1000 * (number + 1) + 17)))
+        driver.manager.check()
+    assert all(driver.primary.is_ready(key) for key in keys_of(PROMPT))
+    driver.clock.advance(60.0)
+    tiered.step()
+
+    assert driver.primary.table.holds == {}
+
+
+def test_a_reset_ends_pins_of_a_manager_with_tiers(tiered: Engine, driver: TieringDriver) -> None:
+    carry_out(tiered, "pin", token_ids=PROMPT, lease_s=60)
+    tiered.half.reset()
+    driver.manager.check()
+
+    assert driver.primary.table.holds == {}
+
+
+def test_a_drain_ends_when_the_tiers_have_what_was_pending(
+    make_controlled: MakeControlled, driver: TieringDriver
+) -> None:
+    engine = make_controlled("engine", driver.manager)
+    engine.store("a", PROMPT)
+    carry_out(engine, "drain")
+
+    (tier,) = driver.tiers
+    assert all(tier.lookup(key, ReqContext("x")) for key in keys_of(PROMPT))
+
+
+def test_the_keys_of_a_prefix_are_those_that_its_load_reads() -> None:
+    full = GroupLayout(0, 4, 1, 1, None)
+    window = GroupLayout(1, 4, 2, 2, 8)
+    hashes = [bytes([number]) for number in range(7)]
+    keys = PromptPrefix(28, hashes).list_keys([full, window])
+
+    assert [key[:1] for key in keys if key[-1] == 0] == hashes[:6]
+    assert [key[:1] for key in keys if key[-1] == 1] == [hashes[5]]
+
+
+def test_a_failing_command_ends_neither_the_engine_nor_the_socket(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
+) -> None:
+    def fail(tiers: object) -> None:
+        raise ZeroDivisionError("a foreign manager's own")
+
+    monkeypatch.setattr(engine.manager, "purge", fail)
+    with pytest.raises(ControlError, match="ZeroDivisionError: a foreign manager's own"):
+        carry_out(engine, "purge", all=True)
+
+    assert "a command of the control socket failed" in caplog.text
+    assert engine.step(FakeStep()) is not None
+    assert engine.ask("hello")["ok"]

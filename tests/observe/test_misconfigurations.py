@@ -1,0 +1,383 @@
+"""Each mistake of an operator is named by ``kvtier why``."""
+
+import random
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.observe.site import CONFIG, MakeTier, Site, chat, fs, with_model, with_settings
+
+from kvtier.base import OffloadKey
+from kvtier.config import KVGroup, OffloadingConfig
+from kvtier.cpu.policies.learning import AdmissionControl
+from kvtier.cpu.policies.lru import LRUCachePolicy
+from kvtier.errors import ConfigError
+from kvtier.misses import Miss, MissCause
+from kvtier.observe.why import Situation, explain_records
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.faults import Faults, FaultyTier
+from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
+from kvtier.tiering.example import ExampleSecondaryTier
+
+MakeSite = Callable[..., Site]
+ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
+PROMPT = chat(1)
+
+
+@pytest.fixture
+def make_site() -> Iterator[MakeSite]:
+    """Build engines, and end them."""
+    sites: list[Site] = []
+
+    def make(*make_tiers: MakeTier, **options: object) -> Site:
+        sites.append(Site(make_tiers=make_tiers, **options))  # type: ignore[arg-type]  # the fields of Site
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.close()
+
+
+class RefusingPolicy(LRUCachePolicy, AdmissionControl):
+    """Keeps nothing that is offered."""
+
+    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        return ()
+
+
+def example(settings: TierSettings = ROOMY, max_blocks: int = 1000) -> MakeTier:
+    """Return what builds an example tier."""
+
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        return ExampleSecondaryTier(config, view, max_blocks, settings=settings, clock=clock)
+
+    return make
+
+
+def faulty(faults: Faults) -> MakeTier:
+    """Return what builds an example tier with faults, which a test may change later."""
+
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        inner = ExampleSecondaryTier(config, view, 1000, settings=ROOMY, clock=clock)
+        return FaultyTier(inner, faults, random.Random(1))
+
+    return make
+
+
+def fill_host(site: Site, first: int = 50) -> None:
+    """Serve as many other prompts as host memory holds, so that nothing else is there any more."""
+    for number in range(first, first + site.num_blocks // 16):
+        site.serve(chat(number), {"skip_load": True})
+
+
+def miss_in(site: Site) -> Miss:
+    """Return the cause of the first missing block of the last request."""
+    return site.last.missed[0].miss
+
+
+# What makes two engines strangers to each other.
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (with_model(dtype="float16"), "model.dtype"),
+        (with_model(config_digest="bb", config_json='{"rope": 2}'), "model.config.rope"),
+        (with_model(revision="two"), "model.revision"),
+        (with_settings(tenant_salt="acme"), "tenant"),
+        (replace(CONFIG, hash_seed="7"), "hash_seed"),
+        (replace(CONFIG, kv_dtype="fp8"), "kv_dtype"),
+    ],
+    ids=["other dtype", "other RoPE", "other revision", "other tenant", "other hash seed", "other KV dtype"],
+)
+def test_an_engine_with_another_identity_is_told_which_field_differs(
+    tmp_path: Path, make_site: MakeSite, config: OffloadingConfig, field: str
+) -> None:
+    make_site(fs(tmp_path)).serve(PROMPT)
+    other = make_site(fs(tmp_path), config=config)
+    other.serve(PROMPT)
+
+    (finding, *_) = other.report.findings
+    assert finding.name.startswith("other_namespace:")
+    assert field in finding.name
+    assert "(here " in finding.text
+
+
+def test_a_random_hash_seed_is_refused_with_what_to_do(tmp_path: Path, make_site: MakeSite) -> None:
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
+        make_site(fs(tmp_path), config=replace(CONFIG, hash_seed="random"))
+
+
+def test_a_prompt_of_another_adapter_is_told_so(make_site: MakeSite) -> None:
+    site = make_site(example())
+    site.serve(PROMPT)
+    site.serve(PROMPT, key_salt=b"adapter")
+
+    assert miss_in(site) == Miss(MissCause.NEVER_SEEN, "", {"adapter": "yes"})
+
+
+# Prompts that cannot share.
+
+
+def test_blocks_larger_than_the_prompts_are_named(make_site: MakeSite) -> None:
+    config = replace(CONFIG, groups=(KVGroup(4, ("layer",), 8192),), extra_config={"block_size": 64})
+    site = make_site(config=config)
+    for number in range(8):
+        site.serve(chat(number, 20))
+
+    assert site.findings[0] == "block_larger_than_prompts"
+    assert "block_size" in site.report.findings[0].text
+
+
+def test_a_time_stamp_at_the_head_of_the_system_prompt_is_named_with_its_token(make_site: MakeSite) -> None:
+    site = make_site(num_blocks=400)
+    for second in range(10):
+        site.serve([1, 2, 3, 4, 5, 6, 7, 8, 500 + second, *range(200)])
+
+    found = next(finding for finding in site.report.findings if finding.name == "prefix_ends_early")
+    assert "ends at token 8" in found.text
+    assert "time stamp" in found.text
+
+
+def test_a_salt_for_each_user_is_named(make_site: MakeSite) -> None:
+    site = make_site()
+    for number in range(8):
+        site.serve(PROMPT, salt=f"user {number}", key_salt=b"%d" % number)
+
+    assert "cache_salt_per_user" in site.findings
+    assert not any("user 1" in finding.text for finding in site.report.findings)
+
+
+# What is kept from being stored.
+
+
+def test_a_store_threshold_is_named(make_site: MakeSite) -> None:
+    site = make_site(store_threshold=3)
+    site.serve(PROMPT)
+    site.serve(PROMPT)
+
+    (found,) = (each for each in site.report.findings if each.name == "not_stored:reuse_filter")
+    assert "store_threshold" in found.text
+
+
+def test_an_admission_is_named(make_site: MakeSite) -> None:
+    site = make_site(cache_policy="tests.observe.test_misconfigurations:RefusingPolicy")
+    site.serve(PROMPT)
+    site.serve(PROMPT)
+
+    assert miss_in(site).detail["reason"] == "admission"
+    assert "not_stored:admission" in site.findings
+
+
+def test_a_tiers_own_store_threshold_is_named(make_site: MakeSite) -> None:
+    site = make_site(example(replace(ROOMY, store_threshold=5)), num_blocks=16)
+    site.serve(PROMPT)
+    fill_host(site)
+    site.serve(PROMPT)
+
+    assert "not_stored:reuse_filter" in site.findings
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"skip_store": True}, "not_stored:skip_store"),
+        ({"max_store_tokens": 3}, "not_stored:max_store_tokens"),
+    ],
+)
+def test_a_client_that_does_not_let_its_prompts_be_stored_is_named(
+    make_site: MakeSite, params: dict[str, object], name: str
+) -> None:
+    site = make_site()
+    site.serve(PROMPT, params)
+    site.serve(PROMPT)
+
+    assert name in site.findings
+
+
+def test_prompts_alone_being_stored_is_named_when_the_answer_comes_back(make_site: MakeSite) -> None:
+    site = make_site(config=with_settings(offload_prompt_only=True))
+    site.serve(PROMPT[:4], num_answer_tokens=40)
+    site.serve([*PROMPT[:4], *range(900, 940)])
+
+    assert miss_in(site).detail["reason"] == "prompt_only"
+    assert "not_stored:prompt_only" in site.findings
+
+
+def test_a_client_that_skips_loading_is_named(make_site: MakeSite) -> None:
+    site = make_site()
+    site.serve(PROMPT)
+    site.serve(PROMPT, {"skip_load": True})
+
+    assert "limited" in site.findings
+
+
+# What is too small, too slow, or broken.
+
+
+def test_a_host_that_is_too_small_is_named_with_how_late_prompts_come_back(make_site: MakeSite) -> None:
+    site = make_site(num_blocks=16)
+    site.serve(PROMPT)
+    site.serve(chat(2))
+    site.clock.advance(240.0)
+    site.serve(PROMPT)
+
+    assert site.findings[0] == "host_too_small"
+    assert "240 s later" in site.report.findings[0].text
+
+
+def test_a_tier_that_is_too_small_is_named(make_site: MakeSite) -> None:
+    site = make_site(example(max_blocks=16), num_blocks=16)
+    site.serve(PROMPT)
+    fill_host(site)
+    site.serve(PROMPT)
+
+    assert "example_too_small" in site.findings
+
+
+def test_a_directory_that_is_too_small_is_named(tmp_path: Path, make_site: MakeSite) -> None:
+    site = make_site(fs(tmp_path, num_blocks=40), num_blocks=16)
+    site.serve(PROMPT)
+    for number in range(2, 5):
+        site.serve(chat(number), {"skip_load": True})
+    site.serve(PROMPT)
+
+    assert miss_in(site).tier == "fs"
+    assert "fs_too_small" in site.findings
+
+
+class NeverAnswering(ExampleSecondaryTier):
+    """A tier that holds everything and delivers nothing."""
+
+    def lookup(self, key: object, req_context: object) -> bool | None:
+        return None
+
+
+def test_a_tier_slower_than_the_deadline_is_named(make_site: MakeSite) -> None:
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        return NeverAnswering(config, view, 1000, settings=ROOMY, clock=clock)
+
+    site = make_site(make, deadline_s=0.0)
+    site.serve(PROMPT)
+
+    assert miss_in(site) == Miss(MissCause.LATE, "example", {"deadline_s": 0.0})
+    assert "late" in site.findings
+
+
+def test_an_open_breaker_is_named(make_site: MakeSite) -> None:
+    faults = Faults()
+    site = make_site(faulty(faults), num_blocks=16)
+    site.serve(PROMPT)
+    fill_host(site)
+    faults.lookup_raise_ratio = faults.fail_ratio = 1.0
+    for number in range(30, 36):
+        site.serve(chat(number))
+    site.serve(PROMPT)
+
+    assert miss_in(site).detail["reason"] == "circuit breaker open"
+    assert "tier_down:circuit breaker open" in site.findings
+
+
+def test_a_tier_out_of_service_is_named(make_site: MakeSite) -> None:
+    faults = Faults()
+    site = make_site(faulty(faults), num_blocks=16)
+    faults.poll_raise_ratio = 1.0
+    site.serve(PROMPT)
+    fill_host(site)
+    site.serve(PROMPT)
+
+    assert "tier_down:out of service" in site.findings
+
+
+def test_a_tier_whose_writes_fail_is_named(make_site: MakeSite) -> None:
+    faults = Faults(fail_ratio=1.0)
+    site = make_site(faulty(faults), num_blocks=16)
+    site.serve(PROMPT)
+    faults.fail_ratio = 0.0
+    for number in range(2, 4):
+        site.serve(chat(number), {"skip_store": True})
+    fill_host(site)
+    site.serve(PROMPT)
+
+    assert miss_in(site).detail["reason"] in ("job_failed", "no_room")
+    assert any(name in site.findings for name in ("not_stored:job_failed", "not_stored:no_room"))
+
+
+def test_a_removed_directory_is_named(tmp_path: Path, make_site: MakeSite) -> None:
+    site = make_site(fs(tmp_path / "cache"), num_blocks=16)
+    site.serve(PROMPT)
+    fill_host(site)
+    shutil.rmtree(tmp_path / "cache")
+    site.serve(PROMPT)
+    site.serve(PROMPT, {"skip_store": True})
+
+    causes = {run.miss.cause for record in site.half.records.latest for run in record.missed}
+    assert causes & {MissCause.PURGED, MissCause.EVICTED}
+    assert any(run.miss.tier == "fs" for record in site.half.records.latest for run in record.missed)
+
+
+def test_a_damaged_block_is_named(tmp_path: Path, make_site: MakeSite) -> None:
+    site = make_site(fs(tmp_path), num_blocks=16)
+    site.serve(PROMPT)
+    fill_host(site)
+    for path in tmp_path.rglob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+    site.serve(PROMPT)
+
+    assert miss_in(site).cause is MissCause.DAMAGED
+    assert "damaged" in site.findings
+
+
+def test_a_tier_that_cannot_take_blocks_in_time_is_named(make_site: MakeSite) -> None:
+    slow = TierSettings(max_in_flight_store_bytes=1, cascade=CascadeMode.ON_STORE)
+    site = make_site(example(slow), num_blocks=16)
+    for number in range(1, 6):
+        request = chat(number)
+        site.serve(request, {"skip_load": True})
+    declined = site.manager.stats()["tier.0.example.declined_cascades"]
+    site.serve(PROMPT)
+
+    assert declined == 0 or "not_stored:declined" in site.findings
+
+
+def test_a_reset_is_named(make_site: MakeSite) -> None:
+    site = make_site()
+    site.serve(PROMPT)
+    site.half.reset()
+    site.serve(PROMPT)
+
+    assert miss_in(site).cause is MissCause.PURGED
+    assert "purged:reset" in site.findings
+
+
+# When all is well, or nothing is there.
+
+
+def test_an_engine_whose_device_serves_everything_is_told_that_all_is_well(make_site: MakeSite) -> None:
+    site = make_site()
+    for _ in range(6):
+        site.serve(PROMPT, num_device_tokens=60)
+
+    assert site.findings[0] == "all_from_device"
+    assert "All is well" in site.report.findings[0].text
+
+
+def test_no_engine_and_no_requests_are_told_apart() -> None:
+    (no_engine,) = explain_records([], Situation(has_engine=False)).findings
+    (no_requests,) = explain_records([]).findings
+
+    assert (no_engine.name, no_requests.name) == ("no_engine", "no_requests")
+
+
+def test_hits_leave_nothing_to_say_but_the_last_block(make_site: MakeSite) -> None:
+    site = make_site(example())
+    site.serve(PROMPT, num_device_tokens=60)
+    for _ in range(9):
+        site.serve(PROMPT)
+
+    assert site.report.tokens_by_origin["host"] > 0
+    assert all(name in ("partial_block", "never_seen", "all_from_device") for name in site.findings)

@@ -1,0 +1,118 @@
+"""The objects of the obj tier, seen, checked and emptied without an engine, on a real server and in a directory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tests.tiering.obj.conftest import Bucket, StartTier, s3_options
+from tests.tiering.obj.server import S3Server
+
+from kvtier.base import OffloadKey
+from kvtier.config import OffloadingConfig
+from kvtier.errors import ConfigError, TierError
+from kvtier.testing.damage import flip_bit, flip_bit_in_files
+from kvtier.testing.place_suite import PlaceSuite
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.kit.place import Amount, BlockState
+from kvtier.tiering.obj import ObjTier
+from kvtier.tiering.obj.place import open_obj_place, probe_obj_place
+
+
+class OfObjects(PlaceSuite):
+    """Over what a URL names."""
+
+    tier_class = ObjTier
+    counts_exactly = False
+
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return ObjTier(config, rows, **self.own_settings(directory))  # type: ignore[arg-type]  # a test's own
+
+
+class TestS3(OfObjects):
+    """On a real server."""
+
+    @pytest.fixture(autouse=True)
+    def _use_server(self, server: S3Server, prefix: str, bucket: Bucket) -> None:
+        self.options = s3_options(server, prefix)
+        self.bucket = bucket
+
+    def own_settings(self, directory: Path) -> Mapping[str, object]:
+        return self.options
+
+    def damage(self, directory: Path, key: OffloadKey) -> None:
+        for name in self.bucket.names():
+            damaged = flip_bit(self.bucket.read(name), key)
+            if damaged is not None:
+                self.bucket.write(name, damaged)
+                return
+        pytest.fail("no object has the block")
+
+
+class TestGrouped(TestS3):
+    """With several blocks in an object."""
+
+    @pytest.fixture(autouse=True)
+    def _group(self, _use_server: None) -> None:
+        self.options = {**self.options, "blocks_per_object": 4, "num_threads": 1}
+
+
+class TestDirectory(OfObjects):
+    """In a directory."""
+
+    def own_settings(self, directory: Path) -> Mapping[str, object]:
+        (directory / "store").mkdir(exist_ok=True)
+        return {"url": f"file://{directory}/store"}
+
+    def damage(self, directory: Path, key: OffloadKey) -> None:
+        assert flip_bit_in_files(directory, key)
+
+
+def test_a_damaged_block_in_a_shared_object_is_found_there(
+    server: S3Server, prefix: str, bucket: Bucket, start_tier: StartTier
+) -> None:
+    start_tier(blocks_per_object=4, num_threads=1).store([1, 2, 3])
+    place = open_obj_place(s3_options(server, prefix))
+    states = {block.address: place.check(block) for block in place.blocks()}
+    assert set(states.values()) == {BlockState.WHOLE}
+    (group,) = bucket.names(".kvg")
+    body = bucket.read(group)
+    bucket.write(group, body[:-1] + bytes([body[-1] ^ 1]))
+    found = {block.address: place.check(block) for block in place.blocks()}
+    assert found == states | {group: BlockState.DAMAGED}
+    bucket.write(group, body[:-1])
+    assert {block.address: place.check(block) for block in place.blocks()} == found
+
+
+def test_other_objects_below_the_prefix_are_counted_and_stay(
+    server: S3Server, prefix: str, bucket: Bucket, start_tier: StartTier
+) -> None:
+    start_tier().store([1])
+    bucket.write(f"{prefix}/notes.txt", b"12345")
+    place = open_obj_place(s3_options(server, prefix))
+    blocks = list(place.blocks())
+    assert place.summary().foreign == Amount(1, 5)
+    place.remove(blocks, unless_changed=False)
+    place.end_removal([blocks[0].namespace])
+    assert bucket.names() == [f"{prefix}/notes.txt"]
+
+
+def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        open_obj_place({"url": f"file://{tmp_path}/missing"})
+    (finding,) = probe_obj_place({"url": f"file://{tmp_path}/missing"})
+    assert finding.is_good
+    assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("url", ["memory://", "https://example.org"])
+def test_what_cannot_be_seen_from_outside_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="PLACE"):
+        open_obj_place({"url": url})
+
+
+def test_a_bucket_that_is_not_there_is_said(server: S3Server, prefix: str) -> None:
+    options = s3_options(server, prefix) | {"url": "s3://no-such-bucket-here"}
+    with pytest.raises(TierError):
+        open_obj_place(options)
+    (finding,) = probe_obj_place(options)
+    assert not finding.is_good

@@ -1,0 +1,32 @@
+"""The waits of tiers on a disk, as long in tests as the guards against hangs.
+
+In an engine they are short, because a thread that waits moves nothing else. On a busy machine a short one ends before
+the thread that is waited for has run, and the outcome of a test would depend on luck. A test of what happens when a
+wait ends sets its own.
+"""
+
+from collections.abc import Callable
+
+from kvtier.tiering.fs import evictor, shared_usage
+from kvtier.tiering.fs import store as fs_store
+from kvtier.tiering.slab import store as slab_store
+
+PATIENT_S = 60.0
+
+WAITS: dict[object, dict[str, float]] = {
+    evictor: {"ROOM_WAIT_S": PATIENT_S},
+    shared_usage: {"LOCK_ATTEMPTS": int(PATIENT_S / shared_usage.MAX_LOCK_PAUSE_S)},
+    fs_store: {"CLOSE_TIMEOUT_S": PATIENT_S},
+    slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S, "CLOSE_TIMEOUT_S": PATIENT_S},
+}
+
+
+def be_patient(set_value: Callable[[object, str, float], None] = setattr) -> None:
+    """Lengthen the waits of this process.
+
+    Args:
+        set_value: sets an attribute of a module; that of a ``pytest.MonkeyPatch`` takes it back after the test.
+    """
+    for module, waits in WAITS.items():
+        for name, value in waits.items():
+            set_value(module, name, value)
