@@ -153,6 +153,14 @@ def test_each_new_record_has_one_span_and_what_is_no_longer_kept_has_none(
     assert named == ["r0", "r1", "r3", "r4"]
 
 
+def test_what_was_recorded_before_the_spans_began_has_none(exporter: InMemorySpanExporter) -> None:
+    exporter.clear()
+    spans = RequestSpans(16, num_earlier=2)
+    spans.export([RequestRecord(f"r{number}", 0.0, 16) for number in range(3)], 3)
+
+    assert (only(exporter).attributes or {})["kv_cache.request_id"] == "r2"
+
+
 @pytest.mark.parametrize("is_imported", [False, True])
 def test_nothing_is_imported_or_made_before_opentelemetry_is_set_up(is_imported: bool) -> None:
     program = """

@@ -37,12 +37,13 @@ class RequestSpans:
 
     Args:
         block_tokens: tokens in a block, which counts of blocks are made of.
+        num_earlier: records that were made before, which have no span.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_earlier: int = 0) -> None:
         self._block_tokens = block_tokens
         self._headers: dict[str, Mapping[str, str]] = {}
-        self._num_exported = 0
+        self._num_exported = num_earlier
 
     @property
     def is_active(self) -> bool:

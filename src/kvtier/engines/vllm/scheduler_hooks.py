@@ -32,6 +32,7 @@ from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, fi
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.events import translate_events
 from kvtier.misses import Miss, MissCause
+from kvtier.observe.spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class SchedulerHooks:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
         self._block_pool: BlockPool | None = None
         self._can_wait_by_layer = False
+        self._spans: RequestSpans | None = None  # none before the first request that has trace headers
 
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler:
@@ -69,7 +71,12 @@ class SchedulerHooks:
         return False
 
     def on_new_request(self, request: Request) -> None:
-        """Record the request's arrival if requests are recorded."""
+        """Record the request's arrival if requests are recorded, and its trace headers if it has some."""
+        if request.trace_headers:
+            if self._spans is None:
+                block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self._spans = RequestSpans(block_tokens, self._scheduler.records.num_requests)
+            self._spans.note_request(request.request_id, request.trace_headers)
         if self._scheduler.recorder is not None:
             self._scheduler.recorder.on_arrival(request.request_id)
 
@@ -141,13 +148,23 @@ class SchedulerHooks:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
-        return self._scheduler.request_finished(request, stop_of(request))
+        return self._finish(request)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Forget a request of a model with several KV groups."""
-        return self._scheduler.request_finished(request, stop_of(request))
+        return self._finish(request)
+
+    def _finish(self, request: Request) -> tuple[bool, None]:
+        freed = self._scheduler.request_finished(request, stop_of(request))
+        if self._spans is not None:
+            # vLLM makes its own span in another process and takes no attributes: this one stands beside it.
+            if self._spans.is_active:
+                records = self._scheduler.records
+                self._spans.export(records.latest, records.num_requests)
+            self._spans.forget(request.request_id)
+        return freed
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return which blocks can be loaded, or no longer, since the last call, for vLLM's publisher."""
