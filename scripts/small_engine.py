@@ -23,7 +23,6 @@ def settings_for(folder: Path, **more: object) -> dict[str, Any]:  # Any: a user
     return {
         "cpu_bytes_to_use": 8 * ROW_BYTES,
         "lookup_deadline_s": WAIT_S,
-        "load_if": "faster",
         "record_trace": str(folder / "trace"),
         "secondary_tiers": [
             {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": "1MiB"},

@@ -1,9 +1,10 @@
 """The memory of what left: what is found, what is forgotten first, and how much it takes."""
 
 import random
+import threading
 
 from kvtier.base import OffloadKey
-from kvtier.departed import MAX_WAITING_KEYS, DepartedBlocks
+from kvtier.departed import MAX_WAITING_BATCHES, MAX_WAITING_KEYS, DepartedBlocks
 from kvtier.misses import Miss, MissCause, NotStored, not_stored
 from kvtier.testing.clock import ManualClock
 
@@ -107,6 +108,54 @@ def test_keys_wait_in_bounded_number_where_nobody_folds() -> None:
     for begin in range(0, 3 * MAX_WAITING_KEYS, 1000):
         departed.add(make_keys(1000, first=begin), kind)
         assert departed.num_waiting < MAX_WAITING_KEYS
+
+
+def test_with_a_stride_a_run_is_found_by_any_of_its_blocks_and_takes_a_part_of_the_memory() -> None:
+    clock = ManualClock()
+    departed = DepartedBlocks(8000, clock, [EVICTED], stride=8)
+    keys = make_keys(200)
+    rng, begin = random.Random(1), 0
+    while begin < len(keys):  # in batches of any size
+        end = begin + rng.randint(1, 11)
+        departed.add(keys[begin:end], 0)
+        begin = end
+    clock.advance(3.0)
+
+    num_alone = sum(departed.explain(key) is not None for key in keys)
+    runs = [departed.explain_run(key, keys[number + 1 :]) for number, key in enumerate(keys[:-8])]
+    assert num_alone == len(keys) / 8
+    assert runs == [Miss(MissCause.EVICTED, "host", {"ago_s": 3.0})] * len(runs)
+    assert departed.explain_run(make_keys(1, first=900)[0], make_keys(20, first=901)) is None
+    assert departed.num_bytes <= 16 * 8000 / 8
+
+
+def test_threads_report_while_the_owner_looks() -> None:
+    departed = DepartedBlocks(100_000, ManualClock(), [EVICTED])
+    keys = make_keys(20_000)
+
+    def report(first: int) -> None:
+        for number in range(first, len(keys), 4):
+            departed.report((keys[number],), 0)
+            while departed.num_batches > MAX_WAITING_BATCHES // 2:
+                pass
+
+    threads = [threading.Thread(target=report, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        departed.explain(keys[0])
+    for thread in threads:
+        thread.join()
+
+    assert all(departed.explain(key) for key in keys)
+
+
+def test_where_nothing_looks_reports_are_bounded() -> None:
+    departed = DepartedBlocks(100_000, ManualClock(), [EVICTED])
+    for key in make_keys(3 * MAX_WAITING_BATCHES):
+        departed.report((key,), 0)
+
+    assert departed.num_batches == MAX_WAITING_BATCHES
 
 
 def test_after_clear_nothing_is_remembered() -> None:

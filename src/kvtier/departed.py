@@ -71,12 +71,20 @@ class DepartedBlocks:
         max_blocks: blocks to remember; above MAX_REMEMBERED_BLOCKS it is that many.
         clock: seconds, monotonic.
         kinds: why blocks leave this place, at most 16; a block is added under the position of its reason.
+        stride: of so many added blocks one is remembered; ``explain_run`` finds a run of them by any that is. It takes
+            a stride-th of the time and of the memory.
     """
 
     def __init__(
-        self, max_blocks: int, clock: Callable[[], float] = time.monotonic, kinds: Iterable[Miss] = ()
+        self,
+        max_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+        kinds: Iterable[Miss] = (),
+        stride: int = 1,
     ) -> None:
-        self._num_entries = max(1, min(max_blocks, MAX_REMEMBERED_BLOCKS))
+        self.stride = stride
+        self._skipped = 0
+        self._num_entries = max(1, min(max_blocks, MAX_REMEMBERED_BLOCKS) // stride)
         bucket_bits = max(1, self._num_entries.bit_length() - 1)
         self._num_buckets, self._bucket_shift = 1 << bucket_bits, 64 - bucket_bits
         self._clock = clock
@@ -94,6 +102,11 @@ class DepartedBlocks:
         return self._num_waiting
 
     @property
+    def num_batches(self) -> int:
+        """Batches that the next ``fold`` takes. Thread: any."""
+        return len(self._waiting)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
         arrays = (self._tags, self._stamps, self._following, self._heads)
@@ -107,17 +120,21 @@ class DepartedBlocks:
 
     def add(self, keys: Sequence[OffloadKey], kind: int) -> None:
         """Remember that ``keys`` have just left; the caller does not change the sequence afterwards."""
+        if self.stride > 1:
+            first, self._skipped = self._skipped, (self._skipped - len(keys)) % self.stride
+            keys = keys[first :: self.stride]
+            if not keys:
+                return
         self._waiting.append((keys, self._clock(), kind))
         self._num_waiting += len(keys)
         if self._num_waiting >= MAX_WAITING_KEYS:
             self.fold()
 
     def report(self, keys: Sequence[OffloadKey], kind: int) -> None:
-        """Do what ``add`` does, from any thread; where the owner never looks, the oldest batches are forgotten."""
-        if keys:
+        """Do what ``add`` does, from any thread, with every key; what nothing ever looks for is not remembered."""
+        # Only the owner takes batches out: two that take could both want the last one.
+        if keys and len(self._waiting) < MAX_WAITING_BATCHES:
             self._waiting.append((keys, self._clock(), kind))
-            if len(self._waiting) > MAX_WAITING_BATCHES:
-                self._waiting.popleft()
 
     def find(self, key: OffloadKey) -> Departure | None:
         """Return why and when ``key`` left for the last time; None when that is not remembered."""
@@ -142,6 +159,20 @@ class DepartedBlocks:
             return None
         miss, ago_s = departure
         return Miss(miss.cause, miss.tier, MappingProxyType({**miss.detail, "ago_s": ago_s}))
+
+    def explain_run(self, key: OffloadKey, behind: Sequence[OffloadKey]) -> Miss | None:
+        """Return why ``key`` is missing, judging by the blocks behind it where it is none of those remembered.
+
+        A prefix leaves from its tail, so what is behind a block that left has left too, shortly before.
+        """
+        if not (self._waiting or len(self._tags)):
+            return None
+        found = self.explain(key)
+        for other in behind[: self.stride - 1]:
+            if found is not None:
+                break
+            found = self.explain(other)
+        return found
 
     def clear(self) -> None:
         """Forget every block."""

@@ -5,7 +5,7 @@ computed, for exactly one cause. For each request these counts sum to the length
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
@@ -88,11 +88,18 @@ class MissExplainer(ABC):
     """Optional contract of a manager, and of a secondary tier, that remembers why blocks are missing."""
 
     @abstractmethod
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         """Return why ``key`` is missing; None when nothing is known of it. Changes nothing and must not block.
 
         The scheduler half calls a manager once for a request whose search has its final answer, for the first block
         that is missing, before it prepares the load of what was found.
+
+        Args:
+            key: the block.
+            req_context: the request.
+            behind: the next blocks of its prefix, a few of them, for those who remember only some.
         """
 
 

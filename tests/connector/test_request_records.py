@@ -1,5 +1,6 @@
 """Where each prompt token came from: one origin or one cause, for every way in which a request can begin."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.connector.fakes import (
@@ -38,7 +39,9 @@ class ExplainingManager(CPUOffloadingManager, MissExplainer):
         self.miss = miss
         self.asked: list[OffloadKey] = []
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         self.asked.append(key)
         return self.miss
 

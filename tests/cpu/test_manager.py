@@ -268,9 +268,6 @@ def test_stats_add_up() -> None:
         "primary.orphaned_blocks": 3.0,
         "primary.leased_blocks": 0.0,
         "primary.refused_pins": 0.0,
-        "primary.pinned_ratio": 1.0,
-        "primary.read_pinned_ratio": 1.0,
-        "primary.write_pinned_ratio": 0.0,
         "primary.tracked_keys": 0.0,
         "primary.loaded": 1.0,
         "primary.stored": 3.0,
@@ -278,6 +275,9 @@ def test_stats_add_up() -> None:
         "primary.evicted": 2.0,
         "primary.refused": 0.0,
         "primary.event_merges": 0.0,
+        "primary.pinned_ratio": 1.0,
+        "primary.read_pinned_ratio": 1.0,
+        "primary.write_pinned_ratio": 0.0,
     }
 
 

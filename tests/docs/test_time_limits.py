@@ -23,8 +23,8 @@ ROW = re.compile(
 WITHOUT_LIMITS = ("cli", "planning", "sim", "testing", "cpu/policies")
 """Folders whose times are those of a program or a model, not limits of a running engine."""
 
-UPPER_ENDS = frozenset({"MAX_TTL_S", "MAX_TIMEOUT_S"})
-"""Constants that bound settings; a setting out of range is refused."""
+UPPER_ENDS = frozenset({"MAX_TTL_S", "MAX_TIMEOUT_S", "MAX_PIN_S", "SHORTEST_S"})
+"""Constants that bound settings and durations that clients give; one out of range is refused or cut."""
 
 ALIASES = frozenset(
     {"DEFAULT_LOOKUP_DEADLINE_S", "DEFAULT_JOB_TIMEOUT_S", "DEFAULT_TIMEOUT_S", "DEFAULT_TTL_S"}
@@ -53,8 +53,9 @@ def constants_of(path: Path) -> dict[str, float]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if re.fullmatch(r"[A-Z_]+_S", name) and isinstance(node.value, ast.Constant):
-                found[name] = float(str(node.value.value))
+            value = node.value.value if isinstance(node.value, ast.Constant) else None
+            if re.fullmatch(r"[A-Z_]+_S", name) and isinstance(value, int | float):
+                found[name] = float(value)
     return found
 
 

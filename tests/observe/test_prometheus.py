@@ -1,6 +1,7 @@
 """The exporter shows an engine's numbers at the moment of the scrape, in Prometheus' own format."""
 
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -18,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.observe.fakes import FakeEngine
 
 from kvtier.config import Settings, parse_settings
-from kvtier.errors import ConfigError
+from kvtier.engines.common.step import StepOutput
+from kvtier.errors import ConfigError, MissingExtraError
 from kvtier.histogram import Histogram
 from kvtier.observe import serve_metrics
 from kvtier.observe.metrics import FAMILIES
@@ -76,6 +78,13 @@ def test_numbers_of_a_tier_of_ones_own_that_nothing_declares_are_left_out() -> N
         samples = scrape(server.url)
 
     assert samples == {("kvtier_tier_errors_total", labels(tier="mine", tier_index="0")): 2.0}
+
+
+def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+
+    with pytest.raises(MissingExtraError, match=r"prometheus_client.*pip install 'kvtier\[observe\]'"):
+        serve_metrics(FakeEngine(), 0)
 
 
 def test_two_engines_of_a_process_have_pages_of_their_own() -> None:
@@ -149,16 +158,22 @@ def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> 
 def test_an_idle_engine_shows_what_its_tiers_have_written_after_the_last_step(tmp_path: Path) -> None:
     with running_engine(tmp_path, metrics_port=0, cpu_bytes_to_use=64 * ROW_BYTES) as engine:
         engine.run(prompt_of(0), 1)
-        engine.run(prompt_of(1), 8)  # in its steps the blocks of the first are stored and given to the tiers
+        driver = engine._driver
+        assert driver is not None
         assert engine.metrics is not None
+        # Steps until the blocks are in host memory, and in no tier for all that the scheduler knows.
+        while engine.stats()["connector.open_jobs"]:
+            driver.step(StepOutput())
         # Only the tiers' threads work now: nothing steps or polls.
-        assert engine._driver is not None
-        tiers = [tier.tier for tier in cast("TieringOffloadingManager", engine._driver.manager)._tiers]
+        tiers = [tier.tier for tier in cast("TieringOffloadingManager", driver.manager)._tiers]
         assert all(tier.drain(WAIT_S) for tier in tiers)
         samples = scrape(engine.metrics.url)
 
-    assert samples["kvtier_tier_stored_blocks_total", labels(tier="fs", tier_index="1")] >= 4
-    assert samples["kvtier_tier_open_jobs", labels(tier="fs", tier_index="1")] == 0
+    disk = labels(tier="fs", tier_index="1")
+    assert samples["kvtier_tier_stored_blocks_total", disk] == 4
+    assert samples["kvtier_tier_open_jobs", disk] == 0
+    # What only a step can see is shown as it is: the scheduler has not heard of the end.
+    assert samples["kvtier_tier_cascade_jobs", disk] == 1
 
 
 def test_a_shut_down_engine_serves_no_longer(tmp_path: Path) -> None:

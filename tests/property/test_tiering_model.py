@@ -191,6 +191,15 @@ class TieringModel(RuleBasedStateMachine):
             self.driver.load(numbers[:num_hits], request)
         self.driver.manager.request_finished(request)
 
+    @rule(number=st.integers(0, 9))
+    def explain(self, number: int) -> None:
+        """A question for the cause of a missing block changes nothing, and every answer names a tier that there is."""
+        manager = self.driver.manager
+        before = manager.stats()
+        miss = manager.explain(key_of(number), ReqContext("why"))
+        assert miss is None or miss.tier in ("", "host", *(tier.get_tier_type() for tier in self.faulty))
+        assert manager.stats() == before
+
     @rule(numbers=PREFIXES, num_wanted=st.integers(0, 6))
     def serve_a_part(self, numbers: list[int], num_wanted: int) -> None:
         """Serve a request that asks where its blocks are and wants some; the tiers of the rest are measured."""

@@ -155,3 +155,20 @@ def test_simulated_engines_get_the_hints_too(chat: Trace) -> None:
 
 def test_without_knowledge_of_the_future_no_trace_is_needed() -> None:
     assert Clients(ClientHints.NONE).hints_of(TraceRequest(0.0, 1, 1, ())) is None
+
+
+GOLDEN_HITS = {
+    (CONTINUES, HintNoise(wrong_share=0.2)): 36_619,
+    (RETURNS, HintNoise(time_factor=2.0)): 59_168,
+    (RETURNS, HintNoise(honesty=Honesty.RANDOM)): 30_945,
+    (RETURNS, HintNoise(honesty=Honesty.HOSTILE)): 31_215,
+}
+"""Blocks that hazard finds in a hundredth of the blocks of `conversation`; 31,511 without hints."""
+
+
+@pytest.mark.parametrize(("known", "noise"), GOLDEN_HITS)
+def test_with_hints_hazard_finds_what_it_found(
+    conversation: Trace, known: ClientHints, noise: HintNoise
+) -> None:
+    cache = HostCache(blocks_of_share(conversation, 0.01), "hazard", client_hints=known, hint_noise=noise)
+    assert replay_host(conversation, cache).num_hits == GOLDEN_HITS[known, noise]

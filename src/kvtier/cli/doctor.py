@@ -57,6 +57,7 @@ EXTRAS = {
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
     "plotly": ("plot", "pages of simulate and plan"),
+    "prometheus_client": ("observe", "metrics for Prometheus"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 

@@ -35,6 +35,7 @@ EXTRA_OF_MODULE = {
     "plotly": "plot",
     "msgspec": "record",
     "zmq": "record",
+    "prometheus_client": "observe",
 }
 """Optional module -> the extra of the package that installs it."""
 

@@ -46,6 +46,9 @@ MAX_RECORDS = 1000
 MAX_UNSTORED_BLOCKS = 2**18
 """Blocks remembered that were not offered to the manager, because of limits or want of room; 4 MB at most."""
 
+MAX_BEHIND = 16
+"""Blocks behind the first missing one that a manager is given; more than any of them looks at."""
+
 PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
 NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
 ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
@@ -241,7 +244,8 @@ class RequestRecords:
             if state.search.first_missing is None:
                 state.search.first_missing = key
             if self._explainer is not None:
-                miss = self._explainer.explain(key, state.context)
+                behind = keys[block + 1 : block + MAX_BEHIND]
+                miss = self._explainer.explain(key, state.context, behind)
             if self._unstored is not None and (miss is None or miss.cause is MissCause.NEVER_SEEN):
                 miss = self._unstored.explain(key)
         if miss is None or miss.cause is MissCause.NEVER_SEEN:

@@ -300,7 +300,9 @@ def make_request_state(
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
     """
     # vLLM from 0.32 on; other engines have no such attribute.
-    params = add_envelope(request.kv_transfer_params, getattr(request, "kv_hints", None))
+    params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
+    if envelope is not None:
+        params = add_envelope(params, envelope)
     limits = parse_request_limits(params) if params else NO_LIMITS
     return RequestState(
         request=request,

@@ -59,12 +59,12 @@ HOST_DEPARTURES = (
 )
 
 
-DEPARTED_DIVISOR = 2
-"""The manager remembers why blocks left for half as many as it holds: eight bytes for each held block, which may take
-250 in all. More explains misses of blocks that left earlier."""
+DEPARTED_STRIDE = 8
+"""A large manager remembers every eighth block that leaves, and recognises a prefix by any of eight blocks. Fewer, and
+eviction takes longer; more, and prefixes of a few blocks that left look like new ones."""
 
-MIN_DEPARTED = 1024
-"""A smaller manager remembers as many as it holds, 16 KB at most."""
+MAX_ALL_DEPARTED = 4096
+"""A smaller manager remembers every block that leaves, 64 KB at most."""
 
 
 class CPUOffloadingManager(OffloadingManager, MissExplainer):
@@ -117,8 +117,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._is_shut_down = False
         self.is_learning = True
         self.follows_requests = self._learner is not None or is_filtering
-        num_remembered = max(num_blocks // DEPARTED_DIVISOR, min(num_blocks, MIN_DEPARTED))
-        self.departed = DepartedBlocks(num_remembered, clock, HOST_DEPARTURES)
+        stride = DEPARTED_STRIDE if num_blocks > MAX_ALL_DEPARTED else 1
+        self.departed = DepartedBlocks(num_blocks, clock, HOST_DEPARTURES, stride)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
 
     @property
@@ -142,11 +142,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return None if self._filter is None else self._filter.counts
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self._learner is not None:
-            self._learner.note_request(make_arrived(chains, req_context, self._clock()))
+        params, learner = req_context.kv_transfer_params, self._learner
+        if learner is not None and (params or learner.learns_without_hints):
+            learner.note_request(make_arrived(chains, req_context, self._clock()))
         if self.leases.ends_s:
             self.leases.expire()
-        if req_context.kv_transfer_params and (pin_s := req_context.hints.pin_s):
+        if params and (pin_s := req_context.hints.pin_s):
             self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -316,11 +317,13 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         num_evictable = self.table.num_evictable
         return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         del req_context
         if self._get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
-        return self.departed.explain(key)
+        return self.departed.explain_run(key, behind)
 
     def reset(self) -> None:
         self.leases.unpin(None)

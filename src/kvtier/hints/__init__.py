@@ -4,6 +4,7 @@
 """
 
 from kvtier.hints.client import AgentLoop, ToolTimes, with_hints
+from kvtier.hints.envelope import add_envelope
 from kvtier.hints.values import RequestHints, parse_hints
 
-__all__ = ["AgentLoop", "RequestHints", "ToolTimes", "parse_hints", "with_hints"]
+__all__ = ["AgentLoop", "RequestHints", "ToolTimes", "add_envelope", "parse_hints", "with_hints"]

@@ -93,8 +93,10 @@ class SimulatedTier(SecondaryTierManager, RequestAware, MissExplainer):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
         return self._directory.lookup(key, DIRECTORY) is True
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
-        miss = self._directory.departed.explain(key)
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        miss = self._directory.departed.explain_run(key, behind)
         return None if miss is None else miss._replace(tier=self.get_tier_type())
 
     def submit_store(self, job: JobMetadata) -> None:

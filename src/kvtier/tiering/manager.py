@@ -221,7 +221,9 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         waiter: Waiter | None = self._waiting.by_request.get(req_context)
         return {} if waiter is None else waiter.promoted
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         deadline = MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s})
         promoting = self._transfers.promoting.get(key)
         if promoting is not None:
@@ -237,7 +239,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             tier = unanswered.name if unanswered is not None else self._tiers[0].name
             return Miss(MissCause.LATE, tier, deadline)
         candidates = [tier.explain(key, req_context) for tier in self._tiers]
-        return choose_miss([*candidates, self._primary_manager.departed.explain(key)])
+        return choose_miss([*candidates, self._primary_manager.departed.explain_run(key, behind)])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._caller_ends_steps:

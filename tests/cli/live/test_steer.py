@@ -94,6 +94,35 @@ def test_a_purge_says_what_it_did_and_what_stays(engine: Engine, capsys: pytest.
         assert json.loads(capsys.readouterr().out)["num_purged"] == {"host": 0}
 
 
+def test_purge_takes_an_engine_in_place_of_a_place(engine: Engine, run: Run) -> None:
+    with stepping(engine):
+        status, out, _ = run("purge", "--instance", "serving", "--tier", "host")
+        assert (status, out) == (0, "serving: 4 blocks of host are purged\n")
+        assert json.loads(run("purge", "--instance", "serving", "--all", "--json")[1])["num_purged"] == {
+            "host": 0
+        }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either a place or --instance ID"),
+        (("place", "--instance", "serving", "--all"), "give either a place or --instance ID"),
+        (("--instance", "serving"), "say what to purge: --tier host, or --all"),
+        (("--instance", "serving", "--older-than", "7d"), "other selectors need a PLACE"),
+        (("place", "--tier", "host", "--all"), "goes with --instance"),
+    ],
+)
+def test_a_purge_that_says_two_things_or_none_is_refused(
+    engine: Engine, run: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    status, _, err = run("purge", *arguments)
+
+    assert status == 2
+    assert message in err
+    assert engine.manager.stats()["primary.held_blocks"] == 4.0
+
+
 def test_a_purge_without_a_selector_asks_for_all(engine: Engine) -> None:
     for tiers, is_all in (((), False), (("host",), True)):
         with pytest.raises(ConfigError, match="say what to purge: --tier host, or --all"):

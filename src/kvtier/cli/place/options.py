@@ -16,12 +16,25 @@ from kvtier.namespace import Document, parse_document
 from kvtier.tiering.kit.place import Place, PlaceNamespace
 from kvtier.tiering.places import open_place
 
+PLACE_HELP = (
+    "A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
+    "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON."
+)
+
 PlaceArgument = Annotated[
     str,
     typer.Argument(
         metavar="PLACE",
-        help="A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
-        "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON.",
+        help=PLACE_HELP,
+    ),
+]
+
+OptionalPlaceArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PLACE]",
+        help=PLACE_HELP,
+        show_default=False,
     ),
 ]
 

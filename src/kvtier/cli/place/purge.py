@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.live.steer import purge_living
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     JsonOption,
-    PlaceArgument,
+    OptionalPlaceArgument,
     advance,
     choose_namespaces,
     counted,
@@ -53,7 +54,7 @@ class Selection:
 
 
 def purge(
-    place: PlaceArgument,
+    place: OptionalPlaceArgument = None,
     namespace: Annotated[
         list[str] | None,
         typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
@@ -66,16 +67,63 @@ def purge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
     ] = False,
+    instance: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Instead of a place: a living engine forgets what it holds."),
+    ] = None,
+    tier: Annotated[
+        list[str] | None, typer.Option(help='With --instance, "host" or a tier\'s type. May be repeated.')
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.01, max=3600.0, help="With --instance: seconds it has.")
+    ] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
-    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all.
+    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
+    a living engine forgets the blocks of its host memory that are not in use; give --tier or --all.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
+    has_selector = bool(namespace or tenant or older_than)
+    check_target(place, instance, tier or (), needs_place=has_selector or dry_run)
+    if place is None:
+        purge_living(instance, tier or (), is_all=all_blocks, timeout_s=timeout_s, as_json=as_json)
+        return
+    check_selectors(has_selector=has_selector, is_all=all_blocks)
+    purge_place(place, namespace or [], tenant, older_than, dry_run=dry_run, as_json=as_json)
+
+
+def check_target(place: str | None, instance: str | None, tiers: Sequence[str], *, needs_place: bool) -> None:
+    """Refuse a command that names neither a place nor an engine, or both. Pure.
+
+    Raises:
+        ConfigError: it does, or an option goes with the other of the two.
+    """
+    if (place is None) == (instance is None):
+        raise ConfigError("PLACE", place, "give either a place or --instance ID")
+    if instance is not None and needs_place:
+        raise ConfigError("--instance", instance, "goes with --tier and --all; other selectors need a PLACE")
+    if place is not None and tiers:
+        raise ConfigError("--tier", list(tiers), "goes with --instance")
+
+
+def purge_place(
+    place: str,
+    namespace: Sequence[str],
+    tenant: str | None,
+    older_than: str | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove blocks from a place; the arguments are the options of the command.
+
+    Raises:
+        KVTierError: a selector selects nothing, or the place cannot be changed.
+    """
     age_s = None if older_than is None else parse_duration("--older-than", older_than)
     with opened(place) as found:
         if age_s is not None and not found.has_times:
@@ -85,7 +133,7 @@ def purge(
             )
             raise TierError(found.tier, message)
         known = found.namespaces()
-        names = choose(known, namespace or [], tenant)
+        names = choose(known, namespace, tenant)
         emptied = tuple(one.name for one in known if names is None or one.name in names)
         selection = (
             Selection(names, None, emptied) if age_s is None else Selection(names, time.time() - age_s, ())

@@ -69,22 +69,17 @@ def simulate(
         ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
-    if jobs < 1:
-        raise ConfigError("--jobs", jobs, "must be at least 1")
+    check_jobs(jobs)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
     device_size, host_size = choose_memory(example, device, host)
     engine = make_engine(
         trace, device=device_size, kv_size=kv_bytes, max_running=max_running, prefill=prefill, decode=decode
     )
     policies = split_names(policy)
-    tiers = [parse_tier(text, engine.block_bytes) for text in tier or ()]
-    base = make_host(
-        policies,
-        blocks_of("--host", host_size, engine.block_bytes),
-        apply_tier_settings(tiers, tier_setting or (), engine.block_bytes),
-        store_threshold,
-        parse_load_if(load_if),
-    )
+    parsed = [parse_tier(text, engine.block_bytes) for text in tier or ()]
+    tiers = apply_tier_settings(parsed, tier_setting or (), engine.block_bytes)
+    host_blocks = blocks_of("--host", host_size, engine.block_bytes)
+    base = make_host(policies, host_blocks, tiers, store_threshold, parse_load_if(load_if))
     client_hints, noise = parse_hints(hints, hint_noise)
     base = replace(base, client_hints=client_hints, hint_noise=noise)
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
@@ -103,11 +98,26 @@ def simulate(
         command_line(context, "simulate"),
         is_rate_derived=prefill is None,
     )
+    show(comparison, outputs, progress)
+    if not any(one.total.num_requests for one in found):
+        raise typer.Exit(NOTHING_SERVED_STATUS)
+
+
+def check_jobs(num_processes: int) -> None:
+    """Refuse fewer processes than one.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if num_processes < 1:
+        raise ConfigError("--jobs", num_processes, "must be at least 1")
+
+
+def show(comparison: Comparison, outputs: Outputs, progress: Console) -> None:
+    """Print a comparison and write its files."""
     print_comparison(comparison, make_console())
     with progress.status("writing"):
         outputs.write(partial(to_json, comparison), partial(make_page, comparison))
-    if not any(one.total.num_requests for one in found):
-        raise typer.Exit(NOTHING_SERVED_STATUS)
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:  # Any: JSON

@@ -199,10 +199,17 @@ def parse_hints(hints: str, noise: str) -> tuple[ClientHints, HintNoise]:
         value = parse_value(text) if word in NOISE_FIELDS else None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError("--hint-noise", part, f"must be {HINT_NOISE_FORM}")
-        values[NOISE_FIELDS[word]] = value
-    seed = int(values.pop("seed", 1))
+        values[word] = value
     with naming_options(dict.fromkeys(NOISE_FIELDS.values(), "--hint-noise")):
-        return ClientHints(hints), HintNoise(honesty=honest, seed=seed, **values)
+        noise_found = HintNoise(
+            values.get("wrong", 0.0),
+            values.get("silent", 0.0),
+            values.get("factor", 1.0),
+            honest,
+            values.get("liars", 1.0),
+            seed=int(values.get("seed", 1)),
+        )
+    return ClientHints(hints), noise_found
 
 
 def split_names(text: str) -> list[str]:

@@ -43,7 +43,14 @@ def make_arrived(
 
 
 class RequestLearner(ABC):
-    """Optional: learn from requests. Without these calls the policy sees calls about blocks only."""
+    """Optional: learn from requests. Without these calls the policy sees calls about blocks only.
+
+    Attributes:
+        learns_without_hints: whether requests whose clients give no hints teach it anything by now; managers skip the
+            call for them when not.
+    """
+
+    learns_without_hints: bool = True
 
     @abstractmethod
     def note_request(self, request: ArrivedRequest) -> None:

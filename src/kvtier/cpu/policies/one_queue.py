@@ -26,6 +26,7 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
         super().__init__(cache_capacity)
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self._ended = EndedSessions(self.blocks, cache_capacity)
+        self.learns_without_hints = False
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self.blocks.get(key)
@@ -47,6 +48,8 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
             self.blocks.move_to_end(key)
 
     def note_request(self, request: ArrivedRequest) -> None:
+        # From the first hint on, requests without any take blocks from their owners too.
+        self.learns_without_hints = True
         self._ended.note(request)
 
     def on_finished(self, req_id: str) -> None:

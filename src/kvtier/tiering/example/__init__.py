@@ -140,7 +140,9 @@ class ExampleSecondaryTier(
         if (learner := self._order.learner) is not None:
             learner.on_finished(req_context.req_id)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         return self._losses.explain(key)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:

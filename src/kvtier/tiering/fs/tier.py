@@ -5,7 +5,7 @@ directory serves any number of engines, models and processes: each namespace has
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
@@ -121,7 +121,9 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
             return False
         return self._lookup.lookup(key)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         del req_context
         return self._store_of_files.losses.explain(key) or self._store_of_files.siblings.explain(key)
 

@@ -130,7 +130,7 @@ class SlabPlace(Place):
             os.close(fd)
             message = (
                 f"{self._path} belongs to {owners}, which is running and alone may empty its slots: "
-                "stop it, or let it purge its own blocks (kvtier purge with the engine's name)"
+                "end it first"
             )
             raise TierError(TIER_TYPE, message) from error
         except OSError as error:

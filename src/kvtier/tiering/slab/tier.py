@@ -125,7 +125,9 @@ class SlabTier(
             return False
         return self._lookup.lookup(key)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         del req_context
         if not self._slab.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))

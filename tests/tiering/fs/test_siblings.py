@@ -1,0 +1,113 @@
+"""What another namespace of the directory holds is found for the blocks that this one misses, at a bounded cost."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtier.misses import MissCause
+from kvtier.namespace import Namespace, make_namespace
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_driver import key_of, make_config
+from kvtier.tiering.fs.folders import NAMESPACE_DOCUMENT_NAME, FSNamespace, block_path, namespace_path
+from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.siblings import LISTING_S, MAX_SIBLINGS, SiblingNamespaces
+
+CONFIG = make_config()
+KEYS = [key_of(number) for number in range(8)]
+
+
+def identity_of(dtype: str) -> Namespace:
+    return make_namespace(replace(CONFIG, model=replace(CONFIG.model, dtype=dtype)), 8192)
+
+
+def open_namespace(root: Path, dtype: str) -> FSNamespace:
+    identity = identity_of(dtype)
+    path = namespace_path(root, identity.name)
+    return FSNamespace(identity, identity.name, path, KeyIndex(10, is_complete=True))
+
+
+def write(root: Path, dtype: str, num_blocks: int) -> None:
+    """Put blocks of another engine into the directory."""
+    namespace = open_namespace(root, dtype)
+    for key in KEYS[:num_blocks]:
+        path = Path(block_path(namespace.path, key))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    Path(namespace.path, NAMESPACE_DOCUMENT_NAME).write_text(namespace.identity.document)
+
+
+def test_a_block_of_a_sibling_is_explained_with_the_field_and_both_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "float16", 5)
+    siblings = SiblingNamespaces(tmp_path, ManualClock())
+    with caplog.at_level(logging.INFO):
+        siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+
+    found = siblings.explain(KEYS[4])
+    assert found is not None
+    assert (found.cause, found.tier) == (MissCause.OTHER_NAMESPACE, "fs")
+    assert found.detail["model.dtype"] == "float16 (here bfloat16)"
+    assert siblings.explain(KEYS[5]) is None
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "has 5 blocks and differs in model.dtype float16 (here bfloat16)" in line
+
+
+def test_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "float16", 5)
+    clock = ManualClock()
+    siblings, own = SiblingNamespaces(tmp_path, clock), open_namespace(tmp_path, "bfloat16")
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            siblings.look_for(own, KEYS)
+            clock.advance(LISTING_S)
+
+    assert len(caplog.records) == 1
+
+
+def test_a_namespace_that_holds_something_is_not_told_of_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, "float16", 5)
+    write(tmp_path, "bfloat16", 1)
+    with caplog.at_level(logging.INFO):
+        SiblingNamespaces(tmp_path, ManualClock()).look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+
+    assert not caplog.records
+
+
+def test_a_sibling_that_comes_later_is_found_after_a_while(tmp_path: Path) -> None:
+    clock = ManualClock()
+    siblings, own = SiblingNamespaces(tmp_path, clock), open_namespace(tmp_path, "bfloat16")
+    siblings.look_for(own, KEYS)
+    write(tmp_path, "float16", 5)
+    siblings.look_for(own, KEYS)
+    before = siblings.explain(KEYS[0])
+    clock.advance(LISTING_S)
+    siblings.look_for(own, KEYS)
+
+    assert before is None
+    assert siblings.explain(KEYS[0]) is not None
+
+
+def test_a_few_siblings_are_looked_into_and_one_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    for number in range(MAX_SIBLINGS + 4):
+        write(tmp_path, f"type{number}", 1)
+    for document in tmp_path.glob(f"*/{NAMESPACE_DOCUMENT_NAME}"):
+        document.write_text("no JSON")
+    siblings = SiblingNamespaces(tmp_path, ManualClock())
+    siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+
+    assert siblings.explain(KEYS[0]) is None
+
+
+def test_what_this_namespace_has_stored_by_now_is_forgotten(tmp_path: Path) -> None:
+    write(tmp_path, "float16", 5)
+    siblings = SiblingNamespaces(tmp_path, ManualClock())
+    siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+    siblings.forget(KEYS[:1])
+
+    assert siblings.explain(KEYS[0]) is None
+    assert siblings.explain(KEYS[1]) is not None
