@@ -76,7 +76,6 @@ class WatchedDriver(TieringDriver):
         num_blocks: int,
         make_tiers: TierMaker,
         router: BlockIndexer,
-        *,
         cache_policy: str = "lru",
         lookup_deadline_s: float = 5.0,
     ) -> None:

@@ -148,15 +148,6 @@ class SchedulerHooks:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
-        return self._finish(request)
-
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, None]:
-        """Forget a request of a model with several KV groups."""
-        return self._finish(request)
-
-    def _finish(self, request: Request) -> tuple[bool, None]:
         freed = self._scheduler.request_finished(request, stop_of(request))
         if self._spans is not None:
             # vLLM makes its own span in another process and takes no attributes: this one stands beside it.
@@ -165,6 +156,13 @@ class SchedulerHooks:
                 self._spans.export(records.latest, records.num_requests)
             self._spans.forget(request.request_id)
         return freed
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        """Forget a request of a model with several KV groups."""
+        del block_ids
+        return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return which blocks can be loaded, or no longer, since the last call, for vLLM's publisher."""
