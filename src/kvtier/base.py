@@ -10,6 +10,7 @@ Source: the contracts follow vLLM's KV offloading subsystem as of May 2026 (pull
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol
 
 import numpy as np
@@ -159,21 +160,32 @@ class PrepareStoreOutput:
     evicted_keys: list[OffloadKey]
 
 
+class Locality(Enum):
+    """Where a medium is as seen from the engine; the values are those of vLLM's events."""
+
+    LOCAL = "LOCAL"
+    REMOTE = "REMOTE"
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadingEvent:
-    """Blocks that a medium holds from now on, or no longer holds.
+    """Blocks that this engine can load from a medium from now on, or no longer.
 
     There is no block size in it: blocks of different sizes may share one event.
 
     Attributes:
         keys: the blocks.
-        medium: the medium, for example "CPU".
-        removed: True when it no longer holds them.
+        medium: the medium: "CPU" for host memory, else the type of the tier.
+        removed: True when the engine can no longer load them from there.
+        tier: which secondary tier, unique within the engine; None for host memory.
+        locality: where the medium is; None when that is not known.
     """
 
     keys: list[OffloadKey]
     medium: str
     removed: bool
+    tier: str | None = None
+    locality: Locality | None = Locality.LOCAL
 
 
 class OffloadingManager(ABC):

@@ -5,7 +5,8 @@ Who draws the operations is somebody else's business: Hypothesis, or a seeded wa
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from tests.connector.fakes import HASH_TOKENS
@@ -19,6 +20,7 @@ from tests.property.connector_engine import SimEngine
 from tests.property.connector_laws import check_records
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
 from tests.property.connector_requests import Phase, SimRequest
+from tests.property.connector_router import ConnectorRouter
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.testing.clock import ManualClock
@@ -152,20 +154,17 @@ class ConnectorDriver:
         )
         rows = HostRows(options.num_slots, NUM_WORKERS, factor)
         self.clock = ManualClock()
-        self.manager: MoodyCPUManager | MoodyTieringManager = MoodyCPUManager(options.num_slots)
+        alone = MoodyCPUManager(options.num_slots, enable_events=True)
+        self.manager: MoodyCPUManager | MoodyTieringManager = alone
+        table = alone.table
+        tiers: list[ExampleSecondaryTier] = []
         if options.is_tiered:
             primary = CPUPrimaryTierOffloadingManager(
-                options.num_slots, rows, options.cache_policy, clock=self.clock
+                options.num_slots, rows, options.cache_policy, enable_events=True, clock=self.clock
             )
-            tiers = [
-                ExampleSecondaryTier(
-                    config, primary.get_kv_memoryview(), max_blocks, simulate_async=True, settings=own
-                )
-                for max_blocks, own in zip(
-                    (12, 60)[-len(options.tier_settings) :], options.tier_settings, strict=True
-                )
-            ]
-            self.manager = MoodyTieringManager(primary, tiers, measures_loads=True, clock=self.clock)
+            table = primary.table
+            tiers = make_tiers(config, primary.get_kv_memoryview(), options.tier_settings)
+            self.manager = MoodyTieringManager(primary, tiers, True, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
         self.engine = SimEngine(
             config,
@@ -177,6 +176,7 @@ class ConnectorDriver:
             calls_preemption_hook=options.calls_preemption_hook,
             can_wait_by_layer=options.is_layerwise,
         )
+        self.router = ConnectorRouter(self.engine.scheduler, table, tiers)
         for worker in self.engine.workers:
             worker.loads.is_newest_first = worker.stores.is_newest_first = options.copies_newest_first
         self.options = options
@@ -231,6 +231,7 @@ class ConnectorDriver:
         """The engine takes the output of a step."""
         if self.engine.steps and self.engine.steps[0].report is not None:
             self.engine.process_output(is_stopping=is_stopping)
+            self.router.read()
 
     def step(self, chunk: int, *, is_copying: bool = False, drafts: list[bool] | None = None) -> None:
         """Let one step pass as a whole, or planned ahead of the one before where the engine does that."""
@@ -397,3 +398,15 @@ class ConnectorDriver:
             self.seen["name used again"] += 1
             self.seen["name used again while stores are open"] += self.engine.scheduler.has_open_stores()
         return f"r{number}"
+
+
+def make_tiers(
+    config: OffloadingConfig, view: memoryview, settings: Sequence[TierSettings]
+) -> list[ExampleSecondaryTier]:
+    """Return tiers that tell routers what they hold, the last of them large."""
+    return [
+        ExampleSecondaryTier(
+            config, view, max_blocks, simulate_async=True, settings=replace(own, emit_events=True)
+        )
+        for max_blocks, own in zip((12, 60)[-len(settings) :], settings, strict=True)
+    ]

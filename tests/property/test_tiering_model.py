@@ -5,6 +5,7 @@ checked; every load compares bytes, and again when it ends; at the end every req
 job its report, and every slot must be free to take.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
+from tests.property.router_law import WatchedDriver, WatchedTier
 
 from kvtier.base import ReqContext
 from kvtier.connector.load_or_compute import list_unwanted
 from kvtier.errors import BlockNotReadyError
 from kvtier.testing.examples import num_examples
-from kvtier.testing.faults import Faults, FaultyTier
+from kvtier.testing.faults import Faults
+from kvtier.testing.indexer import BlockIndexer
 from kvtier.testing.tier_suite import key_of, make_config
-from kvtier.testing.tiering_driver import ROW_BYTES, DeviceStore, TieringDriver
+from kvtier.testing.tiering_driver import ROW_BYTES, DeviceStore
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
 from kvtier.tiering.breaker import OPEN_S
@@ -94,17 +97,27 @@ class TieringModel(RuleBasedStateMachine):
     )
     def start(self, policy: str, num_tiers: int, budget_rows: int, first: TierSettings, seed: int) -> None:
         """Build a manager over one or two faulty tiers, of which the first may want less than everything."""
-        self.faulty: list[FaultyTier] = []
+        router = BlockIndexer()
 
         def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+            self.faulty: list[WatchedTier] = []
             for position in range(num_tiers):
                 wanted = TierSettings() if position else first
-                own = replace(wanted, max_in_flight_store_bytes=budget_rows * ROW_BYTES)
+                own = replace(wanted, max_in_flight_store_bytes=budget_rows * ROW_BYTES, emit_events=True)
                 inner = ExampleSecondaryTier(make_config(), view, max_blocks=6 + position, settings=own)
-                self.faulty.append(FaultyTier(inner, Faults(), random.Random(seed + position)))
+                self.faulty.append(WatchedTier(inner, Faults(), random.Random(seed + position)))
             return [*self.faulty]
 
-        self.driver = TieringDriver(NUM_SLOTS, make_tiers, cache_policy=policy, lookup_deadline_s=DEADLINE_S)
+        def make_driver() -> WatchedDriver:
+            return WatchedDriver(NUM_SLOTS, make_tiers, router, policy, DEADLINE_S)
+
+        self.make_driver = make_driver
+        self.num_steps = 0
+        self.start_engine()
+
+    def start_engine(self) -> None:
+        """Start an engine that holds nothing, and let it store eight blocks."""
+        self.driver = self.make_driver()
         self.requests: list[Request] = []
         self.stores: list[tuple[DeviceStore, int]] = []
         self.loads: list[OpenLoad] = []
@@ -123,6 +136,35 @@ class TieringModel(RuleBasedStateMachine):
         """A tier works again."""
         if tier < len(self.faulty):
             self.faulty[tier].faults = Faults()
+
+    @rule(tier=st.integers(0, 1))
+    def wipe(self, tier: int) -> None:
+        """Another program deletes all blocks of a tier."""
+        for one in self.faulty[tier : tier + 1]:
+            one.wipe()
+
+    @rule(is_crash=st.booleans(), is_due=st.integers(0, 5).map(lambda chance: chance == 0))
+    def restart(self, is_crash: bool, is_due: bool) -> None:
+        """Now and then the engine ends, or dies; the router sees a new publisher then."""
+        if not is_due:
+            return
+        self.num_steps += self.driver.num_steps
+        if is_crash:
+            self.driver.router.forget()
+        else:
+            self.driver.stop()
+        self.start_engine()
+
+    @rule(tier=st.integers(0, 1), is_due=st.integers(0, 5).map(lambda chance: chance == 0))
+    def lose_tier(self, tier: int, is_due: bool) -> None:
+        """Now and then a tier goes out of service, and the engine is started again."""
+        if is_due and tier < len(self.faulty):
+            self.end_everything()
+            self.faulty[tier].faults.poll_raise_ratio = 1.0
+            self.serve([tier])
+            self.store([4, 5, 6, 7])
+            self.step()
+            self.restart(is_crash=False, is_due=True)
 
     @rule(numbers=NUMBERS)
     def store(self, numbers: list[int]) -> None:
@@ -402,6 +444,19 @@ TestTieringModel.settings = settings(
 @pytest.mark.parametrize("seed", range(60))
 def test_a_long_random_walk_breaks_no_law(seed: int) -> None:
     """The same rules, weighted towards what an engine does all the time, for runs that shrinking would cut."""
+    walk(seed)
+
+
+@pytest.mark.walks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(10))
+def test_a_router_is_never_lied_to_in_a_hundred_thousand_steps(part: int) -> None:
+    num_steps = itertools.accumulate(map(walk, itertools.count(1000 * (part + 1))))
+    assert any(total >= 10_000 for total in num_steps)
+
+
+def walk(seed: int) -> int:
+    """Walk once; return after how many steps the router's view was checked."""
     rng = random.Random(seed)
     model = TieringModel()
     policy, num_tiers, budget_rows = rng.choice(POLICIES), rng.randint(1, 2), rng.choice([1, 3, 100])
@@ -410,6 +465,7 @@ def test_a_long_random_walk_breaks_no_law(seed: int) -> None:
         act_at_random(model, rng)
         model.driver.manager.check()
     model.teardown()
+    return model.num_steps + model.driver.num_steps
 
 
 def act_at_random(model: TieringModel, rng: random.Random) -> None:
@@ -435,6 +491,9 @@ def act_at_random(model: TieringModel, rng: random.Random) -> None:
         (1, lambda: model.reset(is_due=pick % 4 == 0)),
         (2, lambda: model.set_fault(pick % 2, rng.choice(FAULT_NAMES), rng.choice([0.3, 1.0]))),
         (3, lambda: model.repair(pick % 2)),
+        (1, lambda: model.wipe(pick % 2)),
+        (1, lambda: model.restart(is_crash=pick % 2 == 0, is_due=pick % 10 == 0)),
+        (1, lambda: model.lose_tier(pick % 2, is_due=pick % 10 == 0)),
     ]
     weights, choices = zip(*acts, strict=True)
     rng.choices(choices, weights)[0]()

@@ -141,5 +141,5 @@ def test_an_ability_that_the_inner_tier_lacks_is_nothing_that_happens(wrap: Wrap
     tier.note_request([[key_of(1)]], REQUEST)
 
     assert tier.drain_unanswered() == 0
-    assert list(tier.drain_evicted()) == []
+    assert list(tier.drain_evicted() or ()) == []
     assert tier.drain_answered() is None

@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from kvtier.base import (
     LoadStoreSpec,
+    Locality,
     OffloadingEvent,
     TransferJobId,
     TransferSpec,
     get_offload_block_hash,
+    get_offload_group_idx,
 )
 
 
@@ -148,33 +150,52 @@ class OffloadingWorkerMetadata:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that a medium now holds.
+    """Blocks of one KV group that the engine can load from a medium from now on.
 
     Attributes:
         block_hashes: their content hashes.
-        medium: where, for example "CPU".
+        medium: where: "CPU", or the type of a secondary tier.
         block_size: tokens in a block; 0, because the device cache's own events report sizes.
+        group_idx: the KV group.
+        tier: which secondary tier, unique within the engine; None for host memory.
+        locality: where the medium is as seen from the engine; None when that is not known.
     """
 
     block_hashes: tuple[bytes, ...]
     medium: str
     block_size: int = 0
+    group_idx: int = 0
+    tier: str | None = None
+    locality: Locality | None = Locality.LOCAL
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that a medium no longer holds.
+    """Blocks of one KV group that the engine can no longer load from a medium.
 
     Attributes:
         block_hashes: their content hashes.
-        medium: where, for example "CPU".
+        medium: where: "CPU", or the type of a secondary tier.
+        group_idx: the KV group.
+        tier: which secondary tier, unique within the engine; None for host memory.
+        locality: where the medium is as seen from the engine; None when that is not known.
     """
 
     block_hashes: tuple[bytes, ...]
     medium: str
+    group_idx: int = 0
+    tier: str | None = None
+    locality: Locality | None = Locality.LOCAL
 
 
-def make_block_event(event: OffloadingEvent) -> BlockStored | BlockRemoved:
-    """Return a manager's event with its keys replaced by content hashes. Pure."""
-    hashes = tuple(get_offload_block_hash(key) for key in event.keys)
-    return BlockRemoved(hashes, event.medium) if event.removed else BlockStored(hashes, event.medium)
+def make_block_events(event: OffloadingEvent) -> list[BlockStored | BlockRemoved]:
+    """Return a manager's event for each KV group in it, with keys replaced by content hashes. Pure."""
+    by_group: dict[int, list[bytes]] = {}
+    for key in event.keys:
+        by_group.setdefault(get_offload_group_idx(key), []).append(get_offload_block_hash(key))
+    return [
+        BlockRemoved(tuple(hashes), event.medium, group, event.tier, event.locality)
+        if event.removed
+        else BlockStored(tuple(hashes), event.medium, 0, group, event.tier, event.locality)
+        for group, hashes in by_group.items()
+    ]

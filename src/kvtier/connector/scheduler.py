@@ -21,7 +21,7 @@ from kvtier.connector.common import (
     OffloadingConnectorMetadata,
     StopReason,
     TransferJob,
-    make_block_event,
+    make_block_events,
 )
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import make_handshake
@@ -306,8 +306,8 @@ class OffloadingConnectorScheduler:
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
-        """Return the blocks stored and removed since the last call, oldest first."""
-        return [make_block_event(event) for event in self.manager.take_events()]
+        """Return which blocks can be loaded, or no longer, since the last call, oldest first."""
+        return [one for event in self.manager.take_events() for one in make_block_events(event)]
 
     def has_open_stores(self) -> bool:
         """Return whether a worker still has to report a store; further steps, which may be empty, end them.

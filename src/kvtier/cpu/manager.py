@@ -114,6 +114,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
+        self._is_shut_down = False
         self.is_learning = True
         self.follows_requests = self._learner is not None or is_filtering
         stride = DEPARTED_STRIDE if num_blocks > MAX_ALL_DEPARTED else 1
@@ -333,6 +334,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if self._filter is not None:
             self._filter.clear()
 
+    def shutdown(self) -> None:
+        if self._events is not None and not self._is_shut_down:
+            held = self.table.slots.held_blocks(self._get_block)
+            self._events.record([key for key, block in held.items() if block.ref_cnt >= 0], removed=True)
+        self._is_shut_down = True
+
     def stats(self) -> dict[str, float]:
         table = self.table
         num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
@@ -351,7 +358,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             "failed": self._num_failed,
             "evicted": self._num_evicted,
             "refused": self._num_refused,
-            "dropped_events": 0 if self._events is None else self._events.num_dropped,
+            "event_merges": 0 if self._events is None else self._events.num_merges,
         }
         num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
         num_writing = min(numbers["in_flight_blocks"], num_pinned)

@@ -248,10 +248,10 @@ HOST = (
         "times",
     ),
     counter(
-        "kvtier_dropped_events",
-        "primary.dropped_events",
-        "Events of blocks that no one took in time.",
-        "events",
+        "kvtier_event_merges",
+        "primary.event_merges",
+        "Times that events of blocks were merged because no one took them in time.",
+        "times",
     ),
     gauge(
         "kvtier_waiting_requests", "waiting_requests", "Requests that wait for a secondary tier.", "requests"

@@ -8,17 +8,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
+    PurgeableTier,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
 )
 
 
-class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter):
+class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier):
     """Passes everything on to another tier.
 
     An ability that the inner tier lacks is answered as if nothing had happened: its place is there, it has evicted
@@ -76,6 +78,9 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
     def stats(self) -> dict[str, float]:
         return self.inner.stats()
 
+    def histograms(self) -> dict[str, HistogramSnapshot]:
+        return self.inner.histograms()
+
     def shutdown(self, timeout_s: float) -> bool:
         return self.inner.shutdown(timeout_s)
 
@@ -90,8 +95,11 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
         if isinstance(self.inner, RequestAware):
             self.inner.note_request(chains, req_context)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self.inner.drain_evicted() if isinstance(self.inner, EvictionReporter) else ()
+
+    def purge(self) -> Collection[OffloadKey]:
+        return self.inner.purge() if isinstance(self.inner, PurgeableTier) else ()
 
 
 class SlowTier(WrappedTier):

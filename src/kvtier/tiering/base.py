@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
-from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
+from kvtier.base import BlockIds, JobId, Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.histogram import HistogramSnapshot
 from kvtier.settings import (
@@ -141,9 +141,8 @@ class TierSettings:
         default=False,
         metadata=setting(
             flag,
-            "`true` adds events with the tier's type as medium to those of the engine; what other engines write and "
-            "evict is not in them; `slab`, `fs` and `example` report what they evict themselves, the others what a "
-            "load turned out to miss",
+            "`true` adds what the engine can load from the tier to its [events](events.md); `slab`, `fs` and `example` "
+            "report what they evict themselves, the others what a lookup or a load turned out to miss",
         ),
     )
 
@@ -207,12 +206,14 @@ class SecondaryTierManager(ABC):
         supported_settings: common settings that this tier supports beyond the default set: "policy".
         own_settings: the dataclass of the tier's own settings (``kvtier.settings``); None: the settings are the other
             arguments of the constructor.
+        locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
     """
 
     supported_settings: ClassVar[frozenset[str]] = frozenset()
     own_settings: ClassVar[type[IsDataclass] | None] = None
+    locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
 
     def __init__(
@@ -325,11 +326,18 @@ class RequestAware(ABC):
 
 
 class EvictionReporter(ABC):
-    """Optional contract for tiers that know what they evict, for events."""
+    """Optional contract for tiers that know what they evict, for events.
+
+    Such a tier knows what it holds: what was announced before its breaker opened is announced again when that closes.
+    """
 
     @abstractmethod
-    def drain_evicted(self) -> Collection[OffloadKey]:
-        """Return blocks that the tier has evicted since the last call; called only with ``emit_events``."""
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
+        """Return blocks that the tier has evicted since the last call; called only with ``emit_events``.
+
+        Returns:
+            None when there were more than it remembers; all its blocks are withdrawn then.
+        """
 
 
 class PurgeableTier(ABC):

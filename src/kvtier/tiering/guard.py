@@ -15,6 +15,7 @@ from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
+from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
@@ -72,6 +73,7 @@ class GuardedTier:
         row_bytes: bytes of one row; a budget below that would never let anything through.
         clock: seconds, monotonic.
         measures_loads: whether to measure how fast the tier loads.
+        event_name: what events call the tier, unique within the engine; None: its type.
 
     Attributes:
         is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
@@ -80,7 +82,7 @@ class GuardedTier:
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
         departed: the blocks that it lost, refused or failed to deliver.
-        events: what the tier has gained and lost, as its jobs report it; None unless its settings ask for it.
+        announcements: which of its blocks routers know; None unless its settings ask for events.
         load_times: how fast it loads; None unless it is measured.
         max_in_flight_store_bytes: bytes of primary slots that its unfinished stores may hold.
         in_flight_store_bytes: what they hold; the owner of the jobs adds and subtracts.
@@ -94,6 +96,7 @@ class GuardedTier:
         clock: Callable[[], float],
         *,
         measures_loads: bool = False,
+        event_name: str | None = None,
     ) -> None:
         self.tier = tier
         self.name = tier.get_tier_type()
@@ -108,7 +111,10 @@ class GuardedTier:
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.departed = make_departures(self.name, tier.capacity_blocks, clock)
-        self.events = EventLog(self.name) if tier.settings.emit_events else None
+        self.announcements: Announcements | None = None
+        if tier.settings.emit_events:
+            log = EventLog(self.name, tier=event_name or self.name, locality=tier.locality)
+            self.announcements = Announcements(log)
         self.num_declined_cascades = 0
         self.num_refused_by_admission = 0
         self.num_promoted_blocks = 0
@@ -148,6 +154,8 @@ class GuardedTier:
             if answer is not None:
                 self.num_lookups += 1
                 self.num_found += bool(answer)
+                if not answer and self.announcements is not None:
+                    self.announcements.on_missed(key)
                 return bool(answer)
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
             self._count_failure(CallFailure("lookup", error))
@@ -254,15 +262,22 @@ class GuardedTier:
         return answered
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return what the tier has gained and lost since the last call; nothing unless its settings ask for it."""
-        if self.events is None:
+        """Return which blocks can be loaded from the tier, or no longer, since the last call.
+
+        Nothing unless its settings ask for it. A tier that raises when it should report its evictions, or remembers
+        only some of them, may have evicted anything.
+        """
+        announcements = self.announcements
+        if announcements is None:
             return []
         if self._reporter is not None:
-            reporter = self._reporter
-            evicted = self._call("drain_evicted", lambda: list(reporter.drain_evicted()))
-            if not isinstance(evicted, CallFailure):
-                self.events.record(evicted, removed=True)
-        return self.events.take()
+            evicted = self._call("drain_evicted", drain_evicted_keys, self._reporter)
+            announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
+        if self.is_out_of_service or not self.breaker.is_closed:
+            announcements.hide(forgets=self._reporter is None)
+        else:
+            announcements.show()
+        return announcements.take_events()
 
     def end_step(self) -> None:
         """Let the tier start what this step's lookups need."""
@@ -305,6 +320,8 @@ class GuardedTier:
         self.backoff.clear()
         self.departed.clear()
         self.open_lookups.clear()
+        if self.announcements is not None:
+            self.announcements.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
@@ -314,11 +331,9 @@ class GuardedTier:
         if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
             return None
         dropped = self._call("purge", lambda: list(tier.purge()))
-        if isinstance(dropped, CallFailure):
-            return None
-        if self.events is not None:
-            self.events.record(dropped, removed=True)
-        return len(dropped)
+        if self.announcements is not None:
+            self.announcements.on_evicted(None if isinstance(dropped, CallFailure) else dropped)
+        return None if isinstance(dropped, CallFailure) else len(dropped)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
@@ -373,6 +388,8 @@ class GuardedTier:
         answer = self._call("lookup", self.tier.lookup, key, req_context)
         if isinstance(answer, CallFailure):
             self.breaker.record_failure(req_context)
+        elif answer is not None and not answer and self.announcements is not None:
+            self.announcements.on_missed(key)
         return answer is not None
 
     def _call(self, name: str, call: Callable[[*Ts], T], *args: *Ts) -> T | CallFailure:
@@ -394,6 +411,16 @@ class GuardedTier:
     def __repr__(self) -> str:
         state = "out of service" if self.is_out_of_service else self.breaker.state.value
         return f"GuardedTier({self.name}: {state}, {self.in_flight_store_bytes} B of stores in flight)"
+
+
+def drain_evicted_keys(tier: EvictionReporter) -> list[OffloadKey] | None:
+    """Return the keys that a tier reports as evicted, as a list.
+
+    Raises:
+        TypeError: it is no collection.
+    """
+    evicted = tier.drain_evicted()
+    return None if evicted is None else list(evicted)
 
 
 def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:

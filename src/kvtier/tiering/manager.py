@@ -57,7 +57,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     Args:
         primary_tier: host memory.
         secondary_tiers: the others, in the order of lookups.
-        enable_events: whether take_events returns what the primary has recorded.
+        enable_events: whether take_events returns which blocks can be loaded, or no longer.
         lookup_deadline_s: seconds a request may wait for promotions.
         shutdown_timeout_s: seconds that shutdown gives the tiers.
         measures_loads: whether to measure how fast each tier loads, which the locator reports.
@@ -88,10 +88,15 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
         self._tiers = [
-            GuardedTier(tier, view.nbytes, row_bytes, clock, measures_loads=measures_loads)
-            for tier in secondary_tiers or ()
+            GuardedTier(
+                tier, view.nbytes, row_bytes, clock, measures_loads=measures_loads, event_name=event_name
+            )
+            for tier, event_name in zip(
+                secondary_tiers or (), make_event_names(secondary_tiers or ()), strict=True
+            )
         ]
         self._enable_events = enable_events
+        self._last_events: list[OffloadingEvent] = []
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
         self._make_epoch = make_epoch
@@ -244,9 +249,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             return ()
         events = self._primary_manager.take_events()
         for tier in self._tiers:
-            if tier.events is not None:
+            if tier.announcements is not None:
                 events += tier.take_events()
-        return events
+        last, self._last_events = self._last_events, []
+        return events + last
 
     def end_step(self) -> None:
         self._caller_ends_steps = True
@@ -376,6 +382,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self.drain(self._shutdown_timeout_s)
         are_gone = [tier.shutdown(max(0.0, end_s - self._clock())) for tier in self._tiers]
         self._poll()
+        for tier in self._tiers:
+            if tier.announcements is not None:
+                tier.announcements.clear()
+                self._last_events += tier.take_events()
         self._tiers.clear()  # a tier that is still referred to would keep the rows mapped
         if all(are_gone):
             self.primary.shutdown()
@@ -442,3 +452,12 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if by_deadline and by_deadline[0].deadline_s <= self._now_s:
             for overdue in waiting.expire(self._now_s):
                 transfers.record_overdue(overdue, self._tiers)
+
+
+def make_event_names(tiers: Sequence[SecondaryTierManager]) -> list[str]:
+    """Return what events call each tier: its type, with its position where an earlier one has the same type. Pure."""
+    names: list[str] = []
+    for position, tier in enumerate(tiers):
+        name = tier.get_tier_type()
+        names.append(f"{name}.{position}" if name in names else name)
+    return names

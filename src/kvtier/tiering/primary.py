@@ -150,6 +150,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.manager.check()
 
     def shutdown(self) -> None:
+        self.manager.shutdown()
         try:
             self._view.release()
         except BufferError:
@@ -159,4 +160,5 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def abandon(self) -> None:
         """Clean the region but leave the rows mapped: a thread of a tier may still touch them."""
+        self.manager.shutdown()
         self._region.cleanup()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.base import JobId, OffloadKey, ReqContext
-from kvtier.cpu.common import EventLog
 from kvtier.errors import InvariantError
+from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
 from kvtier.tiering.departures import TierDeparture
@@ -283,6 +283,8 @@ class TierTransfers:
         """Open a job and submit it; return the blocks of a promotion that has failed at once."""
         now_s = self._clock()
         job = self.jobs.open(tier, keys, block_ids, req_context, is_promotion=is_promotion, now_s=now_s)
+        if tier.announcements is not None:
+            tier.announcements.begin_job(job.metadata.keys)
         submission = tier.submit(job.metadata)
         ended = EndedPromotions([], [])
         if submission is Submission.STARTED:
@@ -313,8 +315,6 @@ class TierTransfers:
             tier.breaker.record_failure(metadata.req_context)
         elif tier.breaker.has_failures:
             tier.breaker.record_success(metadata.req_context)
-        if tier.events is not None and not job.is_stale:
-            record_event(tier.events, metadata, arrived, is_fault=result.is_fault)
         remember_left_out(job, arrived, result)
         self._release(job, arrived, ended)
 
@@ -332,6 +332,8 @@ class TierTransfers:
         tier, metadata = job.tier, job.metadata
         if not metadata.is_promotion:
             tier.in_flight_store_bytes -= job.num_bytes
+        if tier.announcements is not None and not job.is_stale:
+            report_to_routers(job, tier.announcements, arrived, is_tried=is_tried)
         if job.is_stale:
             self._table.orphans.settle_slots(metadata.block_ids.tolist(), is_write=metadata.is_promotion)
             return
@@ -367,21 +369,24 @@ def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobRe
     job.tier.departed.add(left_out(keys, arrived), why)
 
 
-def record_event(
-    events: EventLog, metadata: JobMetadata, arrived: Sequence[OffloadKey], *, is_fault: bool
+def report_to_routers(
+    job: TierJob, announcements: Announcements, arrived: Sequence[OffloadKey], *, is_tried: bool
 ) -> None:
-    """Record what a tier has gained by a store, or what a load that is no fault of it has turned out to miss.
+    """Record what a closed job has shown of its blocks.
+
+    A block whose load failed is left alone for a while, whatever the cause: until then it cannot be had, not even
+    when it is stored again.
 
     Args:
-        events: the tier's.
-        metadata: the job.
+        job: the job, whose keys the tier's back-off does not know the outcome of yet.
+        announcements: of its tier.
         arrived: which of its keys arrived.
-        is_fault: whether a failure counts against the tier; then its blocks may still be there.
+        is_tried: whether it was submitted.
     """
-    if not metadata.is_promotion:
-        events.record(arrived, removed=False)
-    elif not is_fault:
-        events.record(left_out(metadata.keys, arrived), removed=True)
+    keys, is_promotion, backoff = job.metadata.keys, job.metadata.is_promotion, job.tier.backoff
+    if backoff.pauses and not is_promotion:
+        arrived = [key for key in arrived if not backoff.is_paused(key)]
+    announcements.end_job(keys, frozenset(arrived), is_load=is_promotion and is_tried)
 
 
 def left_out(keys: Sequence[OffloadKey], arrived: Collection[OffloadKey]) -> list[OffloadKey]:

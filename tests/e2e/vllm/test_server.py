@@ -66,7 +66,11 @@ class Subscriber:
 
     def host_hashes(self) -> set[int]:
         """Return the names of the blocks that host memory has got."""
-        return {block_hash for event in self.stored("CPU") for block_hash in event["block_hashes"]}
+        return self.hashes_in("CPU")
+
+    def hashes_in(self, medium: str) -> set[int]:
+        """Return the names of the blocks that a medium has got."""
+        return {block_hash for event in self.stored(medium) for block_hash in event["block_hashes"]}
 
     def tune_in(self, server: ServerProcess) -> None:
         """Let the server compute until something is heard: a subscription takes effect after the connection does."""
@@ -109,6 +113,7 @@ def server(
     """Return a server with host memory and a disk tier; each test has prompts of its own."""
     folder = tmp_path_factory.mktemp("server")
     settings = settings_with(folder / "blocks")
+    settings["secondary_tiers"][0]["emit_events"] = True
     with ServerProcess(llama, settings, subscriber.endpoint, folder / "server.log") as server:
         yield server
 
@@ -171,6 +176,29 @@ def test_a_subscriber_hears_which_blocks_host_memory_has(
         subscriber.listen()
     assert len(expected) == NUM_BLOCKS
     assert {event["block_size"] for event in subscriber.stored("CPU")} == {0}
+
+
+def test_a_subscriber_hears_which_blocks_the_disk_has(server: ServerProcess, subscriber: Subscriber) -> None:
+    prompt = make_prompt(350)
+    subscriber.tune_in(server)
+
+    server.ask(prompt)
+    while len(subscriber.device_hashes(prompt)) < NUM_BLOCKS:
+        subscriber.listen()
+    expected = set(subscriber.device_hashes(prompt))
+    for seed in range(MAX_TUNE_IN_PROMPTS):
+        if expected <= subscriber.hashes_in("STORAGE") | subscriber.hashes_in("fs"):
+            break
+        server.ask(make_prompt(20_000 + seed, 2 * BLOCK_TOKENS))  # an idle engine publishes nothing
+        subscriber.listen()
+
+    in_storage, in_fs = subscriber.hashes_in("STORAGE"), subscriber.hashes_in("fs")
+    assert expected <= in_storage | in_fs
+    # Releases before 0.32 cannot name a tier beside the medium.
+    assert not (in_storage and in_fs)
+    assert {event["ownership"] for event in subscriber.stored("STORAGE")} <= {"fs"}
+    if in_storage:
+        assert {event["locality"] for event in subscriber.stored("CPU")} == {"LOCAL"}
 
 
 def test_a_client_decides_what_is_loaded_for_its_request(server: ServerProcess) -> None:

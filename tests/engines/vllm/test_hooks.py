@@ -8,6 +8,10 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from tests.engines.vllm.configs import NUM_BLOCKS, cache_config, full, group, window, with_kvtier
 from tests.engines.vllm.mini_engine import MiniEngine
 from tests.engines.vllm.test_scheduler_hooks import save_adapter
@@ -285,6 +289,27 @@ def test_a_request_that_is_left_alone_has_a_record_that_says_why(
     record.check()
     assert record.tokens_by_origin == {"device": 16}
     assert record.missed_by_cause() == {(MissCause.LIMITED, ""): len(PROMPT) - 16}
+
+
+def test_a_request_with_trace_headers_has_a_span_beside_vllms_own(engine: MiniEngine) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    store(engine)
+    request = engine.request("traced", PROMPT)
+    request.trace_headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+
+    engine.scheduler.on_new_request(request)
+    engine.load(request, [[4, 5, 2, 3]])
+    engine.scheduler.request_finished(request, [])
+
+    (span,) = exporter.get_finished_spans()  # none of the request that was stored before
+    assert span.parent is not None
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == ("a" * 32, "b" * 16)
+    assert (span.attributes or {})["kv_cache.request_id"] == "traced"
+    assert (span.attributes or {})["kv_cache.tier_hit"] == ("host",)
+    assert (span.attributes or {})["kv_cache.blocks_hit"] == 3
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_under_any_policy_a_full_tier_holds_as_much_as_it_may_and_keeps_what_a_j
         assert driver.load([number, number + 1]).success
         assert driver.store([number]).success
     assert tier.get_num_blocks() == 4
-    assert len(tier.drain_evicted()) == 36
+    assert len(tier.drain_evicted() or ()) == 36
 
 
 def test_the_policy_decides_who_leaves() -> None:

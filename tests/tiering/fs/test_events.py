@@ -27,7 +27,7 @@ def numbers_of(keys: list[OffloadKey]) -> set[int]:
 def take(driver: TierDriver) -> set[int]:
     """Return what a tier by itself says it has evicted."""
     assert isinstance(driver.tier, EvictionReporter)
-    return numbers_of(list(driver.tier.drain_evicted()))
+    return numbers_of(list(driver.tier.drain_evicted() or ()))
 
 
 def start_telling(start_tier: StartTier, model: str = "model-a", num_blocks: int = 2) -> TierDriver:
@@ -131,12 +131,18 @@ def test_a_damaged_block_is_told_once_as_gone_and_one_that_others_removed_is_not
     assert take(driver) == set()
 
 
-def test_the_oldest_of_too_many_untold_evictions_are_left_out() -> None:
+def test_too_many_untold_evictions_are_said_to_be_unknown() -> None:
     index = KeyIndex(2 * MAX_UNREPORTED_KEYS, is_complete=True, emit_events=True)
     keys = [key_of(number) for number in range(MAX_UNREPORTED_KEYS + 2)]
     index.add(keys)
     index.evict(keys)
-    assert index.drain_evicted(()) == keys[2:]
+    assert index.drain_evicted(()) is None
+
+
+def test_a_key_that_has_no_room_in_the_index_is_told_as_gone() -> None:
+    index = KeyIndex(2, is_complete=True, emit_events=True)
+    index.add([key_of(1), key_of(2), key_of(3)])
+    assert index.drain_evicted(()) == [key_of(1)]
 
 
 def settle(driver: TieringDriver, numbers: list[int]) -> None:

@@ -17,27 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from vllm.distributed import kv_events
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvtier.connector.common import (
-    BlockRemoved,
-    BlockStored,
-    OffloadingConnectorMetadata,
-    StopReason,
-)
+from kvtier.connector.common import OffloadingConnectorMetadata, StopReason
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
+from kvtier.engines.vllm.events import translate_events
 from kvtier.misses import Miss, MissCause
+from kvtier.observe.spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +57,7 @@ class SchedulerHooks:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
         self._block_pool: BlockPool | None = None
         self._can_wait_by_layer = False
+        self._spans: RequestSpans | None = None  # none before the first request that has trace headers
 
     @property
     def _scheduler(self) -> OffloadingConnectorScheduler:
@@ -75,7 +71,12 @@ class SchedulerHooks:
         return False
 
     def on_new_request(self, request: Request) -> None:
-        """Record the request's arrival if requests are recorded."""
+        """Record the request's arrival if requests are recorded, and its trace headers if it has some."""
+        if request.trace_headers:
+            if self._spans is None:
+                block_tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self._spans = RequestSpans(block_tokens, self._scheduler.records.num_requests)
+            self._spans.note_request(request.request_id, request.trace_headers)
         if self._scheduler.recorder is not None:
             self._scheduler.recorder.on_arrival(request.request_id)
 
@@ -147,16 +148,24 @@ class SchedulerHooks:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
-        return self._scheduler.request_finished(request, stop_of(request))
+        freed = self._scheduler.request_finished(request, stop_of(request))
+        if self._spans is not None:
+            # vLLM makes its own span in another process and takes no attributes: this one stands beside it.
+            if self._spans.is_active:
+                records = self._scheduler.records
+                self._spans.export(records.latest, records.num_requests)
+            self._spans.forget(request.request_id)
+        return freed
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Forget a request of a model with several KV groups."""
-        return self._scheduler.request_finished(request, stop_of(request))
+        del block_ids
+        return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the blocks stored and removed since the last call, for vLLM's publisher."""
+        """Return which blocks can be loaded, or no longer, since the last call, for vLLM's publisher."""
         return translate_events(self._scheduler.take_events())
 
     def has_pending_push_work(self) -> bool:
@@ -265,11 +274,6 @@ class AdapterSalts:
         return self._clock_s() - pending.start_s > DEADLINE_S
 
 
-def translate_events(events: Iterable[BlockStored | BlockRemoved]) -> list[kv_events.KVCacheEvent]:
-    """Return vLLM's form of each event, in the same order. Pure."""
-    return [_translate(event) for event in events]
-
-
 def stop_of(request: Request) -> StopReason:
     """Return why a request ended, for a recorded trace; a tool call counts as the end of a turn. Pure."""
     is_end = request.status is RequestStatus.FINISHED_STOPPED
@@ -300,18 +304,3 @@ def _sign(folder: Path) -> Signature:
 
 def _signature_of(fingerprint: Fingerprint) -> Signature:
     return tuple((file.name, file.stamp) for file in fingerprint.files)
-
-
-def _translate(event: BlockStored | BlockRemoved) -> kv_events.KVCacheEvent:
-    hashes = [maybe_convert_block_hash(BlockHash(block_hash)) for block_hash in event.block_hashes]
-    if isinstance(event, BlockRemoved):
-        return kv_events.BlockRemoved(block_hashes=hashes, medium=event.medium)
-    return kv_events.BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=event.block_size,
-        lora_id=None,
-        medium=event.medium,
-        lora_name=None,
-    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import RequestLearner, make_arrived
@@ -33,7 +33,7 @@ from kvtier.tiering.base import (
 DEFAULT_POLICY = "lru"
 
 MAX_UNREPORTED_KEYS = 65_536
-"""Evicted keys that wait for a report, with ``emit_events``."""
+"""Evicted keys that wait for a report, with ``emit_events``; with more, all blocks are withdrawn from routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class ExampleSecondaryTier(
     """
 
     own_settings: ClassVar[type[IsDataclass] | None] = ExampleSettings
+    locality: ClassVar[Locality | None] = Locality.LOCAL
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
     def __init__(
@@ -92,8 +93,10 @@ class ExampleSecondaryTier(
         self._clock = clock
         self._order = KeyOrder(create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks))
         self._begun: list[JobMetadata] = []
-        # Without events no eviction is recorded.
-        self._evicted: deque[OffloadKey] = deque(maxlen=MAX_UNREPORTED_KEYS if settings.emit_events else 0)
+        # One more than is reported, which shows that some were forgotten. Without events none is recorded.
+        self._evicted: deque[OffloadKey] = deque(
+            maxlen=MAX_UNREPORTED_KEYS + 1 if settings.emit_events else 0
+        )
         self._losses = make_losses(self.get_tier_type(), self.max_blocks, clock)
         self._is_shut_down = False
 
@@ -142,10 +145,12 @@ class ExampleSecondaryTier(
     ) -> Miss | None:
         return self._losses.explain(key)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
-        evicted = tuple(self._evicted)
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
+        # Whether an eviction came before or after a store that is still to be reported is the guard's to judge.
+        evicted = [key for key in dict.fromkeys(self._evicted) if key not in self.blocks]
+        has_forgotten = len(self._evicted) > MAX_UNREPORTED_KEYS
         self._evicted.clear()
-        return evicted
+        return None if has_forgotten else evicted
 
     def reset(self, epoch: bytes) -> None:
         del epoch

@@ -62,6 +62,9 @@ class KeyIndex:
                 self._keys.update(dict.fromkeys(batch))
                 num_beyond = max(0, len(self._keys) - self._max_keys)
                 gone = [self._keys.popitem(last=False)[0] for _ in range(num_beyond)]
+                if self._evicted is not None:
+                    for key in gone:
+                        self._evicted.add(key)
             if self._losses is not None:
                 self._losses.report(gone, Loss.EVICTED)
 
@@ -92,8 +95,12 @@ class KeyIndex:
             num_removed += len(batch)
         return num_removed
 
-    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call."""
+    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call.
+
+        Returns:
+            None when more was evicted than is remembered.
+        """
         with self._lock:
             if self._evicted is None:
                 return []

@@ -135,7 +135,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""
         return self._namespace.index.wait_complete(timeout_s)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self._namespace.index.drain_evicted(self.keys_being_stored())
 
     def stats(self) -> dict[str, float]:

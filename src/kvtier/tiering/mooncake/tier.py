@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from kvtier.base import Locality
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
@@ -49,6 +50,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
     """
 
     own_settings: ClassVar = MooncakeSettings
+    locality: ClassVar[Locality | None] = Locality.REMOTE
 
     def __init__(
         self,

@@ -343,7 +343,7 @@ class SlotTable:
                     self._lost_slots.remove(pin.slot)
                     self._reusable.add_free((pin.slot,))
 
-    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey]:
+    def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
         """Return the blocks that were evicted or found damaged since the last call and are not back.
 
         Args:

@@ -11,7 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.learning import make_arrived
@@ -57,6 +57,7 @@ class SlabTier(
     """
 
     own_settings: ClassVar = SlabSettings
+    locality: ClassVar[Locality | None] = Locality.LOCAL
     place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
 
@@ -154,5 +155,5 @@ class SlabTier(
         self._slab.indexer.stop()
         return super().shutdown(timeout_s)
 
-    def drain_evicted(self) -> Collection[OffloadKey]:
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
         return self._slots.drain_evicted(self.keys_being_stored())

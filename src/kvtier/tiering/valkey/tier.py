@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from kvtier.base import Locality
 from kvtier.config import OffloadingConfig
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
@@ -49,6 +50,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
     """
 
     own_settings: ClassVar = ValkeySettings
+    locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
     def __init__(
