@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 from kvtier.observe.spans import MAX_HEADERS, SPAN_NAME, RequestSpans, attributes_of
+from scripts.small_engine import prompt_of, running_engine
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
@@ -184,3 +186,18 @@ print("opentelemetry" in sys.modules, "opentelemetry.sdk" in sys.modules)
     )
 
     assert answer.stdout.split() == [str(is_imported), "False"], answer.stderr
+
+
+def test_the_embedded_engine_makes_a_span_of_each_request_when_it_has_ended(
+    spans: RequestSpans, exporter: InMemorySpanExporter, tmp_path: Path
+) -> None:
+    assert spans.is_active
+    with running_engine(tmp_path) as engine:
+        engine.run(prompt_of(1), 2)
+        engine.drop_device_cache()
+        engine.run(prompt_of(1), 2)
+
+    first, second = (span.attributes or {} for span in exporter.get_finished_spans())
+    assert first["kv_cache.tier_hit"] == ("none",)
+    assert second["kv_cache.tier_hit"] == ("host",)
+    assert second["kv_cache.blocks_hit"] == 4

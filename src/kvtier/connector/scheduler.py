@@ -86,7 +86,6 @@ class OffloadingConnectorScheduler:
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
         control: what serves the operators; None when nothing does.
         records: where the prompts of the latest requests came from, and counts of all.
-        layouts: the KV groups.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from kvtier.errors import LayerLoadError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.control import open_control
 from kvtier.observe.control_commands import PromptHasher
+from kvtier.observe.spans import RequestSpans
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
@@ -65,6 +66,7 @@ class ConnectorDriver:
         except BaseException:
             self._shut_down_halves()
             raise
+        self._spans = RequestSpans(self._scheduler.layouts[0].block_tokens)
         self._clock = clock
         self._pause = pause
         self._open_jobs: set[TransferJobId] = set()
@@ -181,6 +183,9 @@ class ConnectorDriver:
             self.wait_for_load(request)
             self._scheduler.request_finished(request, request.stop, is_traffic=request.is_traffic)
             self.step(StepOutput(finished_req_ids=frozenset({request.request_id})))
+            if self._spans.is_active:
+                records = self._scheduler.records
+                self._spans.export(records.latest, records.num_requests)
 
     def drain(self, timeout_s: float) -> bool:
         """Step until every store has ended and no tier has work; False when ``timeout_s`` passed first."""
