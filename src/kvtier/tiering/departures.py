@@ -1,6 +1,6 @@
 """Why a block that the tiering manager was asked for is missing.
 
-Each tier has a memory of what it lost, refused or failed to deliver. ``explain_miss`` puts what the orchestrator, the
+Each tier has a memory of what it lost, refused or failed to deliver. ``choose_miss`` puts what the orchestrator, the
 tiers and host memory know into one order, the most certain first: what is on its way, what this request could not get,
 a tier that is down, what a tier remembers, what host memory remembers, and a sibling namespace last.
 """

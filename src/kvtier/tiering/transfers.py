@@ -96,7 +96,7 @@ class JobTable:
 
 @dataclass(slots=True)
 class PlannedPromotion:
-    """One load to submit.
+    """One promotion to submit.
 
     Attributes:
         tier: the tier to load from.
