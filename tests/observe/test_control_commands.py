@@ -9,15 +9,14 @@ from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep, TableManage
 from tests.observe.conftest import MakeControlled
 from tests.observe.controlled import Background, Engine
 
-from kvtier.base import ReqContext
+from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ControlError
 from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
 from kvtier.observe.control_wire import Message
 from kvtier.testing.tiering_driver import TieringDriver
-from kvtier.testing.wrapped_tier import WrappedTier
-from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
+from kvtier.tiering.base import CascadeMode, JobMetadata, JobResult, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 PROMPT = list(range(17))
@@ -174,14 +173,41 @@ def test_what_a_purged_tier_was_still_to_get_is_lost_to_it(make_controlled: Make
     assert engine.half.stats()["tier.0.example.pending_blocks"] == 0.0
 
 
+class StubbornTier(SecondaryTierManager):
+    """Stores nothing, and cannot be purged."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(make_config(), view)
+        self.ended: list[JobResult] = []
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "stubborn"
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return False
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self.ended.append(JobResult(job.job_id, success=True))
+
+    submit_load = submit_store
+
+    def get_finished(self) -> list[JobResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def reset(self, epoch: bytes) -> None:
+        return
+
+
 def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> None:
-    driver = TieringDriver(40, lambda view: [WrappedTier(ExampleSecondaryTier(make_config(), view))])
+    driver = TieringDriver(40, lambda view: [StubbornTier(view)])
     engine = make_controlled("engine", driver.manager)
     engine.store("a", PROMPT)
     reply = carry_out(engine, "purge", all=True)
 
-    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["wrapped"])
-    assert carry_out(engine, "purge", tiers=["wrapped"])["unable"] == ["wrapped"]
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["stubborn"])
+    assert carry_out(engine, "purge", tiers=["stubborn"])["unable"] == ["stubborn"]
 
 
 def test_a_prefetch_brings_a_prefix_from_a_tier(tiered: Engine, driver: TieringDriver) -> None:

@@ -29,7 +29,7 @@ TIER_COUNTS = {
     "slab": SLAB_NAMES,
     "obj": (*OBJ_NAMES, *OBJ_CAPACITY_NAMES),
     "valkey": (*VALKEY_NAMES, *(failure.value for failure in TierFailure)),
-    "mooncake": (*MOONCAKE_NAMES, *MORE_MOONCAKE_NAMES, "pending_deletes"),
+    "mooncake": (*MOONCAKE_NAMES, *MORE_MOONCAKE_NAMES, "deferred_deletes"),
 }
 """What the tiers count themselves, those included that are tested with servers."""
 

@@ -184,8 +184,8 @@ TIER_CONTENT = (
         "blocks",
     ),
     gauge(
-        "kvtier_tier_pending_deletes",
-        TIER + "pending_deletes",
+        "kvtier_tier_deferred_deletes",
+        TIER + "deferred_deletes",
         "Damaged blocks that a lease keeps from being removed.",
         "blocks",
     ),

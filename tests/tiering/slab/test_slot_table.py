@@ -243,7 +243,7 @@ def test_a_policy_that_learns_is_told_of_requests_of_the_current_space_alone() -
 
 
 def test_a_policy_that_does_not_learn_is_told_nothing() -> None:
-    fixture = Fixture(4, "lru")
+    fixture = Fixture(4, "arc")
     fixture.slot_table.report_to_learner(
         fixture.namespace, lambda policy: pytest.fail(f"{policy} was told of a request")
     )

@@ -26,7 +26,8 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
         super().__init__(cache_capacity)
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self._ended = EndedSessions(self.blocks, cache_capacity)
-        self.learns_without_hints = False
+        # A class of one's own that learns from requests sees them all.
+        self.learns_without_hints = type(self).note_request is not OneQueuePolicy.note_request
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self.blocks.get(key)

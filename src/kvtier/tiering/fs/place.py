@@ -296,7 +296,11 @@ def _remove_folders(top: Path) -> None:
     """Remove the folders of a namespace, as far as they are empty, and its document when nothing else is left."""
     if top.is_symlink():
         return  # what is behind it is not the tier's
-    for folder in [path for pattern in ("?/?", "?") for path in top.glob(pattern)]:
+    folders: list[Path] = []
+    for pattern in ("?/?", "?"):
+        with suppress(OSError):  # another purge removes folders beside this one
+            folders += top.glob(pattern)
+    for folder in folders:
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
     document = top / NAMESPACE_DOCUMENT_NAME
