@@ -128,6 +128,9 @@ class Evictor:
         self._walk_took_s = 0.0
         self._freed_since_walk_bytes = 0
         self._num_found_blocks = 0
+        # Whether blocks were written during the last recount, which may have counted them twice.
+        self._is_count_rough = False
+        self._finished_bytes: int | None = None
         self._thread = threading.Thread(target=self._work, name="kvtier-fs-evictor", daemon=True)
 
     def set_namespace(self, namespace: FSNamespace) -> None:
@@ -232,6 +235,15 @@ class Evictor:
             self._directory.usage.refresh()
         if was_due and not has_found_any:
             self._start_round()
+        elif self._is_count_rough:
+            self._count_again_when_idle()
+
+    def _count_again_when_idle(self) -> None:
+        """Have the next check start a recount if nobody has written since the last check."""
+        record = self._directory.usage.refresh()
+        before, self._finished_bytes = self._finished_bytes, None if record is None else record.finished_bytes
+        if record is not None and record.in_flight_bytes == 0 and record.finished_bytes == before:
+            self.deletions.request_recount()
 
     def _leave(self) -> None:
         self.deletions.close()
@@ -358,6 +370,10 @@ class Evictor:
         counted = directory.usage.end_recount(found_bytes, begun)
         if counted is None:
             self.deletions.request_recount()
+        else:
+            self._is_count_rough = (
+                counted.finished_bytes != begun.finished_bytes or counted.in_flight_bytes > 0
+            )
         return counted
 
     def _evict_batch(self, excess_bytes: int, num_recycled: int) -> int:

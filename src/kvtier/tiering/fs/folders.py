@@ -104,16 +104,13 @@ class BlockFile:
 
 
 def make_folder(path: Path, file_mode: int) -> bool:
-    """Make a folder with the permissions that go with ``file_mode``; False when it exists.
-
-    Parents that are missing are made too, with the permissions that the umask gives.
+    """Make a folder with the permissions that go with ``file_mode``; False when it exists. Its parent must be there.
 
     Raises:
         OSError: the system refused.
     """
     mode = file_mode | (file_mode & 0o444) >> 2  # search wherever files may be read
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode)
     except FileExistsError:
         return False
@@ -125,9 +122,13 @@ def make_folder(path: Path, file_mode: int) -> bool:
 def make_root(root: Path, file_mode: int) -> None:
     """Make the tier's directory and the folder of temporary files in it, unless they exist.
 
+    Parents of the directory that are missing are made too, with the permissions that the umask gives; no folder in it
+    is made on the way to another, because one that somebody removes meanwhile would come back open to others.
+
     Raises:
         OSError: the system refused.
     """
+    root.parent.mkdir(parents=True, exist_ok=True)
     make_folder(root, file_mode)
     make_folder(root / TEMPORARY_NAME, file_mode)
 
