@@ -123,7 +123,7 @@ def make_root(root: Path, file_mode: int) -> None:
     """Make the tier's directory and the folder of temporary files in it, unless they exist.
 
     Parents of the directory that are missing are made too, with the permissions that the umask gives; no folder in it
-    is made on the way to another, because one that somebody removes meanwhile would come back open to others.
+    is made on the way to another: one that another program removes meanwhile would come back open to others.
 
     Raises:
         OSError: the system refused.
