@@ -239,7 +239,7 @@ class Evictor:
             self._count_again_when_idle()
 
     def _count_again_when_idle(self) -> None:
-        """Have the next check start a recount if nobody has written since the last check."""
+        """Have the next check start a recount if no tier has written since the last check."""
         record = self._directory.usage.refresh()
         before, self._finished_bytes = self._finished_bytes, None if record is None else record.finished_bytes
         if record is not None and record.in_flight_bytes == 0 and record.finished_bytes == before:
@@ -370,10 +370,7 @@ class Evictor:
         counted = directory.usage.end_recount(found_bytes, begun)
         if counted is None:
             self.deletions.request_recount()
-        else:
-            self._is_count_rough = (
-                counted.finished_bytes != begun.finished_bytes or counted.in_flight_bytes > 0
-            )
+        self._is_count_rough = _may_count_twice(counted, begun)
         return counted
 
     def _evict_batch(self, excess_bytes: int, num_recycled: int) -> int:
@@ -416,6 +413,14 @@ class Evictor:
         except OSError as error:
             logger.warning("tier fs: %s cannot be evicted: %s", block.path, error)
             return Evicted(0)
+
+
+def _may_count_twice(counted: UsageRecord | None, begun: UsageRecord) -> bool:
+    """Return whether a tier wrote during a recount, so that blocks may be in it twice. Pure."""
+    return counted is not None and (counted.finished_bytes, counted.in_flight_bytes) != (
+        begun.finished_bytes,
+        0,
+    )
 
 
 def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:
