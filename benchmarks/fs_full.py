@@ -115,13 +115,14 @@ class FullTier:
             direct_io="auto" if case.is_direct else False,
         )
         assert self._tier.wait_indexed(HANG_GUARD_S)
+        # Until the first eviction has made room, a block may find none.
         while not self._tier.stats()["evicted_blocks"]:
-            self.put()
+            self.put(must_succeed=False)
 
-    def put(self) -> None:
+    def put(self, *, must_succeed: bool = True) -> None:
         """Store new blocks, one per row."""
         keys = make_keys(self._case.num_blocks, next(self._generations))
-        move_blocks(self._tier, keys, self._case.num_jobs, is_promotion=False)
+        move_blocks(self._tier, keys, self._case.num_jobs, is_promotion=False, must_succeed=must_succeed)
 
     def close(self) -> None:
         """End the tier."""
