@@ -17,6 +17,9 @@ from kvtier.errors import InvariantError, RecordError
 Detail = Mapping[str, str | float]
 """What stands beside a cause: which tier's namespace differs, how many seconds ago a block left."""
 
+MISSED_TOKENS = "connector.missed_tokens."
+"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
+
 NO_DETAIL: Detail = MappingProxyType({})
 
 DEVICE_ORIGIN = "device"

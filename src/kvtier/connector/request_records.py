@@ -30,6 +30,7 @@ from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
     DEVICE_ORIGIN,
     HOST_ORIGIN,
+    MISSED_TOKENS,
     NEVER_SEEN,
     Miss,
     MissCause,
@@ -209,7 +210,7 @@ class RequestRecords:
             for origin, num_tokens in self._tokens_by_origin.items():
                 counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
             for (cause, tier), num_tokens in self._missed_tokens.items():
-                name = f"connector.missed_tokens.{cause.value}"
+                name = MISSED_TOKENS + cause.value
                 counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
             return counts
 

@@ -84,7 +84,6 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        is_learning: whether note_request has an effect; any request may pin its blocks.
         follows_requests: whether request_finished has an effect.
 
     Raises:
@@ -115,7 +114,6 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self._is_shut_down = False
-        self.is_learning = True
         self.follows_requests = self._learner is not None or is_filtering
         stride = DEPARTED_STRIDE if num_blocks > MAX_ALL_DEPARTED else 1
         self.departed = DepartedBlocks(num_blocks, clock, HOST_DEPARTURES, stride)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from kvtier.misses import MISSED_TOKENS
 from kvtier.sim.history import History
 from kvtier.sim.request import SimulatedRequest
 
@@ -28,8 +29,6 @@ HOST = "host"
 
 MEDIUM_OF_HOST = "CPU"
 """What the connector calls host memory, as vLLM does; results say ``HOST``."""
-MISSED = "connector.missed_tokens."
-"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +153,9 @@ class Simulation:
         They and the hits sum to the prompts.
         """
         found = {
-            counter.removeprefix(MISSED): int(value)
+            counter.removeprefix(MISSED_TOKENS): int(value)
             for counter, value in self.counters.items()
-            if counter.startswith(MISSED)
+            if counter.startswith(MISSED_TOKENS)
         }
         return dict(sorted(found.items(), key=lambda each: -each[1]))
 

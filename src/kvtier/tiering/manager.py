@@ -67,7 +67,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     Attributes:
         primary: host memory.
         locator: finds blocks without promoting them.
-        leases: the blocks that operators have pinned in host memory.
+        leases: the blocks that operators and clients have pinned in host memory.
     """
 
     def __init__(
@@ -127,8 +127,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self._primary_manager.is_learning:
-            self._primary_manager.note_request(chains, req_context)
+        self._primary_manager.note_request(chains, req_context)
         if self._cascades.is_learning:
             self._cascades.note_request(chains, req_context)
         for tier in self._tiers:

@@ -7,7 +7,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from tests.tiering.fs.peer import Peer
 from kvtier.namespace import Namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of, make_rows
+from kvtier.tiering.fs import evictor
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.folders import BlockFile, walk_blocks
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import UsageRecord, unpack_record
@@ -386,6 +388,33 @@ def test_of_two_tiers_both_go_on_and_find_each_others_blocks(
     require_works(second, root, BLOCKS)
     assert first.load_right(BLOCKS) == set(BLOCKS)
     require_true_count(first, root)
+
+
+def test_a_count_that_was_made_beside_a_writer_is_made_again_when_it_rests(
+    start_tier: StartTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = start_tier(negative_ttl_s=0.0)
+    assert driver.store(BLOCKS).success
+    peer = Peer(root, 100 * BLOCK_BYTES)
+    num_walks = 0
+
+    def walk_beside_a_writer(folder: Path) -> Iterator[BlockFile]:
+        nonlocal num_walks
+        num_walks += 1
+        if num_walks == 1:
+            assert peer.store(1000) == [1000]  # found by this walk, and finished since it began
+        yield from walk_blocks(folder)
+
+    try:
+        assert peer.store(900) == [900]
+        monkeypatch.setattr(evictor, "walk_blocks", walk_beside_a_writer)
+        remove_folder(root)
+        driver.load(BLOCKS)  # which notices it, so that what is left is counted
+        driver.poll_until(lambda: num_walks >= 1)
+        require_true_count(driver, root)
+        assert num_walks > 1
+    finally:
+        peer.close()
 
 
 def test_a_namespace_that_nobody_serves_here_gives_its_room_back(start_tier: StartTier, root: Path) -> None:

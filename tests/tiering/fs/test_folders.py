@@ -145,3 +145,10 @@ def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:
 def test_folders_can_be_searched_by_those_who_read_files(tmp_path: Path, file_mode: int, mode: int) -> None:
     folders.make_folder(tmp_path / "folder", file_mode)
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == mode
+
+
+def test_a_folder_is_not_made_on_the_way_to_another(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        folders.make_folder(tmp_path / "removed meanwhile" / "folder", 0o600)
+
+    assert list(tmp_path.iterdir()) == []

@@ -24,10 +24,10 @@ from kvtier.cli.live.overview import (
     print_json,
 )
 from kvtier.cli.output import make_console
+from kvtier.misses import MISSED_TOKENS
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance
 
 ORIGIN = "connector.prompt_tokens."
-CAUSE = "connector.missed_tokens."
 COMPUTED = "computed"
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -175,7 +175,7 @@ def make_frame(title: str, before: Numbers, now: Numbers, passed_s: float, *, is
         is_stepping: whether a step has published the second.
     """
     origins, origins_before = sum_by_name(now, ORIGIN), sum_by_name(before, ORIGIN)
-    causes, causes_before = sum_by_name(now, CAUSE), sum_by_name(before, CAUSE)
+    causes, causes_before = sum_by_name(now, MISSED_TOKENS), sum_by_name(before, MISSED_TOKENS)
     origins[COMPUTED], origins_before[COMPUTED] = sum(causes.values()), sum(causes_before.values())
     num_tokens = sum(origins.values())
 

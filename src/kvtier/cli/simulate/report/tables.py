@@ -2,6 +2,7 @@
 
 from kvtier.cli.page.tables import Cell, Table
 from kvtier.cli.simulate.comparison import Comparison
+from kvtier.misses import MISSED_TOKENS
 from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case
 
@@ -21,10 +22,6 @@ WATCHED = {
     "lost_load_jobs": "loads whose blocks were gone",
 }
 """Counter without its place -> its meaning. Each counts work that was skipped or waited for."""
-
-
-MISSED = "connector.missed_tokens."
-"""Prefix of the counters of tokens that were computed: the cause follows, then the tier where there is one."""
 
 
 def tabulate_results(comparison: Comparison) -> Table:
@@ -94,9 +91,9 @@ def tabulate_misses(comparison: Comparison) -> Table | None:
     """Return why prompt tokens were computed, one row for each cause; None where no cause was counted. Pure."""
     missed = {
         label: {
-            name.removeprefix(MISSED): value
+            name.removeprefix(MISSED_TOKENS): value
             for name, value in one.counters.items()
-            if name.startswith(MISSED)
+            if name.startswith(MISSED_TOKENS)
         }
         for label, one in comparison.by_label.items()
     }
