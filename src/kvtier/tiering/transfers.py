@@ -41,7 +41,7 @@ class TierJob:
     is_stale: bool = False
 
 
-class JobTable:
+class TierJobs:
     """The open jobs of every tier.
 
     Args:
@@ -151,7 +151,7 @@ class TierTransfers:
         self._table = primary.table
         self._on_evicted = on_evicted
         self._clock = clock
-        self.jobs = JobTable(tiers)
+        self.jobs = TierJobs(tiers)
         self.planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
         self.promoting: dict[OffloadKey, GuardedTier] = {}
         self.num_failed_promotions = 0
