@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvtier.base import (
+    MAX_TENANT_NUMBER,
     BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -15,7 +16,9 @@ from kvtier.base import (
     ReqContext,
     get_offload_block_hash,
     get_offload_group_idx,
+    get_offload_tenant,
     make_offload_key,
+    make_offload_keys,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import KVCacheLayoutError
@@ -36,21 +39,25 @@ class MinimalManager(OffloadingManager):
         return None
 
 
-@pytest.mark.parametrize("group_idx", [0, 1, 255, 256, 2**32 - 1])
+@pytest.mark.parametrize("tenant", [0, 1, 256, MAX_TENANT_NUMBER])
+@pytest.mark.parametrize("group_idx", [0, 1, 255])
 @pytest.mark.parametrize("block_hash", [b"", b"\x00", bytes(range(32))])
-def test_a_key_gives_back_its_hash_and_group(block_hash: bytes, group_idx: int) -> None:
-    key = make_offload_key(block_hash, group_idx)
+def test_a_key_gives_back_its_hash_group_and_tenant(block_hash: bytes, group_idx: int, tenant: int) -> None:
+    key = make_offload_key(block_hash, group_idx, tenant)
+    assert make_offload_keys([block_hash], group_idx, tenant) == [key]
     assert (get_offload_block_hash(key), get_offload_group_idx(key)) == (block_hash, group_idx)
+    assert get_offload_tenant(key) == tenant
 
 
-def test_the_group_is_four_bytes_big_endian_at_the_end() -> None:
-    assert make_offload_key(b"hash", 258) == b"hash\x00\x00\x01\x02"
+def test_tenant_and_group_are_four_bytes_big_endian_at_the_end() -> None:
+    assert make_offload_key(b"hash", 2) == b"hash\x00\x00\x00\x02"
+    assert make_offload_key(b"hash", 2, 258) == b"hash\x00\x01\x02\x02"
 
 
-@pytest.mark.parametrize("group_idx", [-1, 2**32])
-def test_a_group_that_does_not_fit_is_refused(group_idx: int) -> None:
+@pytest.mark.parametrize(("group_idx", "tenant"), [(-1, 0), (256, 0), (0, -1), (0, MAX_TENANT_NUMBER + 1)])
+def test_a_group_or_tenant_that_does_not_fit_is_refused(group_idx: int, tenant: int) -> None:
     with pytest.raises(OverflowError):
-        make_offload_key(b"hash", group_idx)
+        make_offload_key(b"hash", group_idx, tenant)
 
 
 def test_requests_are_compared_by_identity() -> None:

@@ -249,6 +249,7 @@ def test_device_blocks_must_hold_whole_hash_blocks() -> None:
     ("changes", "setting"),
     [
         ({"groups": ()}, "groups"),
+        ({"groups": (GROUP,) * 257}, "groups"),
         ({"hash_block_size": 0}, "hash_block_size"),
         ({"num_hosts": 2}, "num_hosts"),
     ],

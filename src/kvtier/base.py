@@ -38,16 +38,25 @@ BlockIds = npt.NDArray[np.int64]
 """Numbers of device blocks or slots, shape (num_blocks,)."""
 
 GROUP_INDEX_BYTES = 4
+"""Bytes behind the hash: three of the tenant's number, 0 without tenants of requests, and one of the group index."""
+
+MAX_TENANT_NUMBER = 2**24 - 1
 
 
-def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
-    """Return the key of a block: its hash, then ``group_idx`` as four bytes, big endian, unsigned. Pure."""
-    return OffloadKey(block_hash + group_idx.to_bytes(GROUP_INDEX_BYTES, "big"))
+def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> OffloadKey:
+    """Return the key of a block. Pure.
+
+    Args:
+        block_hash: content hash of the block and of its whole prefix.
+        group_idx: KV group, below 256.
+        tenant: number of the request's tenant, at most MAX_TENANT_NUMBER; 0 for none.
+    """
+    return OffloadKey(block_hash + _suffix(group_idx, tenant))
 
 
-def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int) -> list[OffloadKey]:
-    """Return the key of each block of one group, in order. Pure."""
-    suffix = group_idx.to_bytes(GROUP_INDEX_BYTES, "big")
+def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
+    """Return the key of each block of one group, in order; arguments as of ``make_offload_key``. Pure."""
+    suffix = _suffix(group_idx, tenant)
     return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
 
 
@@ -58,7 +67,16 @@ def get_offload_block_hash(key: OffloadKey) -> bytes:
 
 def get_offload_group_idx(key: OffloadKey) -> int:
     """Return the KV group index that ``key`` was made from. Pure."""
-    return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+    return key[-1]
+
+
+def get_offload_tenant(key: OffloadKey) -> int:
+    """Return the number of the tenant that ``key`` was made for; 0 for none. Pure."""
+    return int.from_bytes(key[-GROUP_INDEX_BYTES:-1], "big")
+
+
+def _suffix(group_idx: int, tenant: int) -> bytes:
+    return tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big") + group_idx.to_bytes(1, "big")
 
 
 @dataclass(eq=False, slots=True)

@@ -29,6 +29,9 @@ SIZE_FORMS = (
     '(1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G" (1000-based: K, M, G, T)'
 )
 
+MAX_GROUPS = 256
+"""KV groups of a model: a key has one byte for the group."""
+
 MAX_SIZE_CHARS = 80
 """Characters of a refused size that a message repeats."""
 
@@ -381,6 +384,8 @@ class OffloadingConfig:
         object.__setattr__(self, "settings", parse_settings(self.extra_config))
         if not self.groups:
             raise ConfigError("groups", self.groups, "a model needs at least one KV group")
+        if len(self.groups) > MAX_GROUPS:
+            raise ConfigError("groups", len(self.groups), f"a key names at most {MAX_GROUPS} KV groups")
         if self.hash_block_size < 1:
             raise ConfigError("hash_block_size", self.hash_block_size, "must be at least one token")
         if self.num_hosts != 1:

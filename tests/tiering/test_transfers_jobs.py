@@ -5,7 +5,7 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.transfers import TierJobs, TierJob
+from kvtier.tiering.transfers import TierJob, TierJobs
 
 
 def make_tier() -> GuardedTier:
