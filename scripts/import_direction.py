@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "hints",
             "histogram",
             "departed",
+            "tenants",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -75,6 +76,7 @@ TIER_FOUNDATIONS = frozenset(
         "limits",
         "misses",
         "departed",
+        "tenants",
         "cpu.policies",
     }
 )

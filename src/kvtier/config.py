@@ -29,6 +29,12 @@ SIZE_FORMS = (
     '(1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G" (1000-based: K, M, G, T)'
 )
 
+MIN_TTL_S = 1.0
+"""The shortest time to live. A file system keeps times to two seconds at worst, so less would mean nothing there."""
+
+MAX_TTL_S = 10 * 366 * 86_400.0
+"""The longest time to live, ten years. More is no limit, and would end beyond the times that a file system can hold."""
+
 MAX_GROUPS = 256
 """KV groups of a model: a key has one byte for the group."""
 
@@ -151,6 +157,8 @@ class Settings:
         cuda_copier: how to move bytes between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
+        tenants: what each tenant of requests may keep, by name (``kvtier.tenants``); None: requests have no tenants.
+        ttl_s: seconds after which a block in host memory is a miss; None: never.
         record_trace: absolute path of a trace of the requests; None: no recording.
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
@@ -174,6 +182,8 @@ class Settings:
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = ""
+    tenants: Mapping[str, Any] | None = None  # Any: parsed by make_tenants, which knows the tiers
+    ttl_s: float | None = None
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
@@ -210,6 +220,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
+        tenants=extra_config.get("tenants"),
+        ttl_s=read.ttl("ttl_s"),
         record_trace=read.text("record_trace", "") or None,
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
@@ -282,6 +294,11 @@ class SettingsReader:
             raise ConfigError(name, value, "must be a number of seconds, zero or more")
         return float(value)
 
+    def ttl(self, name: str) -> float | None:
+        """Return a time to live in seconds, more than zero; None when it is not given."""
+        value = self._values.get(name)
+        return None if value is None else parse_ttl(name, value)
+
     def size_bytes(self, name: str, default: int | None) -> int | None:
         """Return a size in bytes, see ``parse_bytes``."""
         value = self._values.get(name)
@@ -302,6 +319,19 @@ class SettingsReader:
                 return member
         known = ", ".join(repr(member.value) for member in type(default))
         raise ConfigError(name, value, f"must be one of {known}")
+
+
+def parse_ttl(name: str, value: object) -> float:
+    """Return a time to live in seconds.
+
+    Raises:
+        ConfigError: it is no finite number of seconds from MIN_TTL_S to MAX_TTL_S.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not isinstance(value, int | float) or not MIN_TTL_S <= value <= MAX_TTL_S:
+        remedy = f"must be a number of seconds from {MIN_TTL_S:g} to {MAX_TTL_S:g}; leave it out for no limit"
+        raise ConfigError(name, value, remedy, max_value_chars=MAX_SIZE_CHARS)
+    return float(value)
 
 
 def parse_bytes(name: str, value: object, *, also: str = "") -> int:

@@ -14,17 +14,20 @@ A reset changes all of them: ``RequestState.on_reset``.
 
 import heapq
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
+from kvtier.config import OffloadingConfig
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.connector.tenant_finder import TenantFinder
 from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
+from kvtier.tenants import NO_TENANT, Tenant, make_tenants, salt_hash
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
+NOTHING_ALLOWED = RequestLimits(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,7 @@ class RequestState:
         context: what every manager and tier call for this request gets.
         limits: what may be loaded and stored.
         key_salt: decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
+        tenant: whose it is; None: of a tenant that is not served, so that it has no keys at all.
         keys: for each group the keys of its full blocks, as far as hashed; only ``grow_keys`` adds to them.
         blocks: its device blocks.
         stores: what was offered to the manager.
@@ -245,6 +250,7 @@ class RequestState:
     keys: list[list[OffloadKey]]
     blocks: BlockTables
     stores: StoreState
+    tenant: Tenant | None = NO_TENANT
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
     choice: ChoiceState = field(default_factory=ChoiceState)
@@ -253,6 +259,9 @@ class RequestState:
 
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
+        tenant = self.tenant
+        if tenant is None:
+            return
         hashes = self.request.block_hashes
         for layout, keys in zip(layouts, self.keys, strict=True):
             step = layout.hashes_per_block
@@ -262,7 +271,9 @@ class RequestState:
             new = [hashes[end - 1] for end in range(first_end, len(hashes) + 1, step)]
             if self.key_salt:
                 new = [salt_hash(block_hash, self.key_salt) for block_hash in new]
-            keys.extend(make_offload_keys(new, layout.idx))
+            if tenant.hash_key:
+                new = list(map(tenant.own_hash, new))
+            keys.extend(make_offload_keys(new, layout.idx, tenant.number))
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
         """Return the keys of the blocks that end at or before ``end_token``, first positions first."""
@@ -283,13 +294,13 @@ class RequestState:
         self.stores.offer_again()
 
 
-def salt_hash(block_hash: bytes, key_salt: bytes) -> bytes:
-    """Return another hash of the same length, salted with what a block's bytes depend on besides tokens. Pure."""
-    return blake2b(block_hash, key=key_salt, digest_size=len(block_hash)).digest()
-
-
 def make_request_state(
-    request: Request, num_groups: int, *, is_prompt_only: bool = False, key_salt: bytes = b""
+    request: Request,
+    num_groups: int,
+    *,
+    is_prompt_only: bool = False,
+    key_salt: bytes = b"",
+    tenants: TenantFinder | None = None,
 ) -> RequestState:
     """Return the state of a request that was never seen before. Pure.
 
@@ -298,20 +309,42 @@ def make_request_state(
         num_groups: number of KV groups.
         is_prompt_only: whether nothing beyond its prompt is stored.
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
+        tenants: finds the request's tenant; None where there are none.
     """
     # vLLM from 0.32 on; other engines have no such attribute.
     params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
     if envelope is not None:
         params = add_envelope(params, envelope)
     limits = parse_request_limits(params) if params else NO_LIMITS
+    context = ReqContext(request.request_id, params)
+    tenant: Tenant | None = NO_TENANT
+    if tenants is not None:
+        tenant = tenants.find(request, params, context.hints)
+        limits = limits if tenant is not None else NOTHING_ALLOWED
     return RequestState(
         request=request,
-        context=ReqContext(request.request_id, params),
+        context=context,
         limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
         key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
         blocks=BlockTables([[] for _ in range(num_groups)]),
         stores=StoreState([0] * num_groups),
+        tenant=tenant,
+    )
+
+
+def make_state_maker(config: OffloadingConfig, num_groups: int) -> Callable[..., RequestState]:
+    """Return ``make_request_state`` with what is the same for every request of an engine.
+
+    Raises:
+        ConfigError, UnknownNameError: the setting ``tenants`` cannot work.
+    """
+    tenants = make_tenants(config.settings)
+    return partial(
+        make_request_state,
+        num_groups=num_groups,
+        is_prompt_only=config.settings.offload_prompt_only,
+        tenants=None if tenants is None else TenantFinder(tenants),
     )
 
 

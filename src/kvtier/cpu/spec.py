@@ -27,6 +27,7 @@ from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
 from kvtier.errors import ConfigError, RegionError, RegionMemoryError
+from kvtier.tenants import Tenants, make_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     Attributes:
         system_root: the folder that holds /proc, /sys and /dev, from which "auto" follows.
+        tenants: the tenants of requests; None where there are none.
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
@@ -60,6 +62,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         settings = config.settings
+        self.tenants: Tenants | None = make_tenants(settings)
         self.eviction_policy = settings.eviction_policy
         self.store_threshold = settings.store_threshold
         self.max_tracker_size = settings.max_tracker_size

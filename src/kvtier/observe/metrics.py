@@ -143,6 +143,12 @@ CONNECTOR = (
         "Stores that had to end before a device block was written again; the engine waited for them.",
         "jobs",
     ),
+    counter(
+        "kvtier_unknown_tenant_requests",
+        "connector.unknown_tenant_requests",
+        "Requests for which nothing was loaded or stored, because the setting tenants does not serve their tenant.",
+        "requests",
+    ),
     gauge("kvtier_open_transfer_jobs", "connector.open_jobs", "Loads and stores under way.", "jobs"),
     gauge(
         "kvtier_fenced_store_jobs",
