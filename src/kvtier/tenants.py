@@ -153,6 +153,11 @@ class Tenants:
             return UNNAMED_LABEL
         return self.names.get(number, OTHERS_LABEL)
 
+    def labels(self) -> list[str]:
+        """Return every label that ``label_of`` can give. Pure."""
+        others = [] if self.others is None else [UNNAMED_LABEL, OTHERS_LABEL]
+        return [*self.by_name, *others]
+
     def quota_of(self, number: int, tier: str) -> int | None:
         """Return the bytes that a tenant may keep in ``tier``; None: as many as there is room. Pure."""
         name = self.names.get(number)

@@ -114,6 +114,9 @@ class CPUOffloadingSpec(OffloadingSpec):
             enable_events=self.config.enable_events,
             store_threshold=self.store_threshold,
             max_tracker_size=self.max_tracker_size,
+            ttl_s=self.config.settings.ttl_s,
+            tenants=self.tenants,
+            block_bytes=self.row_stride,
         )
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:

@@ -248,6 +248,24 @@ HOST = (
     counter("kvtier_host_failed_blocks", "primary.failed", "Blocks whose write failed.", "blocks"),
     counter("kvtier_host_evicted_blocks", "primary.evicted", "Blocks evicted from host memory.", "blocks"),
     counter(
+        "kvtier_host_expired_blocks",
+        "primary.expired",
+        "Blocks dropped from host memory because their `ttl_s` was over.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_host_tenant_blocks",
+        "primary.tenant_blocks.{tenant}",
+        "Blocks in host memory by tenant, where `tenants` is set: those it lists, `(others)` together, and `(none)`.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_host_tenant_bytes",
+        "primary.tenant_bytes.{tenant}",
+        "Host memory by tenant, where `tenants` is set.",
+        "bytes",
+    ),
+    counter(
         "kvtier_host_refused_evictions",
         "primary.refused",
         "Times that room was needed and too few blocks could be evicted.",

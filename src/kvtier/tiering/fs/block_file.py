@@ -77,6 +77,7 @@ class BlockFiles:
         file_mode: permissions of files; folders get search permission where files may be read.
         calls: the system.
         wall_clock: seconds since 1970.
+        keeps_modified: whether a use changes the time of access alone, so that the other stays that of the store.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class BlockFiles:
         file_mode: int,
         calls: SystemCalls,
         wall_clock: Callable[[], float],
+        *,
+        keeps_modified: bool = False,
     ) -> None:
+        self._keeps_modified = keeps_modified
         self._flags = support.flags
         self._has_unnamed_files = support.has_unnamed_files
         self._temporary_path = temporary_path
@@ -123,7 +127,13 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is None:
             return [self._read_stepwise(file) for file in files]
-        found = whole_files.read(files, self._flags, self._wall_clock() - TOUCH_INTERVAL_S)
+        # In this call a use would change both times: no file is from before 1970.
+        touch_before_s = 0.0 if self._keeps_modified else self._wall_clock() - TOUCH_INTERVAL_S
+        found = whole_files.read(files, self._flags, touch_before_s)
+        if self._keeps_modified:
+            for (path, _), answer in zip(files, found, strict=True):
+                if isinstance(answer, tuple):
+                    self._touch_access(path)
         return [
             FileStatus(*status)
             if isinstance(status, tuple)
@@ -266,7 +276,22 @@ class BlockFiles:
         if not _transfer(self._calls.pwritev, fd, buffers):
             raise OSError(errno.ENOSPC, TAKEN_IN_PART)
 
+    def _touch_access(self, file: int | str) -> None:
+        try:
+            status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+            if self._wall_clock() - max(status.st_atime, status.st_mtime) > TOUCH_INTERVAL_S:
+                times = (int(self._wall_clock() * 10**9), status.st_mtime_ns)
+                if isinstance(file, int):
+                    os.utime(file, ns=times)
+                else:
+                    os.utime(file, ns=times, follow_symlinks=False)
+        except OSError:
+            return  # as below
+
     def _touch(self, file: int | str, modified_s: float) -> None:
+        if self._keeps_modified:
+            self._touch_access(file)
+            return
         if self._wall_clock() - modified_s <= TOUCH_INTERVAL_S:
             return
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, detect_file_support
+from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.shared_usage import SharedUsage
@@ -18,6 +19,7 @@ from kvtier.tiering.fs.system import Owner, SystemCalls, current_owner
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.lifetime import make_lifetime
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class FSDirectory:
         counters: what happened.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
+        expiry: which blocks are over; None: none ever is.
     """
 
     root: Path
@@ -55,6 +58,7 @@ class FSDirectory:
     counters: Counters
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    expiry: BlockExpiry | None = None
 
 
 def open_directory(
@@ -86,7 +90,16 @@ def open_directory(
         remedy = f"cannot be written ({error}): give a directory that this user may write"
         raise ConfigError("root_dir", str(settings.root_dir), remedy) from error
     support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
-    files = BlockFiles(support, temporary_path, owner, settings.file_mode, calls, wall_clock)
+    lifetime = make_lifetime(settings.ttl_s)
+    files = BlockFiles(
+        support,
+        temporary_path,
+        owner,
+        settings.file_mode,
+        calls,
+        wall_clock,
+        keeps_modified=lifetime is not None,
+    )
     usage_path = settings.root_dir / USAGE_NAME
     return FSDirectory(
         root=settings.root_dir,
@@ -99,6 +112,7 @@ def open_directory(
         counters=Counters(*COUNTER_NAMES),
         clock=clock,
         wall_clock=wall_clock,
+        expiry=None if lifetime is None else BlockExpiry(lifetime, wall_clock, clock),
     )
 
 

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.departed import Loss
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
@@ -113,6 +115,8 @@ class Evictor:
 
     def __init__(self, directory: FSDirectory, recycled: RecycledFiles) -> None:
         self._directory = directory
+        expiry = directory.expiry
+        self._used_ns: Callable[[BlockFile], int] = expiry.used_ns if expiry else attrgetter("mtime_ns")
         self._namespace: FSNamespace | None = None
         self._recycled = recycled
         self._changed = threading.Condition()
@@ -215,6 +219,8 @@ class Evictor:
                     self._has_work = False
                     return True
             self._guard(self._check_folders)
+            if self._directory.expiry is not None:
+                self._guard(self._sweep_if_due)
 
     def _start_round(self) -> None:
         with self._changed:
@@ -313,6 +319,21 @@ class Evictor:
             self._freed_since_walk_bytes += freed_bytes
             has_just_walked = has_just_walked and freed_bytes == 0
 
+    def _sweep_if_due(self) -> None:
+        """Remove the blocks whose time to live is over, unless another process evicts just now."""
+        directory = self._directory
+        expiry = directory.expiry
+        if expiry is None or not self.deletions.has_root or not expiry.is_due():
+            return
+        with suppress(FileNotFoundError), eviction_lock(directory.root, directory.file_mode) as has_lock:
+            if not has_lock:
+                return
+            own = self._current_namespace()
+            swept = expiry.sweep(walk_blocks(directory.root), directory.files.remove, own.identity.name)
+            own.index.evict(swept.own_keys, Loss.EXPIRED)
+            directory.usage.remove(swept.num_bytes)
+            directory.counters.add(expired_blocks=swept.num_blocks)
+
     def _take_requests(self) -> list[RoomRequest]:
         with self._changed:
             requests, self._requests = self._requests, []
@@ -354,7 +375,8 @@ class Evictor:
                     namespace.index.add((block.key,))
                 yield block
 
-        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (block.mtime_ns, block.path))
+        used_ns = self._used_ns
+        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (used_ns(block), block.path))
         if self._is_closed:
             return None
         self._candidates = oldest[::-1]
@@ -403,7 +425,9 @@ class Evictor:
         """Keep the file for blocks of the namespace ``reuse_for``, or remove it."""
         try:
             status = os.lstat(block.path)
-            if status.st_mtime_ns != block.mtime_ns:
+            if status.st_mtime_ns != block.mtime_ns or (
+                self._directory.expiry is not None and status.st_atime_ns != block.atime_ns
+            ):
                 return Evicted(0)  # used since the walk: the next walk gives it its new place
             if reuse_for and self._recycled.can_keep(status) and self._recycled.keep(block.path, reuse_for):
                 return Evicted(status.st_size, is_kept=True)

@@ -95,12 +95,14 @@ class BlockFile:
         path: the file.
         num_bytes: its length.
         key: the block.
+        atime_ns: when it was last accessed, which tells its last use where blocks have a time to live.
     """
 
     mtime_ns: int
     path: str
     num_bytes: int
     key: OffloadKey
+    atime_ns: int = 0
 
 
 def make_folder(path: Path, file_mode: int) -> bool:
@@ -215,7 +217,8 @@ def walk_blocks(root: Path, namespaces: Collection[str] | None = None) -> Iterat
             key = parse_block_name(entry.name)
             status = _status(entry) if key is not None else None
             if key is not None and status is not None and stat.S_ISREG(status.st_mode):
-                yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, key)
+                times = status.st_mtime_ns, status.st_atime_ns
+                yield BlockFile(times[0], entry.path, status.st_size, key, times[1])
 
 
 def list_namespaces(root: Path) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, flag, seconds, setting, size_bytes
 from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, DIRECT_IO, num_threads_setting
+from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
@@ -73,6 +74,7 @@ class FSSettings:
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    ttl_s: float | None = field(default=None, metadata=TTL)
     num_threads: int | None = field(
         default=None,
         metadata=num_threads_setting(

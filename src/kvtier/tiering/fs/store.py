@@ -123,6 +123,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
     def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
         found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
+        if (expiry := self._directory.expiry) is not None:
+            found = [key for key in found if not expiry.is_path_over(block_path(namespace.path, key))]
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
@@ -132,6 +134,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     def store(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
+        self._remove_expired(namespace, keys)
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
@@ -170,6 +173,17 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def _remove_expired(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
+        """Remove those of ``keys`` that are over, so that they can be stored again."""
+        expiry = self._directory.expiry
+        for key in keys if expiry is not None else ():
+            path = block_path(namespace.path, key)
+            if expiry is not None and expiry.is_path_over(path):
+                try:
+                    self._directory.usage.remove(self._files.remove(path))
+                except OSError as error:
+                    logger.warning("tier fs: expired block %s cannot be removed: %s", path, error)
 
     def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
@@ -362,6 +376,7 @@ class BlockReader:
         self._rows = rows
         self._files = directory.files
         self._usage = directory.usage
+        self._expiry = directory.expiry
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
 
@@ -384,7 +399,14 @@ class BlockReader:
                 found = HeaderCheck.DAMAGED
                 if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
                     found = check_block(page, row, key, digest)
-                if found is not HeaderCheck.OK:
+                if (
+                    self._expiry
+                    and isinstance(status, FileStatus)
+                    and self._expiry.is_over(status.modified_s)
+                ):
+                    self._remove(namespace, key, path, status, Loss.EXPIRED)
+                    failures[key] = TierFailure.ABSENT
+                elif found is not HeaderCheck.OK:
                     failures[key] = self._explain(namespace, key, path, status, found)
         return failures
 
@@ -401,7 +423,7 @@ class BlockReader:
             failure = FAILURE_OF_CHECK[found]
             logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
             if failure is TierFailure.DAMAGED:
-                self._remove_damaged(namespace, key, path, status)
+                self._remove(namespace, key, path, status, Loss.DAMAGED)
         elif isinstance(status, FileStatus | FileNotFoundError):
             failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
         else:
@@ -410,12 +432,14 @@ class BlockReader:
         namespace.index.discard((key,))
         return failure
 
-    def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
+    def _remove(
+        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, why: Loss
+    ) -> None:
         try:
             self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,), Loss.DAMAGED)
+            namespace.index.evict((key,), why)
         except OSError as error:
-            logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
+            logger.warning("tier fs: block %s (%s) cannot be removed: %s", path, why.name.lower(), error)
 
 
 def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:

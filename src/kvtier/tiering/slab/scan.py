@@ -28,6 +28,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
     unpack,
 )
+from kvtier.tiering.slab.expiry import NEVER_S, pack_time, unpack_time
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
 
@@ -42,6 +43,9 @@ STRETCH_SLOTS = 16
 threads without work at the end."""
 
 _OLDEST = struct.Struct("<Q")
+
+TIME_OFFSET = ENVELOPE_BYTES + _OLDEST.size
+"""Where the time of the store stands in a header page."""
 
 
 class Indexer:
@@ -116,6 +120,7 @@ def write_header(
     row: Buffer,
     generation: int,
     oldest_generation: int,
+    stored_s: float | None = None,
 ) -> None:
     """Fill ``page`` for a block.
 
@@ -126,9 +131,12 @@ def write_header(
         row: its bytes.
         generation: of this write.
         oldest_generation: of the writes that have not ended, this one included.
+        stored_s: the time of the store, seconds since 1970, where blocks have a time to live.
     """
     page[:ENVELOPE_BYTES] = make_header(key, namespace_digest, row, generation=generation)
     _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
+    if stored_s is not None:
+        pack_time(page, TIME_OFFSET, stored_s)
 
 
 def oldest_unfinished(page: Buffer) -> int:
@@ -145,12 +153,14 @@ class FoundBlock(NamedTuple):
         slot: its number.
         namespace: first bytes of its namespace's digest.
         key: the block.
+        stored_s: time of its store, where it has one.
     """
 
     generation: int
     slot: int
     namespace: bytes
     key: OffloadKey
+    stored_s: float = NEVER_S
 
 
 @dataclass(slots=True)
@@ -269,7 +279,8 @@ class HeaderReader:
         elif found.codec != RAW_CODEC:
             headers.unknown.append(slot)
         else:
-            headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key))
+            stored_s = unpack_time(page, TIME_OFFSET)
+            headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key, stored_s))
             headers.note(found.generation, oldest_unfinished(page))
 
 
@@ -312,6 +323,7 @@ def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], name
         if outdated is not None:
             free.append(outdated)
         contents.slot_of[block.key] = block.slot
+        contents.stored_s[block.key] = block.stored_s
     contents.free.extend(sorted(free))
     contents.next_generation = blocks[-1].generation + 1 if blocks else 1
     return contents

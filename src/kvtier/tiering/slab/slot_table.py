@@ -19,6 +19,7 @@ from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.eviction_log import EvictionLog
+from kvtier.tiering.slab.expiry import NEVER_S, SlotExpiry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +42,14 @@ class Contents:
         foreign: slots of other namespaces, oldest first.
         free: slots that hold nothing.
         next_generation: beyond every one that was found.
+        stored_s: time of the store of each of our blocks.
     """
 
     slot_of: dict[OffloadKey, int] = field(default_factory=dict)
     foreign: deque[int] = field(default_factory=deque)
     free: deque[int] = field(default_factory=deque)
     next_generation: int = 1
+    stored_s: dict[OffloadKey, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -199,6 +202,7 @@ class SlotTable:
         is_empty: whether no slot holds anything; otherwise there is no room before ``adopt``.
         emit_events: whether evictions are recorded for ``drain_evicted``.
         losses: remembers why blocks are gone.
+        expiry: which blocks are over; None: none ever is.
     """
 
     def __init__(
@@ -209,7 +213,9 @@ class SlotTable:
         is_empty: bool,
         emit_events: bool = False,
         losses: DepartedBlocks | None = None,
+        expiry: SlotExpiry | None = None,
     ) -> None:
+        self._expiry = expiry
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._make_policy = make_policy
@@ -220,7 +226,7 @@ class SlotTable:
         self._lost_slots: set[int] = set()
         self._next_generation = 1
         self._writing: set[int] = set()
-        self._num_evicted = 0
+        self._num_evicted = self._num_expired = 0
         self._evicted = EvictionLog() if emit_events else None
         self._losses = losses
 
@@ -235,6 +241,8 @@ class SlotTable:
                 self._epoch = EpochBlocks(self._make_policy())
             if self._evicted is not None:
                 self._evicted.clear()
+            if self._expiry is not None:
+                self._expiry.clear()
 
     def adopt(self, namespace: SlabNamespace, contents: Contents) -> None:
         """Take over what was found at the start.
@@ -250,12 +258,15 @@ class SlotTable:
             self._next_generation = max(self._next_generation, contents.next_generation)
             if namespace is self._namespace:
                 self._unused = unused
+                self._adopt_times(contents)
             else:
                 self._reusable.add_foreign(contents.slot_of.values())
 
     def is_held(self, namespace: SlabNamespace, key: OffloadKey) -> bool:
         """Return whether the block is there, whole."""
         with self._lock:
+            if self._expiry is not None and namespace is self._namespace:
+                self._drop_if_over(self._expiry, (key,))
             return namespace is self._namespace and self._is_ready(key)
 
     def touch(self, namespace: SlabNamespace, keys: Collection[OffloadKey]) -> None:
@@ -285,6 +296,8 @@ class SlotTable:
             if namespace is not self._namespace:
                 return SlotReservation((), (), (), self._next_generation)
             epoch = self._epoch
+            if self._expiry is not None:
+                self._drop_if_over(self._expiry, (*keys, *self._expiry.list_oldest_over()))
             held: list[OffloadKey] = []
             awaited: list[OffloadKey] = []
             missing: list[OffloadKey] = []
@@ -300,14 +313,24 @@ class SlotTable:
             oldest = min(self._writing, default=self._next_generation)
             return SlotReservation(held, awaited, pins, oldest)
 
-    def complete_store(self, pins: Iterable[SlotPin], written: Collection[OffloadKey]) -> None:
-        """Unpin slots after writing; those not in ``written`` hold nothing."""
+    def complete_store(
+        self, pins: Iterable[SlotPin], written: Collection[OffloadKey], stored_s: float = NEVER_S
+    ) -> None:
+        """Unpin slots after writing; those not in ``written`` hold nothing.
+
+        Args:
+            pins: the slots.
+            written: the blocks that are whole.
+            stored_s: what the headers say of the time of the store, where blocks have a time to live.
+        """
         with self._lock:
             for pin in pins:
                 self._writing.discard(pin.generation)
                 pin.status.ref_cnt = 0
                 if pin.key not in written and pin.epoch.remove(pin.key, pin.status):
                     self._reusable.add_failed(pin.slot)
+                elif self._expiry is not None and pin.epoch is self._epoch:
+                    self._expiry.record(pin.key, stored_s)
             self._changed.notify_all()
 
     def wait_written(
@@ -326,6 +349,8 @@ class SlotTable:
             if namespace is not self._namespace:
                 return [None] * len(keys)
             epoch = self._epoch
+            if self._expiry is not None:
+                self._drop_if_over(self._expiry, keys)
             return [self._pin(epoch, key) for key in keys]
 
     def complete_load(self, pins: Iterable[SlotPin], lost: Collection[OffloadKey]) -> None:
@@ -357,10 +382,12 @@ class SlotTable:
     def stats(self) -> dict[str, float]:
         """Return how many slots hold what, and how many blocks were evicted."""
         with self._lock:
-            own = {
+            own: dict[str, float] = {
                 "indexed_blocks": self._epoch.num_blocks + len(self._unused),
                 "evicted_blocks": self._num_evicted,
             }
+            if self._expiry is not None:
+                own["expired_blocks"] = self._num_expired
             return own | self._reusable.stats()
 
     def _is_ready(self, key: OffloadKey) -> bool:
@@ -373,6 +400,31 @@ class SlotTable:
         status = self._unused.pop(key, None)
         if status is not None:
             epoch.insert(key, status)
+
+    def _adopt_times(self, contents: Contents) -> None:
+        expiry = self._expiry
+        if expiry is not None:
+            for key, stored_s in contents.stored_s.items():
+                expiry.record(key, stored_s)
+            self._drop_if_over(expiry, tuple(contents.stored_s))
+
+    def _drop_if_over(self, expiry: SlotExpiry, keys: Collection[OffloadKey]) -> None:
+        """Drop those of ``keys`` that are over and not in use; their slots hold nothing then."""
+        for key in keys:
+            if not expiry.is_over(key):
+                continue
+            self._put_in_use(self._epoch, key)
+            status = self._epoch.policy.get(key)
+            if status is None or status.ref_cnt:
+                continue
+            expiry.forget(key)
+            self._epoch.remove(key, status)
+            self._reusable.add_free((status.block_id,))
+            self._num_expired += 1
+            if self._losses is not None:
+                self._losses.report((key,), Loss.EXPIRED)
+            if self._evicted is not None:
+                self._evicted.add(key)
 
     def _begin_write(self, epoch: EpochBlocks, key: OffloadKey, slot: int) -> SlotPin:
         pin = SlotPin(key, BlockStatus(slot), epoch, self._next_generation)
@@ -403,6 +455,8 @@ class SlotTable:
             slots.append(status.block_id)
             if self._evicted is not None:
                 self._evicted.add(key)
+            if self._expiry is not None:
+                self._expiry.forget(key)
         self._num_evicted += len(victims)
         if self._losses is not None:
             self._losses.report([key for key, _ in victims], Loss.EVICTED)

@@ -18,6 +18,7 @@ from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.slab.expiry import NEVER_S, SlotExpiry
 from kvtier.tiering.slab.scan import Indexer, write_header
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin, SlotTable
@@ -66,12 +67,21 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         rows: the primary's.
         slot_table: which block is where.
         max_task_blocks: blocks in a call of ``store`` or ``load``.
+        expiry: gives the times of stores; None: no block has one.
 
     Attributes:
         indexer: finds what was in the slab at the start.
     """
 
-    def __init__(self, file: SlabFile, rows: Rows, slot_table: SlotTable, max_task_blocks: int) -> None:
+    def __init__(
+        self,
+        file: SlabFile,
+        rows: Rows,
+        slot_table: SlotTable,
+        max_task_blocks: int,
+        expiry: SlotExpiry | None = None,
+    ) -> None:
+        self._expiry = expiry
         self._slot_table = slot_table
         self.indexer = Indexer(file, slot_table)
         self._file = file
@@ -96,15 +106,17 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         slot_of = dict(zip(keys, slots, strict=True))
         plan = self._slot_table.prepare_store(namespace, tuple(slot_of))
         written: set[OffloadKey] = set()
+        stored_s = None if self._expiry is None else self._expiry.now_s()
         try:
             moves = (Move(pin, self._rows.row(slot_of[pin.key])) for pin in plan.pins)
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.pins), is_write=True))
-            add_headers = partial(_add_headers, pages, namespace.identity.digest, plan.oldest_generation)
+            digest = namespace.identity.digest
+            add_headers = partial(_add_headers, pages, digest, plan.oldest_generation, stored_s)
             for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(runs)):
                 written.update(self._write(run_pages, run))
         finally:
-            self._slot_table.complete_store(plan.pins, written)
+            self._slot_table.complete_store(plan.pins, written, stored_s or NEVER_S)
         others = self._slot_table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
         num_failed = len(plan.pins) - len(written)
         succeeded = {*plan.held, *written, *others}
@@ -220,12 +232,16 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
 
 
 def _add_headers(
-    pages: Iterator[memoryview], namespace_digest: bytes, oldest_generation: int, run: Sequence[Move]
+    pages: Iterator[memoryview],
+    namespace_digest: bytes,
+    oldest_generation: int,
+    stored_s: float | None,
+    run: Sequence[Move],
 ) -> tuple[list[memoryview], Sequence[Move]]:
     """Fill the next of ``pages`` with the headers of a run."""
     taken = list(islice(pages, len(run)))
     for page, (pin, row) in zip(taken, run, strict=True):
-        write_header(page, pin.key, namespace_digest, row, pin.generation, oldest_generation)
+        write_header(page, pin.key, namespace_digest, row, pin.generation, oldest_generation, stored_s)
     return taken, run
 
 

@@ -22,9 +22,11 @@ from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, Tie
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.documents import write_document
+from kvtier.tiering.slab.expiry import SlotExpiry
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.place import SlabPlace, open_slab_place, probe_slab_place
 from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_task_blocks
@@ -47,6 +49,7 @@ class SlabTier(
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
         settings: the settings that every tier has.
         clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the times of stores.
         calls: the system, as far as the file is used.
         own: the settings of ``SlabSettings``, by name.
 
@@ -68,6 +71,7 @@ class SlabTier(
         settings: TierSettings = NO_SETTINGS,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         calls: SystemCalls = REAL_CALLS,
         **own: object,
     ) -> None:
@@ -80,14 +84,17 @@ class SlabTier(
         max_task_blocks = plan_max_task_blocks(rows.row_bytes)
         file = open_slab(slab_settings, geometry, primary_kv_view, calls)
         self._losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
+        lifetime = make_lifetime(slab_settings.ttl_s)
+        expiry = None if lifetime is None else SlotExpiry(lifetime, wall_clock)
         self._slots = SlotTable(
             geometry.num_slots,
             make_policy,
             is_empty=file.is_new,
             emit_events=settings.emit_events,
             losses=self._losses,
+            expiry=expiry,
         )
-        self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks)
+        self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks, expiry)
         self.capacity_blocks = geometry.num_slots
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
