@@ -105,18 +105,15 @@ def test_two_configured_names_with_one_number_are_refused_by_name() -> None:
         make({name: {} for name in pair})
 
 
-def test_a_quota_is_for_every_place_or_for_each_by_its_name() -> None:
-    tenants = make(
-        {"alice": {"quota_bytes": "1KiB"}, "bob": {"quota_bytes": {"host": 5, "fs": "2K"}}, "*": {}}
-    )
-    alice, bob = tenant_number("alice"), tenant_number("bob")
-    assert [tenants.quota_of(alice, place) for place in ("host", "fs", "slab")] == [1024] * 3
-    assert [tenants.quota_of(bob, place) for place in ("host", "fs", "slab")] == [5, 2000, None]
+def test_a_quota_is_a_size_or_one_for_host_memory() -> None:
+    tenants = make({"alice": {"quota_bytes": "1KiB"}, "bob": {"quota_bytes": {"host": "2K"}}, "*": {}})
+    assert tenants.quota_of(tenant_number("alice"), "host") == 1024
+    assert tenants.quota_of(tenant_number("bob"), "host") == 2000
+    assert tenants.quota_of(tenant_number("bob"), "fs") is None
     assert tenants.quota_of(tenant_number("carol"), "host") is None
-    assert tenants.names_quota("fs")
-    assert not tenants.names_quota("slab")
-    assert tenants.has_quota("slab")
+    assert tenants.has_quota("host")
     assert not make({"alice": {}}).has_quota("host")
+    assert make({"*": {"quota_bytes": 5}}).quota_of(tenant_number("carol"), "host") == 5
 
 
 def test_labels_are_the_listed_names_and_two_more() -> None:
@@ -137,7 +134,8 @@ def test_labels_are_the_listed_names_and_two_more() -> None:
         {"alice": {"quota_bytes": -1}},
         {"alice": {"quota_bytes": True}},
         {"alice": {"quota_bytes": "9" * 400}},
-        {"alice": {"quota_bytes": {"fs": 0}}},
+        {"alice": {"quota_bytes": {"host": 0}}},
+        {"alice": {"quota_bytes": {"fs": "1GiB"}}},
         {"": {}},
         {5: {}},
         {"\ud800": {}},

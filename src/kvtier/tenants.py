@@ -9,7 +9,7 @@ Without the setting there are no tenants of requests, and nothing of this is cal
 """
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
@@ -87,12 +87,10 @@ class TenantSettings:
     """What ``tenants`` says of one tenant, or of all others.
 
     Attributes:
-        quota_bytes: bytes that the tenant may keep where others want room, by ``HOST`` or the type of a tier.
-        every_place_bytes: the same for every place that is not named and keeps quotas; None: no quota.
+        quota_bytes: bytes that the tenant may keep where others want room, by place; only ``HOST`` keeps quotas.
     """
 
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
-    every_place_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +160,12 @@ class Tenants:
         """Return the bytes that a tenant may keep in ``tier``; None: as many as there is room. Pure."""
         name = self.names.get(number)
         settings = self.others if name is None else self.by_name[name]
-        return None if settings is None else settings.quota_bytes.get(tier, settings.every_place_bytes)
+        return None if settings is None else settings.quota_bytes.get(tier)
 
-    def has_quota(self, tier: str) -> bool:
-        """Return whether any tenant has a quota in ``tier``, by its name or as one of all. Pure."""
-        return self.names_quota(tier) or any(
-            one.every_place_bytes is not None for one in self._all_settings()
-        )
-
-    def names_quota(self, tier: str) -> bool:
-        """Return whether the setting has a quota for ``tier`` by its name. Pure."""
-        return any(tier in settings.quota_bytes for settings in self._all_settings())
-
-    def _all_settings(self) -> Iterable[TenantSettings]:
-        return [*self.by_name.values(), *([] if self.others is None else [self.others])]
+    def has_quota(self, place: str) -> bool:
+        """Return whether any tenant has a quota in ``place``. Pure."""
+        others = [] if self.others is None else [self.others]
+        return any(place in settings.quota_bytes for settings in (*self.by_name.values(), *others))
 
 
 def is_name(value: object) -> bool:
@@ -235,12 +225,17 @@ def _parse_entry(name: str, entry: object, places: Collection[str]) -> TenantSet
         return TenantSettings()
     setting = f"{QUOTA} of tenant {_show(name)}"
     if not isinstance(value, Mapping):
-        also = '; or a size for each tier, {"host": "8GiB", "fs": "1TiB"}'
-        return TenantSettings(every_place_bytes=parse_bytes(setting, value, also=also))
+        also = '; or {"host": "8GiB"}'
+        return TenantSettings({HOST: parse_bytes(setting, value, also=also)})
     quotas: dict[str, int] = {}
     for place, size in value.items():
         if place not in places:
             raise UnknownNameError(f"tier in {setting}", str(place)[:MAX_SHOWN_CHARS], places)
+        if place != HOST:
+            remedy = (
+                "only host memory keeps quotas of tenants: leave it out, and give the tier its own capacity"
+            )
+            raise ConfigError(setting, place, remedy, max_value_chars=MAX_SHOWN_CHARS)
         quotas[place] = parse_bytes(f"{setting} in {place}", size)
     return TenantSettings(MappingProxyType(quotas))
 

@@ -33,6 +33,9 @@ def test_neither_of_two_tenants_finds_the_others_blocks_anywhere(
         assert result.sources == {"computed": 75}
         answers.append(result.tokens)
     assert engine.drain(WAIT_S)
+    stats = engine.stats()
+    for name in ("alice", "bob"):
+        assert stats[f"primary.tenant_blocks.{name}"] == stats[f"tier.0.fs.tenant_blocks.{name}"] == 9
     for name in ("alice", "bob"):
         assert engine.run(prompt, 4, tenant=name).sources == {"device": 72, "computed": 3}
     engine.drop_device_cache()

@@ -9,7 +9,7 @@ from kvtier.base import ReqContext
 from kvtier.misses import MissCause
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.expiry import NEVER_S, pack_time, unpack_time
+from kvtier.tiering.slab.expiry import NO_TIME, pack_time, unpack_time
 
 HANG_GUARD_S = 60.0
 TTL_S = 1000.0
@@ -125,10 +125,10 @@ def test_slots_of_what_is_over_are_taken_before_any_block_leaves(start: Start, w
 
 def test_a_damaged_time_is_none() -> None:
     page = memoryview(bytearray(64))
-    assert unpack_time(page, 8) == NEVER_S
+    assert unpack_time(page, 8) == NO_TIME
     pack_time(page, 8, NOW_S)
     assert unpack_time(page, 8) == NOW_S
     for bit in range(128):
         page[8 + bit // 8] ^= 1 << bit % 8
-        assert unpack_time(page, 8) == NEVER_S
+        assert unpack_time(page, 8) == NO_TIME
         page[8 + bit // 8] ^= 1 << bit % 8

@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -19,11 +20,14 @@ from kvtier.cli.place.options import (
     printable,
     read_document,
 )
+from kvtier.config import parse_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
+from kvtier.tenants import make_tenants
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, PlaceSummary
 
 NONE = "(none)"
+NOT_NAMED = "--config names it"
 
 MAX_DIFFERENCES = 6
 """Differences to the largest namespace that are printed; ``--json`` has the documents."""
@@ -38,36 +42,50 @@ class NamespaceTally:
         num_bytes: what they take, headers and shared objects included.
         oldest_s: the longest unused, seconds since 1970; None without times.
         newest_s: the last used.
+        tenants: the same of each tenant of requests, by number, 0 for none.
     """
 
     blocks: int = 0
     num_bytes: int = 0
     oldest_s: float | None = None
     newest_s: float | None = None
+    tenants: dict[int, Amount] = field(default_factory=dict)
 
     def add(self, block: PlaceBlock) -> None:
         """Count a block."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
+        if block.tenant is not None:
+            amount = self.tenants.get(block.tenant, Amount())
+            self.tenants[block.tenant] = amount.plus(block.num_blocks, block.num_bytes)
         if block.used_s is not None:
             self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
             self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
 
 
-def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="The settings of an engine, as kvtier doctor reads them: names tenants of requests."
+    ),
+]
+
+
+def inspect(place: PlaceArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show what is in a tier's place: namespaces in words, blocks, bytes, ages. Reads names, not blocks.
 
     Raises:
         KVTierError: the place cannot be read.
     """
+    tenants = {} if config is None else read_tenants(config)
     with opened(place) as found:
         namespaces = found.namespaces()
         tallies = count(found.blocks(), namespaces)
         summary = found.summary()
         if as_json:
-            typer.echo(json.dumps(to_json(found, namespaces, tallies, summary), indent=1))
+            typer.echo(json.dumps(to_json(found, namespaces, tallies, summary, tenants), indent=1))
         else:
-            lines = to_lines(found, namespaces, tallies, summary, time.time())
+            lines = to_lines(found, namespaces, tallies, summary, time.time(), tenants)
             typer.echo("\n".join(map(printable, lines)))
 
 
@@ -85,6 +103,7 @@ def to_lines(
     tallies: dict[str, NamespaceTally],
     summary: PlaceSummary,
     now_s: float,
+    tenants: Mapping[int, str],
 ) -> list[str]:
     """Return what is printed. Pure."""
     described = {namespace.name: namespace for namespace in namespaces}
@@ -108,6 +127,7 @@ def to_lines(
     for name in names:
         namespace = described.get(name, PlaceNamespace(name))
         lines += ["", *_namespace_lines(namespace, tallies[name], now_s)]
+        lines += _tenant_lines(tallies[name], tenants)
         if largest is not None and namespace.name != largest.name:
             lines += _difference_lines(largest, namespace)
     return lines
@@ -118,6 +138,7 @@ def to_json(
     namespaces: Sequence[PlaceNamespace],
     tallies: dict[str, NamespaceTally],
     summary: PlaceSummary,
+    tenants: Mapping[int, str],
 ) -> dict[str, Any]:  # Any: JSON
     """Return the same for programs. Pure."""
     described = {namespace.name: namespace for namespace in namespaces}
@@ -141,10 +162,27 @@ def to_json(
                 "bytes": tally.num_bytes,
                 "oldest_use_s": tally.oldest_s,
                 "newest_use_s": tally.newest_s,
+                "tenants": [
+                    {"number": number, "name": tenants.get(number), "blocks": num, "bytes": num_bytes}
+                    for number, (num, num_bytes) in sorted(tally.tenants.items())
+                ],
             }
             for name, tally in sorted(tallies.items())
         ],
     }
+
+
+def read_tenants(config: Path) -> dict[int, str]:
+    """Return the names of the tenants that an engine's settings list, by number.
+
+    Raises:
+        KVTierError: the file cannot be read, or its setting ``tenants`` cannot work.
+    """
+    from kvtier.cli.config_checks import EXTRA_CONFIG, find_own, read_config
+
+    own = find_own(read_config(config)) or {}
+    tenants = make_tenants(parse_settings(own.get(EXTRA_CONFIG, own)))
+    return {} if tenants is None else dict(tenants.names)
 
 
 def asdict_of(amount: Amount) -> dict[str, int]:
@@ -185,6 +223,17 @@ def _namespace_lines(namespace: PlaceNamespace, tally: NamespaceTally, now_s: fl
     if document is None:
         return [head, "  its identity is not described here"]
     return [head, *(f"  {part}" for part in _wrapped(describe(document)))]
+
+
+def _tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> list[str]:
+    """Return a line for each tenant of requests; none where there are none."""
+    if not any(tally.tenants):
+        return []
+    return [
+        f"  {f'tenant {number:06x} ({tenants.get(number, NOT_NAMED)})' if number else 'of no tenant'}: "
+        f"{counted(num, 'block')}, {size_in_words(num_bytes)}"
+        for number, (num, num_bytes) in sorted(tally.tenants.items())
+    ]
 
 
 def _wrapped(parts: Sequence[str], max_chars: int = 100) -> list[str]:

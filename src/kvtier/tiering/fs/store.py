@@ -21,6 +21,7 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.folders import (
     FSNamespace,
     block_path,
@@ -43,6 +44,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.tenant_counts import TenantCounts
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         max_keys: blocks of a namespace that the index has room for.
         emit_events: whether evictions are recorded.
         clock: seconds, monotonic.
+        make_counts: gives what counts the blocks of a namespace by tenant; None where there are no tenants.
 
     Attributes:
         losses: why blocks are gone.
@@ -98,7 +101,9 @@ class FSBlockStore(BlockStore[FSNamespace]):
         *,
         emit_events: bool,
         clock: Callable[[], float] = time.monotonic,
+        make_counts: Callable[[], TenantCounts | None] = lambda: None,
     ) -> None:
+        self._make_counts = make_counts
         self.losses = make_losses("fs", max_keys, clock)
         self.siblings = SiblingNamespaces(directory.root, clock)
         self._directory = directory
@@ -113,7 +118,11 @@ class FSBlockStore(BlockStore[FSNamespace]):
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
         index = KeyIndex(
-            self._max_keys, is_complete=is_new, emit_events=self._emit_events, losses=self.losses
+            self._max_keys,
+            is_complete=is_new,
+            emit_events=self._emit_events,
+            losses=self.losses,
+            tenant_counts=self._make_counts(),
         )
         name = identity.name
         namespace = FSNamespace(identity, name, namespace_path(self._directory.root, name), index)
@@ -134,7 +143,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
     def store(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        self._remove_expired(namespace, keys)
+        if self._directory.expiry is not None:
+            self._remove_expired(namespace, keys, self._directory.expiry)
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
@@ -174,12 +184,13 @@ class FSBlockStore(BlockStore[FSNamespace]):
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
-    def _remove_expired(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
+    def _remove_expired(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], expiry: BlockExpiry
+    ) -> None:
         """Remove those of ``keys`` that are over, so that they can be stored again."""
-        expiry = self._directory.expiry
-        for key in keys if expiry is not None else ():
+        for key in keys:
             path = block_path(namespace.path, key)
-            if expiry is not None and expiry.is_path_over(path):
+            if expiry.is_path_over(path):
                 try:
                     self._directory.usage.remove(self._files.remove(path))
                 except OSError as error:

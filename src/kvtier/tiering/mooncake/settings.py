@@ -85,6 +85,16 @@ def parse_segment(name: str, value: object) -> int:
     return segment_bytes
 
 
+def refuse_ttl(name: str, value: object) -> None:
+    """Refuse a time to live: a Mooncake store gives an object none, and its leases and soft pins keep none out.
+
+    Raises:
+        ConfigError: always; no value means none.
+    """
+    remedy = "cannot be kept: a Mooncake store drops objects by its own order alone; leave it out, or use another tier"
+    raise ConfigError(name, value, remedy, max_value_chars=80)
+
+
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
     """What the user set for the tier; each field says what it is."""
@@ -131,5 +141,13 @@ class MooncakeSettings:
             whole(1, MAX_THREADS),
             "one computes checksums while the other copies",
             unit=f"1 to {MAX_THREADS}",
+        ),
+    )
+    ttl_s: None = field(
+        default=None,
+        metadata=setting(
+            refuse_ttl,
+            "refused: the store knows no time to live ([retention](tenants.md#how-long-blocks-live))",
+            default_text="none",
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, unpack
@@ -92,7 +92,12 @@ class ObjPlace(Place):
                 is_group = listed.path.endswith(GROUP_SUFFIX)
                 written_s = listed.modified.timestamp()
                 yield PlaceBlock(
-                    name, listed.path, listed.num_bytes, written_s, num_blocks=0 if is_group else 1
+                    name,
+                    listed.path,
+                    listed.num_bytes,
+                    written_s,
+                    num_blocks=0 if is_group else 1,
+                    tenant=None if is_group else get_offload_tenant(_key_of(listed.path)),
                 )
 
     def summary(self) -> PlaceSummary:
@@ -127,7 +132,7 @@ class ObjPlace(Place):
             return BlockState.GONE
         if block.address.endswith(GROUP_SUFFIX):
             return _check_group(fetched.body, block.namespace)
-        key = OffloadKey(bytes.fromhex(Path(block.address).stem))
+        key = _key_of(block.address)
         return check_value(fetched.body, block.namespace, key)
 
 
@@ -185,3 +190,7 @@ def _check_group(body: memoryview, namespace: str) -> BlockState:
             return state
         begin = end
     return BlockState.WHOLE if body else BlockState.DAMAGED
+
+
+def _key_of(path: str) -> OffloadKey:
+    return OffloadKey(bytes.fromhex(Path(path).stem))

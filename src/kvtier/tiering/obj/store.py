@@ -8,13 +8,14 @@ import logging
 from collections.abc import Collection, Sequence
 
 from kvtier.base import OffloadKey
+from kvtier.departed import DepartedBlocks, Loss
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.obj.client import Client
+from kvtier.tiering.obj.client import OVER, Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
 from kvtier.tiering.obj.layout import (
@@ -39,6 +40,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: how.
         evictor: keeps the capacity; None when there is none to keep.
         counters: where everything is counted.
+        losses: remembers which blocks were over; None where blocks have no time to live.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: ObjSettings,
         evictor: Evictor | None,
         counters: Counters,
+        losses: DepartedBlocks | None = None,
     ) -> None:
+        self._losses = losses
         self._client = client
         self._rows = rows
         self._root = settings.target.root
@@ -74,6 +78,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         paths = {key: namespace.block_path(key) for key in keys}
         sizes = self._client.sizes(list(paths.values()))
         size_of = {key: sizes.get(path) for key, path in paths.items()}
+        if self._losses is not None:
+            self._losses.report([key for key, size in size_of.items() if size == OVER], Loss.EXPIRED)
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
         unread = {key for key in pointed if namespace.location(key) is None}
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))

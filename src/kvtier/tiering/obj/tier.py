@@ -5,19 +5,23 @@ engines and models; each namespace has its own names under a prefix, and what li
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier.base import Locality
-from kvtier.config import OffloadingConfig
+from kvtier.base import Locality, OffloadKey, ReqContext
+from kvtier.config import MAX_BYTES, OffloadingConfig
+from kvtier.departed import make_losses
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
+from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
 from kvtier.tiering.obj.place import ObjPlace, open_obj_place, probe_obj_place
@@ -30,11 +34,14 @@ POSITIVE_TTL_S = 60.0
 """Seconds for which "held" is believed. Shorter pays a request and a round trip for a block that is still there; longer
 promises for longer what another instance has deleted, which costs a failed load."""
 
+MAX_LOSSES = 2**16
+"""Blocks remembered that were over, 1 MB at most; it is the last of them that requests come for."""
+
 COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks", "stored_bytes", "existed")
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
 
 
-class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
+class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
     """Objects in a bucket that any number of engines may share.
 
     Args:
@@ -42,6 +49,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
         settings: the settings that every tier has.
         clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the ages of objects.
         own: the settings of ``ObjSettings``, by name.
 
     Raises:
@@ -60,24 +68,33 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
         settings: TierSettings = NO_SETTINGS,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         **own: object,
     ) -> None:
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
         obj_settings = parse_settings(ObjSettings, own, f"tier {TIER_TYPE!r}")
         require_capacity(obj_settings, ENVELOPE_BYTES + rows.row_bytes)
-        client = Client(obj_settings, clock)
+        lifetime = make_lifetime(obj_settings.ttl_s)
+        expiry = None if lifetime is None else ObjectExpiry(lifetime, wall_clock)
+        self._losses = None if lifetime is None else make_losses(TIER_TYPE, MAX_LOSSES, clock)
+        client = Client(obj_settings, clock, expiry)
         capacity_bytes = obj_settings.capacity_bytes
-        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if capacity_bytes else ()))
+        is_tidied = capacity_bytes is not None or expiry is not None
+        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if is_tidied else ()))
         evictor = None
+        if is_tidied:
+            most_bytes = MAX_BYTES if capacity_bytes is None else capacity_bytes
+            evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry)
         if capacity_bytes is not None:
-            evictor = Evictor(client, obj_settings.target.root, capacity_bytes, counters)
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters),
+            block_store=ObjBlockStore(
+                client, RowsWithHeaders(rows), obj_settings, evictor, counters, self._losses
+            ),
             options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
             clock=clock,
         )
@@ -85,6 +102,12 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return None if self._losses is None else self._losses.explain(key)
 
     @classmethod
     def open_place(cls, own: Mapping[str, object]) -> ObjPlace:

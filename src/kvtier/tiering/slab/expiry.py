@@ -1,8 +1,7 @@
 """When blocks of a slab are over: the time of each one's store, beside it in the header page and in memory.
 
 The slot table drops a block that is over when it is looked up, and the oldest of them when a store needs slots. Its
-bytes
-stay in the slot until that is written again, but no later start finds them. Without a lifetime nothing of this is
+bytes stay in the slot until that is written again, but no later start finds them. Without a lifetime nothing of this is
 called, and the header page has no time; a block without one is over where there is a lifetime.
 """
 
@@ -19,7 +18,7 @@ _TIME = struct.Struct("<QQ")
 """Milliseconds since 1970, and the same with every bit inverted: a damaged time is none."""
 
 MASK = 2**64 - 1
-NEVER_S = 0.0
+NO_TIME = 0.0
 """The time of a block that has none."""
 
 
@@ -30,9 +29,9 @@ def pack_time(page: memoryview, offset: int, stored_s: float) -> None:
 
 
 def unpack_time(page: Buffer, offset: int) -> float:
-    """Return the time in a header page, seconds since 1970; NEVER_S where there is none. Pure."""
+    """Return the time in a header page, seconds since 1970; NO_TIME where there is none. Pure."""
     time_ms, inverted = _TIME.unpack_from(page, offset)
-    return time_ms / 1000 if time_ms ^ MASK == inverted else NEVER_S
+    return time_ms / 1000 if time_ms ^ MASK == inverted else NO_TIME
 
 
 class SlotExpiry:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from kvtier.base import get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import (
@@ -97,6 +98,7 @@ class SlabPlace(Place):
                     num_bytes=self._geometry.slot_bytes,
                     used_s=None,
                     stamp=(slot, found.generation),
+                    tenant=get_offload_tenant(found.key),
                 )
 
     def summary(self) -> PlaceSummary:

@@ -28,7 +28,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
     unpack,
 )
-from kvtier.tiering.slab.expiry import NEVER_S, pack_time, unpack_time
+from kvtier.tiering.slab.expiry import NO_TIME, pack_time, unpack_time
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
 
@@ -160,7 +160,7 @@ class FoundBlock(NamedTuple):
     slot: int
     namespace: bytes
     key: OffloadKey
-    stored_s: float = NEVER_S
+    stored_s: float = NO_TIME
 
 
 @dataclass(slots=True)

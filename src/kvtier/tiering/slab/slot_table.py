@@ -19,7 +19,8 @@ from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.eviction_log import EvictionLog
-from kvtier.tiering.slab.expiry import NEVER_S, SlotExpiry
+from kvtier.tiering.kit.tenant_counts import TenantCounts
+from kvtier.tiering.slab.expiry import NO_TIME, SlotExpiry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +204,7 @@ class SlotTable:
         emit_events: whether evictions are recorded for ``drain_evicted``.
         losses: remembers why blocks are gone.
         expiry: which blocks are over; None: none ever is.
+        tenant_counts: counts the present epoch's blocks by tenant; None where there are no tenants.
     """
 
     def __init__(
@@ -214,7 +216,9 @@ class SlotTable:
         emit_events: bool = False,
         losses: DepartedBlocks | None = None,
         expiry: SlotExpiry | None = None,
+        tenant_counts: TenantCounts | None = None,
     ) -> None:
+        self._tenant_counts = tenant_counts
         self._expiry = expiry
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -243,6 +247,8 @@ class SlotTable:
                 self._evicted.clear()
             if self._expiry is not None:
                 self._expiry.clear()
+            if self._tenant_counts is not None:
+                self._tenant_counts.clear()
 
     def adopt(self, namespace: SlabNamespace, contents: Contents) -> None:
         """Take over what was found at the start.
@@ -258,6 +264,8 @@ class SlotTable:
             self._next_generation = max(self._next_generation, contents.next_generation)
             if namespace is self._namespace:
                 self._unused = unused
+                if self._tenant_counts is not None:
+                    self._tenant_counts.add(unused)
                 self._adopt_times(contents)
             else:
                 self._reusable.add_foreign(contents.slot_of.values())
@@ -314,7 +322,7 @@ class SlotTable:
             return SlotReservation(held, awaited, pins, oldest)
 
     def complete_store(
-        self, pins: Iterable[SlotPin], written: Collection[OffloadKey], stored_s: float = NEVER_S
+        self, pins: Iterable[SlotPin], written: Collection[OffloadKey], stored_s: float = NO_TIME
     ) -> None:
         """Unpin slots after writing; those not in ``written`` hold nothing.
 
@@ -329,6 +337,7 @@ class SlotTable:
                 pin.status.ref_cnt = 0
                 if pin.key not in written and pin.epoch.remove(pin.key, pin.status):
                     self._reusable.add_failed(pin.slot)
+                    self._uncount((pin.key,), pin.epoch)
                 elif self._expiry is not None and pin.epoch is self._epoch:
                     self._expiry.record(pin.key, stored_s)
             self._changed.notify_all()
@@ -360,6 +369,7 @@ class SlotTable:
                 pin.status.ref_cnt -= 1
                 if pin.key in lost and pin.epoch.remove(pin.key, pin.status):
                     self._lost_slots.add(pin.slot)
+                    self._uncount((pin.key,), pin.epoch)
                     if self._losses is not None and pin.epoch is self._epoch:
                         self._losses.report((pin.key,), Loss.DAMAGED)
                     if self._evicted is not None and pin.epoch is self._epoch:
@@ -388,6 +398,8 @@ class SlotTable:
             }
             if self._expiry is not None:
                 own["expired_blocks"] = self._num_expired
+            if self._tenant_counts is not None:
+                own |= self._tenant_counts.stats()
             return own | self._reusable.stats()
 
     def _is_ready(self, key: OffloadKey) -> bool:
@@ -419,6 +431,7 @@ class SlotTable:
                 continue
             expiry.forget(key)
             self._epoch.remove(key, status)
+            self._uncount((key,), self._epoch)
             self._reusable.add_free((status.block_id,))
             self._num_expired += 1
             if self._losses is not None:
@@ -431,7 +444,13 @@ class SlotTable:
         self._next_generation += 1
         self._writing.add(pin.generation)
         epoch.insert(key, pin.status)
+        if self._tenant_counts is not None:
+            self._tenant_counts.add((key,))
         return pin
+
+    def _uncount(self, keys: Collection[OffloadKey], epoch: EpochBlocks) -> None:
+        if self._tenant_counts is not None and epoch is self._epoch:
+            self._tenant_counts.remove(keys)
 
     def _pin(self, epoch: EpochBlocks, key: OffloadKey) -> SlotPin | None:
         self._put_in_use(epoch, key)
@@ -457,6 +476,7 @@ class SlotTable:
                 self._evicted.add(key)
             if self._expiry is not None:
                 self._expiry.forget(key)
+        self._uncount([key for key, _ in victims], epoch)
         self._num_evicted += len(victims)
         if self._losses is not None:
             self._losses.report([key for key, _ in victims], Loss.EVICTED)

@@ -18,7 +18,7 @@ from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.slab.expiry import NEVER_S, SlotExpiry
+from kvtier.tiering.slab.expiry import NO_TIME, SlotExpiry
 from kvtier.tiering.slab.scan import Indexer, write_header
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin, SlotTable
@@ -116,7 +116,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(runs)):
                 written.update(self._write(run_pages, run))
         finally:
-            self._slot_table.complete_store(plan.pins, written, stored_s or NEVER_S)
+            self._slot_table.complete_store(plan.pins, written, stored_s or NO_TIME)
         others = self._slot_table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
         num_failed = len(plan.pins) - len(written)
         succeeded = {*plan.held, *written, *others}

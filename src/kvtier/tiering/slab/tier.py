@@ -24,6 +24,7 @@ from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.documents import write_document
 from kvtier.tiering.slab.expiry import SlotExpiry
@@ -93,6 +94,7 @@ class SlabTier(
             emit_events=settings.emit_events,
             losses=self._losses,
             expiry=expiry,
+            tenant_counts=make_tenant_counts(config),
         )
         self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks, expiry)
         self.capacity_blocks = geometry.num_slots

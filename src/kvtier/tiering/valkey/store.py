@@ -135,12 +135,14 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         servers: where they are kept.
         rows: the primary's.
         ttl_s: seconds after its last use that a block is kept; None for ever.
+        renews: whether a use counts; otherwise they count from the store.
 
     Attributes:
         end_s: deadline of its calls' replies; None: the default deadline.
     """
 
-    def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
+    def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None, *, renews: bool = True) -> None:
+        self._renews = renews
         self._servers = servers
         self._rows = rows
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
@@ -275,7 +277,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
 
     def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
-        if self._ttl_ms is None:
+        if self._ttl_ms is None or not self._renews:
             return []
         ttl = b"%d" % self._ttl_ms
         return [make_command(b"PEXPIRE", name, ttl) for name in names]

@@ -70,7 +70,9 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
             config,
             primary_kv_view,
             settings,
-            block_store=ValkeyBlockStore(servers, rows, valkey_settings.ttl_s),
+            block_store=ValkeyBlockStore(
+                servers, rows, valkey_settings.ttl_s, renews=valkey_settings.renew_ttl
+            ),
             options=ThreadOptions(
                 valkey_settings.num_threads,
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
