@@ -51,12 +51,12 @@ def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> Offl
         group_idx: KV group, below 256.
         tenant: number of the request's tenant, at most MAX_TENANT_NUMBER; 0 for none.
     """
-    return OffloadKey(block_hash + _suffix(group_idx, tenant))
+    return make_offload_keys((block_hash,), group_idx, tenant)[0]
 
 
 def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
     """Return the key of each block of one group, in order; arguments as of ``make_offload_key``. Pure."""
-    suffix = _suffix(group_idx, tenant)
+    suffix = tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big") + group_idx.to_bytes(1, "big")
     return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
 
 
@@ -73,10 +73,6 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 def get_offload_tenant(key: OffloadKey) -> int:
     """Return the number of the tenant that ``key`` was made for; 0 for none. Pure."""
     return int.from_bytes(key[-GROUP_INDEX_BYTES:-1], "big")
-
-
-def _suffix(group_idx: int, tenant: int) -> bytes:
-    return tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big") + group_idx.to_bytes(1, "big")
 
 
 @dataclass(eq=False, slots=True)
