@@ -45,7 +45,7 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz test-vllm check bench bench-peers docs site wheel clean
+.PHONY: help venv demo test test-all fuzz fuzz-parsers sanitize test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -72,6 +72,13 @@ test-all: $(STAMP)  ## every test: real servers, recorded traces, random walks, 
 
 fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, other ones in each run
 	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)
+
+fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS="reply --seconds 60"
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -c $(CONSTRAINTS) -e '.[fuzz]'
+	$(BIN)/python -m scripts.fuzz_parsers $(ARGS)
+
+sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
+	$(BIN)/python -m scripts.sanitize $(ARGS)
 
 $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED) $(VLLM_LOCK)
 	$(PYTHON) -m venv $(VLLM_VENV)
