@@ -45,7 +45,7 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz fuzz-parsers sanitize test-vllm check bench bench-peers docs site wheel clean
+.PHONY: help venv demo test test-all fuzz fuzz-parsers crash sanitize test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -76,6 +76,10 @@ fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, o
 fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS="reply --seconds 60"
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -c $(CONSTRAINTS) -e '.[fuzz]'
 	$(BIN)/python -m scripts.fuzz_parsers $(ARGS)
+
+crash: $(STAMP)  ## processes killed while they store, fs and slab: ARGS="--kills 10000"
+	$(BIN)/python -m kvtier.testing.crash --tier fs $(ARGS)
+	$(BIN)/python -m kvtier.testing.crash --tier slab $(ARGS)
 
 sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
 	$(BIN)/python -m scripts.sanitize $(ARGS)

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in _run(given.only, has_vllm=given.vllm):
         rows.append(row)
         print(f"{row.group}: {row.name}: found {row.num_found}, may find {row.num_shared}", flush=True)
-    if given.rows is not None:
-        given.rows.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        if given.rows is not None:
+            given.rows.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if given.only is None:
         write_page(PAGE, rows)
     print(summarize(rows))
@@ -45,16 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _run(only: str | None, *, has_vllm: bool) -> list[Row]:
-    chosen = [one for one in changes.list_changes() if only is None or only in one.name]
-    rows = list(matrix.run_matrix(chosen))
+def _run(only: str | None, *, has_vllm: bool) -> Iterator[Row]:
+    yield from matrix.run_matrix([one for one in changes.list_changes() if only is None or only in one.name])
     if has_vllm:
         from benchmarks.identity import vllm_matrix
 
         of_vllm = [one for one in vllm_matrix.list_changes() if only is None or only in one.name]
         with tempfile.TemporaryDirectory() as folder:
-            rows += vllm_matrix.run_matrix(Path(folder), of_vllm)
-    return rows
+            yield from vllm_matrix.run_matrix(Path(folder), of_vllm)
 
 
 def write_page(page: Path, rows: Sequence[Row]) -> None:

@@ -96,6 +96,7 @@ def list_changes() -> list[Change]:
             "settings",
             "two ranks of tensor parallelism",
             arguments={"tensor_parallel_size": 2},
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
             key={"tensor_parallel_size": 2},
         ),
         Change("settings", "the checkpoint in another folder", key={"model_name": "/other"}),

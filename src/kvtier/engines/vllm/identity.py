@@ -175,7 +175,11 @@ def describe_attention(vllm_config: VllmConfig) -> dict[str, str]:
     per_kind = getattr(attention, "backend_per_kind", None) or {}
     chosen = {"": getattr(attention, "backend", None), **per_kind}
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
-    names = {kind: getattr(backend, "name", str(backend)) for kind, backend in chosen.items() if backend is not None}
+    names = {
+        kind: getattr(backend, "name", str(backend))
+        for kind, backend in chosen.items()
+        if backend is not None
+    }
     return {"device": str(device), **{f"backend {kind}".strip(): name for kind, name in names.items()}}
 
 
