@@ -299,7 +299,9 @@ class GuardedTier:
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
         if self.is_out_of_service:
             return down(self.name, "out of service")
@@ -308,7 +310,7 @@ class GuardedTier:
         own = (
             None
             if self._explainer is None
-            else self._call("explain", self._explainer.explain, key, req_context)
+            else self._call("explain", self._explainer.explain, key, req_context, behind)
         )
         known = None if isinstance(own, CallFailure) else own
         if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:

@@ -237,7 +237,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if waiter is not None and waiter.is_expired and (unanswered is not None or key in waiter.overdue):
             tier = unanswered.name if unanswered is not None else self._tiers[0].name
             return Miss(MissCause.LATE, tier, deadline)
-        candidates = [tier.explain(key, req_context) for tier in self._tiers]
+        candidates = [tier.explain(key, req_context, behind) for tier in self._tiers]
         return choose_miss([*candidates, self._primary_manager.departed.explain_run(key, behind)])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
