@@ -173,12 +173,15 @@ class FSBlockStore(BlockStore[FSNamespace]):
 
     def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
-        folders = {block_path(namespace.path, key).rpartition("/")[0]: key for key in absent}
-        for folder, key in folders.items():
+        by_folder: dict[str, list[OffloadKey]] = {}
+        for key in absent:
+            by_folder.setdefault(block_path(namespace.path, key).rpartition("/")[0], []).append(key)
+        for folder, keys in by_folder.items():
             if os.access(folder, os.F_OK):
                 continue
-            prefix = folder_prefix(key)
+            prefix = folder_prefix(keys[0])
             namespace.known_folders.discard(prefix)
+            self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
             is_any_left = namespace.index.forget_prefix(prefix) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
