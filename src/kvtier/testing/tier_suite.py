@@ -17,6 +17,7 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
+from kvtier.misses import MissCause, MissExplainer
 from kvtier.observe.family import unread
 from kvtier.observe.tier_metrics import TIER_FAMILIES
 from kvtier.testing.tier_driver import (
@@ -275,6 +276,10 @@ class TierSuite(ABC):
         driver.rows[:] = SPOILT
         assert 1 not in driver.load_right([1, 2])
         assert driver.load_right([1]) == set(), "a block that was damaged came back by itself"
+        if isinstance(driver.tier, MissExplainer):
+            miss = driver.tier.explain(key_of(1), driver.request)
+            assert miss is not None, "a tier that explains misses knows what it has found damaged"
+            assert (miss.cause, miss.tier) == (MissCause.DAMAGED, driver.tier.get_tier_type())
         driver.poll_until(lambda: driver.store([1, 2]).success and driver.load_right([1, 2]) == {1, 2})
 
     def test_touch_of_known_and_unknown_keys_is_harmless(self, driver: TierDriver) -> None:

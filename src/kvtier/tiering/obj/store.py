@@ -5,7 +5,8 @@ with its reason; a store that cannot be reached fails the call.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
@@ -14,6 +15,7 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
@@ -39,6 +41,10 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: how.
         evictor: keeps the capacity; None when there is none to keep.
         counters: where everything is counted.
+        clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
     """
 
     def __init__(
@@ -48,7 +54,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: ObjSettings,
         evictor: Evictor | None,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.losses = BackendLosses("obj", clock)
         self._client = client
         self._rows = rows
         self._root = settings.target.root
@@ -95,6 +103,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             blocks = [block for block in blocks if block[0] not in succeeded]
         for begin in range(0, len(blocks), self._blocks_per_object):
             succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
+        self.losses.on_stored(list(succeeded))
         return TransferOutcome(succeeded)
 
     def load(
@@ -110,7 +119,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         failures = self._load_named(namespace, [block for block in blocks if block[0] not in there])
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
+        self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
         succeeded = [key for key in keys if key not in failures]
+        self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
