@@ -65,9 +65,11 @@ class TierSuite(ABC):
     Attributes:
         hang_guard_s: seconds of wall clock after which an answer that has not come fails a test. Far more than a
             tier needs: a machine under load is slow, and only a hang lasts so long.
+        names_siblings: whether the tier says of a missing block that another namespace of its place holds it.
     """
 
     hang_guard_s: ClassVar[float] = HANG_GUARD_S
+    names_siblings: ClassVar[bool] = False
 
     @abstractmethod
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
@@ -268,6 +270,25 @@ class TierSuite(ABC):
             assert not other.lookup(1)
             assert other.load_right([1]) == set()
         assert driver.load_right([1]) == {1}
+
+    def test_a_block_that_another_namespace_holds_is_said_to_be_there(
+        self, driver: TierDriver, tmp_path: Path
+    ) -> None:
+        if not self.names_siblings:
+            pytest.skip("this tier knows nothing of other namespaces, says its suite")
+        foreign = FOREIGN["another model"]
+        with self.drive(tmp_path, foreign) as other:
+            assert other.store([1, 2]).success
+        assert not driver.lookup(1)
+        assert isinstance(driver.tier, MissExplainer)
+        miss = driver.tier.explain(key_of(1), driver.request)
+        assert miss is not None, "another namespace of this place holds the block"
+        assert (miss.cause, miss.tier) == (MissCause.OTHER_NAMESPACE, driver.tier.get_tier_type())
+        assert miss.detail["model.name"] == "model-b (here model-a)"
+        assert driver.store([1]).success
+        assert driver.lookup(1)
+        found = driver.tier.explain(key_of(1), driver.request)
+        assert found is None or found.cause is not MissCause.OTHER_NAMESPACE, "the block is here by now"
 
     def test_a_damaged_block_is_a_miss_and_makes_way(self, driver: TierDriver) -> None:
         assert driver.store([1, 2]).success

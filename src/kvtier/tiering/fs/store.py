@@ -30,7 +30,7 @@ from kvtier.tiering.fs.folders import (
 )
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
-from kvtier.tiering.fs.siblings import SiblingNamespaces
+from kvtier.tiering.fs.siblings import FSSiblings
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
@@ -43,6 +43,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.losses = make_losses("fs", max_keys, clock)
-        self.siblings = SiblingNamespaces(directory.root, clock)
+        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock)
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
@@ -126,7 +127,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
-            self.siblings.look_for(namespace, [key for key in keys if key not in held])
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in held])
         return found
 
     def store(

@@ -16,6 +16,7 @@ from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
@@ -28,6 +29,7 @@ from kvtier.tiering.obj.layout import (
     unpack_pointer,
 )
 from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.siblings import FIRST_PAUSE_S, ObjSiblings
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
 
     Attributes:
         losses: why blocks are gone.
+        siblings: the other namespaces under the root.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.losses = BackendLosses("obj", clock)
+        place = ObjSiblings(client, settings.target.root)
+        self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S)
         self._client = client
         self._rows = rows
         self._root = settings.target.root
@@ -85,11 +90,12 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
         unread = {key for key in pointed if namespace.location(key) is None}
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))
-        return [
-            key
-            for key, size in size_of.items()
-            if size == self._rows.block_bytes or key in pointed.difference(unsound)
-        ]
+        sound = pointed.difference(unsound)
+        held = [key for key, size in size_of.items() if size == self._rows.block_bytes or key in sound]
+        if len(held) < len(keys):
+            there = frozenset(held)
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in there])
+        return held
 
     def store(
         self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -104,6 +110,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         for begin in range(0, len(blocks), self._blocks_per_object):
             succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
         self.losses.on_stored(list(succeeded))
+        if self.siblings.found:
+            self.siblings.forget(list(succeeded))
         return TransferOutcome(succeeded)
 
     def load(

@@ -75,7 +75,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
             evictor = Evictor(client, obj_settings.target.root, capacity_bytes, counters)
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)
-        self._losses = store.losses
+        self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
@@ -101,7 +101,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self._losses.explain(key)
+        return self._losses.explain(key) or self._siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
