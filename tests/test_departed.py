@@ -123,10 +123,10 @@ def test_with_a_stride_a_run_is_found_by_any_of_its_blocks_and_takes_a_part_of_t
     clock.advance(3.0)
 
     num_alone = sum(departed.explain(key) is not None for key in keys)
-    runs = [departed.explain_run(key, keys[number + 1 :]) for number, key in enumerate(keys[:-8])]
+    runs = [departed.explain(key, keys[number + 1 :]) for number, key in enumerate(keys[:-8])]
     assert num_alone == len(keys) / 8
     assert runs == [Miss(MissCause.EVICTED, "host", {"ago_s": 3.0})] * len(runs)
-    assert departed.explain_run(make_keys(1, first=900)[0], make_keys(20, first=901)) is None
+    assert departed.explain(make_keys(1, first=900)[0], make_keys(20, first=901)) is None
     assert departed.num_bytes <= 16 * 8000 / 8
 
 

@@ -77,7 +77,7 @@ class DepartedBlocks:
         max_blocks: blocks to remember; above MAX_REMEMBERED_BLOCKS it is that many.
         clock: seconds, monotonic.
         kinds: why blocks leave this place, at most 16; a block is added under the position of its reason.
-        stride: of so many added blocks one is remembered; ``explain_run`` finds a run of them by any that is. It takes
+        stride: of so many added blocks one is remembered; ``explain`` finds a run of them by any that is. It takes
             a stride-th of the time and of the memory.
     """
 
@@ -150,13 +150,10 @@ class DepartedBlocks:
         stamp = self._find_stamp(key)
         return None if stamp is None else self._read(stamp)
 
-    def explain(self, key: OffloadKey) -> Miss | None:
-        """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered."""
-        return self.explain_run(key, ())
+    def explain(self, key: OffloadKey, behind: Sequence[OffloadKey] = ()) -> Miss | None:
+        """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered.
 
-    def explain_run(self, key: OffloadKey, behind: Sequence[OffloadKey]) -> Miss | None:
-        """Return why ``key`` is missing, judging by the blocks behind it where it is none of those remembered.
-
+        With a stride a block that is none of those remembered is judged by the blocks ``behind`` it.
         A prefix leaves from its tail, so what is behind a block that left has left too, shortly before.
         """
         if self._waiting:
@@ -233,13 +230,10 @@ class DepartedBlocks:
             self._insert(hashes[begin:end], stamps[begin:end])
             begin = end
 
-    @property
-    def _has_arrays(self) -> bool:
-        return len(self._tags) > 0
-
     def _drop_arrays(self) -> None:
         self._tags = self._stamps = np.empty(0, np.uint32)
         self._following = self._heads = np.empty(0, np.int32)
+        self._has_arrays = False
         self._view()
 
     def _make_arrays(self) -> None:
@@ -247,6 +241,7 @@ class DepartedBlocks:
         self._stamps = np.zeros(self._num_entries, np.uint32)
         self._following = np.full(self._num_entries, NO_ENTRY, np.int32)
         self._heads = np.full(self._num_buckets, NO_ENTRY, np.int32)
+        self._has_arrays = True
         self._view()
 
     def _view(self) -> None:

@@ -321,7 +321,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         del req_context
         if self._get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
-        return self.departed.explain_run(key, behind)
+        return self.departed.explain(key, behind)
 
     def reset(self) -> None:
         self.leases.unpin(None)

@@ -117,7 +117,7 @@ class SiblingNamespaces:
             return
         try:
             self._list(own)
-            is_found = self._look_into(missing)
+            is_found = bool(self._siblings) and self._look_into(missing)
         except (TierError, OSError):
             is_found = False  # the cause of a miss is not worth a failed lookup
         if is_found:
@@ -137,8 +137,6 @@ class SiblingNamespaces:
 
     def _look_into(self, missing: Sequence[OffloadKey]) -> bool:
         by_name = {sibling.name: sibling for sibling in self._siblings}
-        if not by_name:
-            return False
         holder = self._place.held_by(list(by_name), missing[:MAX_LOOKED_FOR])
         if holder is None:
             return False
