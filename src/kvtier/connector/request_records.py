@@ -143,11 +143,15 @@ class RequestRecords:
         last_token = num_prompt_tokens - 1 if num_prompt_tokens else 0
         first_token = min(num_local_tokens + num_external_tokens, last_token)
         missed: tuple[MissedRun, ...] = ()
-        if first_token < num_prompt_tokens:
-            missed = self._explain(state, first_token, num_external_tokens)
+        # A request that misses nothing pays for no cause: the partial block is added where the record is made.
+        common_tokens = self._groups.common_tokens
+        loadable = last_token // common_tokens * common_tokens
+        if first_token < loadable:
+            missed = self._explain(state, first_token, loadable, num_external_tokens)
         state.begun = BegunRequest(
             self._wall_clock(),
             min(num_local_tokens, first_token),
+            first_token,
             missed,
             self._clock() - search.began_s,
             search.first_missing,
@@ -178,7 +182,7 @@ class RequestRecords:
         missed: tuple[MissedRun, ...] = ()
         if num_device_tokens < num_prompt_tokens:
             missed = (MissedRun(num_device_tokens, num_prompt_tokens - num_device_tokens, miss),)
-        begun = BegunRequest(self._wall_clock(), num_device_tokens, missed, 0.0, None)
+        begun = BegunRequest(self._wall_clock(), num_device_tokens, num_device_tokens, missed, 0.0, None)
         self._unread.append(EndedRequest(request.request_id, num_prompt_tokens, begun, {}, None))
 
     def on_finished(self, state: RequestState) -> None:
@@ -215,16 +219,28 @@ class RequestRecords:
             return counts
 
     def _explain(
-        self, state: RequestState, first_token: int, num_external_tokens: int
+        self, state: RequestState, first_token: int, loadable: int, num_external_tokens: int
     ) -> tuple[MissedRun, ...]:
-        """Return why each token from ``first_token`` on is computed.
+        """Return why each token from ``first_token`` to ``loadable`` is computed.
 
         Effects:
             ``state.search.first_missing``.
         """
+        found = state.search.found
+        if (
+            found is not None
+            and found.first_end_token <= found.end_token <= first_token
+            and state.limits.max_load_tokens is None
+            and state.choice.unwanted is NOTHING_UNWANTED
+        ):  # nearly every miss: everything behind what is held is missing for one cause
+            return (
+                MissedRun(first_token, loadable - first_token, self._ask(state, first_token, loadable, None)),
+            )
         runs: list[MissedRun] = []
         at = first_token
-        for end_token, given in divide_missed(state, self._groups, first_token, num_external_tokens):
+        for end_token, given in divide_missed(
+            state, self._groups, first_token, loadable, num_external_tokens
+        ):
             if end_token <= at:
                 continue
             is_known = given is not None and given.cause is not MissCause.GROUP_SHORT
@@ -349,6 +365,9 @@ def make_record(ended: EndedRequest) -> RequestRecord:
     """Return the record of a request. Pure."""
     begun = ended.begun
     missed, first_token = begun.missed, begun.num_device_tokens
+    explained_end = missed[-1].first_token + missed[-1].num_tokens if missed else begun.first_token
+    if explained_end < ended.num_prompt_tokens:
+        missed = (*missed, MissedRun(explained_end, ended.num_prompt_tokens - explained_end, PARTIAL_BLOCK))
     num_missed_tokens = sum(run.num_tokens for run in missed)
     num_left = ended.num_prompt_tokens - first_token - num_missed_tokens
     origins = {DEVICE_ORIGIN: first_token} if first_token else {}
@@ -377,21 +396,23 @@ def record_request(recorder: RequestRecorder, state: RequestState, stop: StopRea
 
 
 def divide_missed(
-    state: RequestState, groups: SearchGroups, first_token: int, num_external_tokens: int
+    state: RequestState, groups: SearchGroups, first_token: int, loadable: int, num_external_tokens: int
 ) -> list[Segment]:
-    """Return why each token from ``first_token`` to the end of the prompt is computed, as segments in order. Pure.
+    """Return why each loadable token from ``first_token`` on is computed, as segments in order. Pure.
+
+    What is behind them is the partial block.
 
     Args:
         state: the request, whose search has its final answer.
         groups: the KV groups.
         first_token: tokens before it are on the device or loaded.
+        loadable: tokens that could be loaded: whole blocks, without the last token.
         num_external_tokens: tokens that the engine loads.
     """
-    num_prompt_tokens, common = state.request.num_prompt_tokens, groups.common_tokens
-    loadable = max(0, num_prompt_tokens - 1) // common * common
+    common = groups.common_tokens
     limit = state.limits.max_load_tokens
     allowed = loadable if limit is None else min(loadable, limit // common * common)
-    found, segments = state.search.found, []
+    found, segments = state.search.found, list[Segment]()
     if found is None:
         segments.append(Segment(allowed, NOT_CONNECTED))
     elif num_external_tokens == 0 and found.end_token > first_token:
@@ -404,7 +425,7 @@ def divide_missed(
     if limit is not None and allowed < loadable:
         detail = MappingProxyType({"max_load_tokens": limit})
         segments.append(Segment(loadable, Miss(MissCause.LIMITED, "", detail)))
-    return [*segments, Segment(num_prompt_tokens, PARTIAL_BLOCK)]
+    return segments
 
 
 def _divide_found(state: RequestState, found: FoundPrefix, allowed: int) -> list[Segment]:

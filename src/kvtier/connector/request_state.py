@@ -189,13 +189,15 @@ class BegunRequest(NamedTuple):
     Attributes:
         began_s: when it began, seconds since 1970.
         num_device_tokens: tokens that the device had.
-        missed: what is computed, unless the load fails.
+        first_token: tokens before it are on the device or loaded, unless the load fails.
+        missed: why tokens from there on are computed; those behind the last of them are the partial block.
         waited_s: seconds since its first search.
         first_key: key of the first block that is missing.
     """
 
     began_s: float
     num_device_tokens: int
+    first_token: int
     missed: tuple[MissedRun, ...]
     waited_s: float
     first_key: OffloadKey | None

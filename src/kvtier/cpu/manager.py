@@ -205,17 +205,18 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.finish_writes(keys, success=success)
 
     def finish_writes(
-        self, keys: Collection[OffloadKey], *, success: bool, may_settle_orphans: bool = True
+        self, keys: Collection[OffloadKey], *, success: bool, is_promotion: bool = False
     ) -> list[OffloadKey]:
         """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order.
 
         Args:
             keys: the blocks.
             success: whether their bytes are whole.
-            may_settle_orphans: False when the caller knows that the writes began after the last reset.
+            is_promotion: whether a tier has written them: such writes began after the last reset, and why one failed is
+                the tier's to remember.
         """
         table = self.table
-        if may_settle_orphans and table.orphans.by_slot:
+        if not is_promotion and table.orphans.by_slot:
             keys = table.orphans.settle_keys(keys, is_write=True)
         finished = table.finish_writes(keys, success=success)
         if success:
@@ -224,7 +225,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
-            self.departed.add(finished, HostDeparture.JOB_FAILED)
+            if not is_promotion:
+                self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -321,7 +323,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         del req_context
         if self._get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
-        return self.departed.explain_run(key, behind)
+        return self.departed.explain(key, behind)
 
     def reset(self) -> None:
         self.leases.unpin(None)

@@ -1,11 +1,11 @@
 """Why a block that the tiering manager was asked for is missing.
 
-Each tier has a memory of what it lost, refused or failed to deliver. ``choose_miss`` puts what the orchestrator, the
-tiers and host memory know into one order, the most certain first: what is on its way, what this request could not get,
-a tier that is down, what a tier remembers, what host memory remembers, and a sibling namespace last.
+Each tier has a memory of what it lost, refused or failed to deliver. The manager asks in one order, the most certain
+first: what is on its way, what this request could not get, a tier that is down, what a tier remembers, what host memory
+remembers, and a sibling namespace last.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -54,13 +54,3 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
 def down(tier: str, reason: str) -> Miss:
     """Return the miss of a block that a tier might hold which cannot be used now. Pure."""
     return Miss(MissCause.TIER_DOWN, tier, MappingProxyType({"reason": reason}))
-
-
-def choose_miss(candidates: Iterable[Miss | None]) -> Miss | None:
-    """Return the first that is known, or a sibling namespace's when nothing else is; None when nothing is. Pure."""
-    last: Miss | None = None
-    for miss in candidates:
-        if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
-            return miss
-        last = last or miss
-    return last

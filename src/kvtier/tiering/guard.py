@@ -299,18 +299,20 @@ class GuardedTier:
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
         if self.is_out_of_service:
             return down(self.name, "out of service")
         if not self.breaker.is_closed:
             return down(self.name, "circuit breaker open")
-        own = (
-            None
-            if self._explainer is None
-            else self._call("explain", self._explainer.explain, key, req_context)
-        )
-        known = None if isinstance(own, CallFailure) else own
+        known = None
+        if self._explainer is not None:
+            try:
+                known = self._explainer.explain(key, req_context, behind)
+            except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; a cause is not worth a step
+                self._count_failure(CallFailure("explain", error))
         if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
             return known
         return self.departed.explain(key) or known

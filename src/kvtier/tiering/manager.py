@@ -31,7 +31,7 @@ from kvtier.operating import PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
-from kvtier.tiering.departures import MAX_NO_ROOM, choose_miss
+from kvtier.tiering.departures import MAX_NO_ROOM
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -223,22 +223,37 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
-        deadline = MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s})
+        expected = self._explain_expected(key, req_context)
+        if expected is not None:
+            return expected
+        # The most certain first: what a tier remembers, what host memory remembers, and a sibling namespace last.
+        sibling: Miss | None = None
+        for tier in self._tiers:
+            miss = tier.explain(key, req_context, behind)
+            if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
+                return miss
+            sibling = sibling or miss
+        return self._primary_manager.departed.explain(key, behind) or sibling
+
+    def _explain_expected(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        """Return why a block that is there, or on its way, is missing for this request; None when it is neither."""
         promoting = self._transfers.promoting.get(key)
         if promoting is not None:
-            return Miss(MissCause.LATE, promoting.name, deadline)
+            return self._late(promoting.name)
         if self._primary_manager.table.get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
         refused = self._no_room.get(req_context)
         if refused is not None and refused[0] == key:
             return Miss(MissCause.NO_ROOM, refused[1])
         waiter = self._waiting.by_request.get(req_context)
-        unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
-        if waiter is not None and waiter.is_expired and (unanswered is not None or key in waiter.overdue):
-            tier = unanswered.name if unanswered is not None else self._tiers[0].name
-            return Miss(MissCause.LATE, tier, deadline)
-        candidates = [tier.explain(key, req_context) for tier in self._tiers]
-        return choose_miss([*candidates, self._primary_manager.departed.explain_run(key, behind)])
+        if waiter is not None and waiter.is_expired:
+            unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
+            if unanswered is not None or key in waiter.overdue:
+                return self._late((unanswered or self._tiers[0]).name)
+        return None
+
+    def _late(self, tier: str) -> Miss:
+        return Miss(MissCause.LATE, tier, MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s}))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._caller_ends_steps:

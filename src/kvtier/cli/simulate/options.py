@@ -41,6 +41,9 @@ TIER_FORM = (
     "NAME:CAPACITY:BANDWIDTH[:LATENCY[:STREAMS]] such as fs:4TiB:3GB/s or obj:20TiB:1GB/s,500MB/s:15ms:64"
 )
 
+DEFAULT_POLICY, DEFAULT_LOAD_IF, DEFAULT_HINTS, DEFAULT_KV_BYTES = "lru", "always", "none", "128KiB"
+DEFAULT_DECODE, DEFAULT_MAX_RUNNING = 40.0, 64
+
 DEFAULT_LATENCY_S = 100e-6
 """Seconds until the first byte of a block: that of a local NVMe disk."""
 

@@ -30,7 +30,7 @@ from kvtier.tiering.fs.folders import (
 )
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
-from kvtier.tiering.fs.siblings import SiblingNamespaces
+from kvtier.tiering.fs.siblings import FSSiblings
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
@@ -43,6 +43,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.losses = make_losses("fs", max_keys, clock)
-        self.siblings = SiblingNamespaces(directory.root, clock)
+        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock)
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
@@ -126,7 +127,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
-            self.siblings.look_for(namespace, [key for key in keys if key not in held])
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in held])
         return found
 
     def store(
@@ -173,12 +174,15 @@ class FSBlockStore(BlockStore[FSNamespace]):
 
     def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
-        folders = {block_path(namespace.path, key).rpartition("/")[0]: key for key in absent}
-        for folder, key in folders.items():
+        by_folder: dict[str, list[OffloadKey]] = {}
+        for key in absent:
+            by_folder.setdefault(block_path(namespace.path, key).rpartition("/")[0], []).append(key)
+        for folder, keys in by_folder.items():
             if os.access(folder, os.F_OK):
                 continue
-            prefix = folder_prefix(key)
+            prefix = folder_prefix(keys[0])
             namespace.known_folders.discard(prefix)
+            self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
             is_any_left = namespace.index.forget_prefix(prefix) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 

@@ -24,6 +24,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
@@ -126,11 +127,15 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         rows: the primary's.
         headers: room for envelopes.
         clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
     """
 
     def __init__(
         self, client: MooncakeClient, rows: Rows, headers: HeaderPool, clock: Callable[[], float]
     ) -> None:
+        self.losses = BackendLosses("mooncake", clock)
         self._client = client
         self._rows = rows
         self._rows_address = address_of(rows.flat)
@@ -189,9 +194,11 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._note_unknown(answers)
         pairs = zip(answers, failures, strict=True)
         self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
-        damaged = [name for name, why in zip(names, failures, strict=True) if why is TierFailure.DAMAGED]
-        self._deferred_deletes.add(damaged)
-        self._remove(damaged)
+        damaged = [key for key, why in zip(keys, failures, strict=True) if why is TierFailure.DAMAGED]
+        self.losses.on_damaged(damaged)
+        to_remove = [namespace.name_of(key) for key in damaged]
+        self._deferred_deletes.add(to_remove)
+        self._remove(to_remove)
         return self._count_loaded(keys, failures)
 
     def stats(self) -> dict[str, float]:
@@ -258,6 +265,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
 
     def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> TransferOutcome:
         succeeded = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
+        self.losses.on_stored(succeeded)
         failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
         self._log_failed("stored", failed)
         self._note_unknown(answers)

@@ -6,12 +6,13 @@ its master or one of its clients may read and write what is in them, so the stor
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier.base import Locality
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
@@ -35,7 +36,7 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
-class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
+class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
     """Blocks in the memory of a Mooncake store.
 
     Args:
@@ -68,11 +69,13 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
         num_threads = mooncake_settings.num_threads
         headers = HeaderPool(num_threads, task_blocks)
         client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
+        store = MooncakeBlockStore(client, rows, headers, clock)
+        self._losses = store.losses
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=MooncakeBlockStore(client, rows, headers, clock),
+            block_store=store,
             options=ThreadOptions(
                 num_threads, max_task_blocks=task_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
             ),
@@ -91,3 +94,13 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
         except TierError as error:
             return [TierFinding(is_good=False, text=str(error))]
         return [TierFinding(is_good=True, text=f"the master at {settings.master} answers")]
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()

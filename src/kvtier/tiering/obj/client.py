@@ -197,6 +197,12 @@ class Client:
                 for meta in page:
                     yield Listed(meta["last_modified"], meta["path"], meta["size"])
 
+    def list_folders(self, root: str) -> list[str]:
+        """Return the next parts of the names below ``root``, one level down; what is deeper is not listed."""
+        with self._explained():
+            found = obstore.list_with_delimiter(self._store, root or None)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
     def require_bucket(self, path: str) -> None:
         """Ask for one small object, which need not exist.
 

@@ -5,7 +5,8 @@ with its reason; a store that cannot be reached fails the call.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
@@ -14,6 +15,8 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
@@ -26,6 +29,7 @@ from kvtier.tiering.obj.layout import (
     unpack_pointer,
 )
 from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.siblings import FIRST_PAUSE_S, ObjSiblings
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,11 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: how.
         evictor: keeps the capacity; None when there is none to keep.
         counters: where everything is counted.
+        clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
+        siblings: the other namespaces under the root.
     """
 
     def __init__(
@@ -48,7 +57,11 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: ObjSettings,
         evictor: Evictor | None,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.losses = BackendLosses("obj", clock)
+        place = ObjSiblings(client, settings.target.root)
+        self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S)
         self._client = client
         self._rows = rows
         self._root = settings.target.root
@@ -77,11 +90,12 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
         unread = {key for key in pointed if namespace.location(key) is None}
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))
-        return [
-            key
-            for key, size in size_of.items()
-            if size == self._rows.block_bytes or key in pointed.difference(unsound)
-        ]
+        sound = pointed.difference(unsound)
+        held = [key for key, size in size_of.items() if size == self._rows.block_bytes or key in sound]
+        if len(held) < len(keys):
+            there = frozenset(held)
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in there])
+        return held
 
     def store(
         self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -95,6 +109,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             blocks = [block for block in blocks if block[0] not in succeeded]
         for begin in range(0, len(blocks), self._blocks_per_object):
             succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
+        self.losses.on_stored(list(succeeded))
+        if self.siblings.found:
+            self.siblings.forget(list(succeeded))
         return TransferOutcome(succeeded)
 
     def load(
@@ -110,7 +127,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         failures = self._load_named(namespace, [block for block in blocks if block[0] not in there])
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
+        self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
         succeeded = [key for key in keys if key not in failures]
+        self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 

@@ -5,11 +5,12 @@ engines and models; each namespace has its own names under a prefix, and what li
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier.base import Locality
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
@@ -34,7 +35,7 @@ COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
 
 
-class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
+class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
     """Objects in a bucket that any number of engines may share.
 
     Args:
@@ -73,11 +74,13 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
         if capacity_bytes is not None:
             evictor = Evictor(client, obj_settings.target.root, capacity_bytes, counters)
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
+        store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)
+        self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters),
+            block_store=store,
             options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
             clock=clock,
         )
@@ -93,3 +96,13 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         return probe_obj_place(own)
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key) or self._siblings.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()

@@ -28,6 +28,7 @@ from kvtier.tiering.kit.envelope import (
     make_header,
     unpack,
 )
+from kvtier.tiering.slab.documents import SlabSiblings
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
 
@@ -52,9 +53,13 @@ class Indexer:
     Args:
         file: the slab; a new one holds nothing and is not scanned.
         slot_table: takes over what is found.
+
+    Attributes:
+        siblings: what else was found, of other namespaces.
     """
 
     def __init__(self, file: SlabFile, slot_table: SlotTable) -> None:
+        self.siblings = SlabSiblings(file.path)
         self._file = file
         self._slot_table = slot_table
         self._ended = threading.Event()
@@ -103,6 +108,7 @@ class Indexer:
             contents = scan(self._file, namespace.identity.digest, self._is_stopped.is_set)
             if not self._is_stopped.is_set():
                 self._slot_table.adopt(namespace, contents)
+                self.siblings.adopt(namespace.identity, contents.foreign_keys, is_empty=not contents.slot_of)
         except Exception:  # thread top
             logger.exception("tier slab: reading %s failed, it is not used", self._file.path)
         finally:
@@ -307,6 +313,7 @@ def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], name
     for block in blocks:
         if block.namespace != namespace[:NAMESPACE_BYTES]:
             contents.foreign.append(block.slot)
+            contents.foreign_keys.setdefault(block.namespace.hex(), []).append(block.key)
             continue
         outdated = contents.slot_of.pop(block.key, None)
         if outdated is not None:

@@ -39,12 +39,14 @@ class Contents:
     Attributes:
         slot_of: our blocks, oldest first.
         foreign: slots of other namespaces, oldest first.
+        foreign_keys: blocks of other namespaces, by name.
         free: slots that hold nothing.
         next_generation: beyond every one that was found.
     """
 
     slot_of: dict[OffloadKey, int] = field(default_factory=dict)
     foreign: deque[int] = field(default_factory=deque)
+    foreign_keys: dict[str, list[OffloadKey]] = field(default_factory=dict)
     free: deque[int] = field(default_factory=deque)
     next_generation: int = 1
 

@@ -131,11 +131,12 @@ class SlabTier(
         del req_context
         if not self._slab.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        return self._losses.explain(key)
+        return self._losses.explain(key) or self._slab.indexer.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._losses.clear()
+        self._slab.indexer.siblings.clear()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._slots.touch(self._namespace, keys)

@@ -6,7 +6,8 @@ wrong with one block costs that block and is counted with its reason; a damaged 
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
@@ -25,7 +26,9 @@ from kvtier.tiering.kit.envelope import (
     unpack,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
+from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.names import ValkeyNamespace, document_name
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
@@ -135,12 +138,17 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         servers: where they are kept.
         rows: the primary's.
         ttl_s: seconds after its last use that a block is kept; None for ever.
+        clock: seconds, monotonic.
 
     Attributes:
+        losses: why blocks are gone.
         end_s: deadline of its calls' replies; None: the default deadline.
     """
 
-    def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None) -> None:
+    def __init__(
+        self, servers: Servers, rows: Rows, ttl_s: float | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.losses = BackendLosses(TIER_TYPE, clock, ttl_s)
         self._servers = servers
         self._rows = rows
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
@@ -193,6 +201,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             declined=num_declined,
             store_errors=num_failed,
         )
+        self.losses.on_stored([*held, *written])
         failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
         return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
 
@@ -227,6 +236,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
+        self.losses.on_used(succeeded)
+        self.losses.on_damaged(damaged)
         self._remove(namespace, damaged)
         return TransferOutcome(succeeded, is_fault)
 

@@ -5,11 +5,12 @@ for a server. One server serves any number of engines and models; it decides wha
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier.base import Locality
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
@@ -35,7 +36,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
+class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExplainer):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
     Args:
@@ -66,11 +67,13 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
         rows = rows_of(primary_kv_view)
         valkey_settings = parse_settings(ValkeySettings, own, f"tier {TIER_TYPE!r}")
         servers = (Cluster if valkey_settings.cluster else SingleServer)(valkey_settings, clock)
+        store = ValkeyBlockStore(servers, rows, valkey_settings.ttl_s, clock)
+        self._losses = store.losses
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=ValkeyBlockStore(servers, rows, valkey_settings.ttl_s),
+            block_store=store,
             options=ThreadOptions(
                 valkey_settings.num_threads,
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
@@ -91,3 +94,13 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         return probe_valkey_place(own)
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()
