@@ -7,6 +7,7 @@ What a file system can do for them is found out by trying once, when the tier is
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -178,6 +179,13 @@ class BlockFiles:
         except OSError:
             return False
 
+    def is_irregular(self, path: str) -> bool:
+        """Return whether a name is that of a link, a pipe, a socket, a device or a folder."""
+        try:
+            return not stat.S_ISREG(Path(path).lstat().st_mode)
+        except OSError:
+            return False
+
     def _read_stepwise(self, file: OldFile) -> FileStatus | OSError:
         path, buffers = file
         try:
@@ -186,9 +194,10 @@ class BlockFiles:
             return _named(error, path)
 
     def _read_opened(self, path: str, buffers: Buffers) -> FileStatus:
-        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._flags, 0)
+        # Without O_NONBLOCK a pipe under a block's name would keep this thread until another process writes to it.
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flags, 0)
         try:
-            status = status_of(os.fstat(fd))
+            status = status_of(require_regular(fd))
             if status.num_bytes >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
                     raise OSError(errno.EIO, SHORTER)
@@ -239,7 +248,7 @@ class BlockFiles:
         if Path(path).exists():
             return False
         _require_folder(path)
-        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW, path, buffers)
+        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW | os.O_NONBLOCK, path, buffers)
         if is_new:
             recycled_file.unlink(missing_ok=True)
         return is_new
@@ -247,6 +256,7 @@ class BlockFiles:
     def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
         fd = self._open_new(str(temporary), flags)
         with _closing(fd):
+            require_regular(fd)
             self._fill(fd, buffers)
         return _name_file(temporary, Path(path))
 
@@ -346,6 +356,18 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
+
+
+def require_regular(fd: int) -> os.stat_result:
+    """Return the status of an open file.
+
+    Raises:
+        OSError: it is a pipe, a socket, a device or a folder.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return status
 
 
 def _error_of(error: int, path: str, number_if_stopped: int, reason_if_stopped: str) -> OSError:

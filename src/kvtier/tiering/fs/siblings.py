@@ -18,11 +18,11 @@ from kvtier.errors import NamespaceDocumentError
 from kvtier.misses import Miss, MissCause
 from kvtier.namespace import differences
 from kvtier.tiering.fs.folders import (
-    NAMESPACE_DOCUMENT_NAME,
     FSNamespace,
     block_path,
     count_blocks,
     list_namespaces,
+    read_document,
 )
 
 logger = logging.getLogger(__name__)
@@ -121,9 +121,8 @@ class SiblingNamespaces:
 def _read(path: Path, namespace: FSNamespace) -> Sibling | None:
     """Return a namespace with what distinguishes it; None when it cannot be read, or when only a reset does."""
     try:
-        document = (path / NAMESPACE_DOCUMENT_NAME).read_text()
-        found = differences(document, namespace.identity.document)
-    except (OSError, ValueError, NamespaceDocumentError):
+        found = differences(read_document(path), namespace.identity.document)
+    except (ValueError, NamespaceDocumentError):
         return None
     detail = {"namespace": path.name[:8]}
     for one in found[:MAX_FIELDS]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
@@ -29,6 +30,7 @@ from kvtier.tiering.fs.folders import (
     namespace_path,
 )
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.fs.siblings import SiblingNamespaces
 from kvtier.tiering.fs.system import FileStatus
@@ -121,8 +123,14 @@ class FSBlockStore(BlockStore[FSNamespace]):
         return namespace
 
     def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        if self._evictor.deletions.refusal is not None:
+            return []
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
+        found = [
+            key
+            for key in keys
+            if os.access(block_path(namespace.path, key), os.F_OK) and find_link(namespace, key) is None
+        ]
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
@@ -179,6 +187,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
                 continue
             prefix = folder_prefix(key)
             namespace.known_folders.discard(prefix)
+            namespace.unlinked_folders.discard(prefix)
             is_any_left = namespace.index.forget_prefix(prefix) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
@@ -212,18 +221,24 @@ class BlockWriter:
             self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
         )
         self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
+        self._outage = directory.outage
+        self._full_disk = directory.full_disk
 
     def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
         """Write blocks, given as keys and slots, and return the outcome of each.
 
         Thread: any of the pool's; blocks.
         """
-        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         deletions = self._evictor.deletions
+        if deletions.refusal is not None or self._directory.mount.is_away():
+            return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
+        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        blocks = self._without_links(namespace, blocks, outcomes)
         num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
         try:
-            self._reserve(reservation, namespace, len(blocks))
+            if not self._reserve(reservation, namespace, len(blocks)):
+                return dict.fromkeys(outcomes, StoreOutcome.FAILED)
             num_blocks = min(len(blocks), len(reservation.targets))
             starts = range(0, num_blocks, self._batch_blocks)
             batches = [blocks[start : min(start + self._batch_blocks, num_blocks)] for start in starts]
@@ -237,13 +252,39 @@ class BlockWriter:
                     break
         finally:
             reservation.end(self._usage)
+            self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
                 deletions.request_recount()
         return outcomes
 
-    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
-        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be."""
+    def _report(self, outcomes: Outcomes, reservation: Reservation) -> None:
+        """End what the log says of an outage when blocks were written, and none failed for its reason."""
+        reached = frozenset(outcomes.values())
+        if StoreOutcome.WRITTEN in reached:
+            if StoreOutcome.FAILED not in reached:
+                self._outage.on_success("store")
+            if not reservation.has_met_full_disk:
+                self._full_disk.on_success("room")
+
+    def _without_links(
+        self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]], outcomes: Outcomes
+    ) -> Sequence[tuple[OffloadKey, int]]:
+        """Return the blocks that would not be stored behind a symbolic link; the others have failed."""
+        links = {key: link for key, _ in blocks if (link := find_link(namespace, key)) is not None}
+        if not links:
+            self._outage.on_success("link")
+            return blocks
+        outcomes.update(dict.fromkeys(links, StoreOutcome.FAILED))
+        link = next(iter(links.values()))
+        self._outage.on_failure("link", f"{link} is a link, behind which bytes are not counted: remove it")
+        return [block for block in blocks if block[0] not in links]
+
+    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> bool:
+        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be.
+
+        Return False when there is none because the shared count cannot be changed.
+        """
         block_bytes = self._directory.block_bytes
         for is_last_try in (False, True):
             num_missing = num_blocks - len(reservation.targets)
@@ -252,9 +293,12 @@ class BlockWriter:
             reservation.add(recycled, grant.num_blocks)
             self._evictor.on_reserved(len(recycled), grant.record)
             num_missing = num_blocks - len(reservation.targets)
+            if grant.is_fault:
+                return bool(reservation.targets)
             if num_missing <= 0 or is_last_try:
-                return
+                break
             self._evictor.make_room(num_missing * block_bytes)
+        return True
 
     def _add_headers(
         self,
@@ -289,7 +333,7 @@ class BlockWriter:
                 answer = self._publish_in_new_folder(namespace, block.key, files[number])
             elif answer is True:
                 namespace.known_folders.add(folder_prefix(block.key))
-            outcome = StoreOutcome.WRITTEN if answer is True else _outcome_of(files[number], answer)
+            outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
         for block in batch[len(targets) :]:
@@ -348,6 +392,24 @@ class BlockWriter:
         elif was_known:
             self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
 
+    def _outcome_of(self, file: NewFile, answer: bool | OSError) -> StoreOutcome:
+        """Return the outcome of a block whose file was not simply written."""
+        recycled_path = file[2]
+        if not isinstance(answer, OSError):
+            # One that was there is not touched: should it be a file that we cannot read, it has to age to be evicted.
+            return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
+        if answer.errno in NO_ROOM:
+            self._full_disk.on_failure("room", f"no room although capacity_bytes is not reached: {answer}")
+            return StoreOutcome.NO_ROOM
+        if recycled_path is not None and isinstance(answer, FileNotFoundError):
+            # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
+            return StoreOutcome.NO_RECYCLED
+        if not isinstance(
+            answer, FileNotFoundError
+        ):  # the evictor logs folders that were removed under the tier
+            self._outage.on_failure("store", f"a block was not stored: {answer}")
+        return StoreOutcome.FAILED
+
 
 class BlockReader:
     """Reads some blocks at a time; keeps no state but header pages per thread.
@@ -364,6 +426,7 @@ class BlockReader:
         self._usage = directory.usage
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
+        self._outage = directory.outage
 
     def read(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -386,6 +449,8 @@ class BlockReader:
                     found = check_block(page, row, key, digest)
                 if found is not HeaderCheck.OK:
                     failures[key] = self._explain(namespace, key, path, status, found)
+        if TierFailure.IO_ERROR not in failures.values():
+            self._outage.on_success("load")
         return failures
 
     def _explain(
@@ -404,8 +469,12 @@ class BlockReader:
                 self._remove_damaged(namespace, key, path, status)
         elif isinstance(status, FileStatus | FileNotFoundError):
             failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
+        elif self._files.is_irregular(path):
+            logger.warning("tier fs: %s is no regular file, as a block is one: it is removed", path)
+            failure = TierFailure.DAMAGED
+            self._remove_irregular(path)
         else:
-            logger.warning("tier fs: block %s was not loaded: %s", path, status)
+            self._outage.on_failure("load", f"a block was not loaded: {status}")
             return TierFailure.IO_ERROR
         namespace.index.discard((key,))
         return failure
@@ -417,18 +486,12 @@ class BlockReader:
         except OSError as error:
             logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
 
-
-def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
-    """Return the outcome of a block whose file was not simply written."""
-    path, _, recycled_path = file
-    if not isinstance(answer, OSError):
-        # One that was there is not touched: should it be a file that we cannot read, it has to age until it is evicted.
-        return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
-    if answer.errno in NO_ROOM:
-        return StoreOutcome.NO_ROOM
-    if recycled_path is not None and isinstance(answer, FileNotFoundError):
-        # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
-        return StoreOutcome.NO_RECYCLED
-    if not isinstance(answer, FileNotFoundError):  # the evictor logs folders that were removed under the tier
-        logger.warning("tier fs: block %s was not stored: %s", path, answer)
-    return StoreOutcome.FAILED
+    def _remove_irregular(self, path: str) -> None:
+        """Remove what is not counted; a folder only when it is empty."""
+        try:
+            if Path(path).is_dir() and not Path(path).is_symlink():
+                Path(path).rmdir()
+            else:
+                Path(path).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("tier fs: %s cannot be removed: %s", path, error)
