@@ -131,6 +131,11 @@ class CurrentSlab:
             logger.warning("tier slab: %s hangs; it stays locked until this process ends", path)
         self._is_file_open = False
 
+    def close_in_child(self) -> None:
+        """Close a forked child's copy of the file, so that it does not hold the lock when its parent has ended."""
+        if self._is_file_open:
+            self.opened.file.close_in_child()
+
     def _begin_check(self) -> bool:
         now_s = self._clock()
         with self._lock:

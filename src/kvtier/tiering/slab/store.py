@@ -102,6 +102,9 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     def close(self) -> None:
         self._current.close()
 
+    def on_forked(self) -> None:
+        self._current.close_in_child()
+
     def _store(
         self,
         opened: OpenSlab,
