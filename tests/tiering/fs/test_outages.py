@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.tiering.fs.conftest import StartTier
-from tests.tiering.remounts import can_mount
 
+from kvtier.testing.power_loss import explain_no_mount
 from kvtier.testing.tier_suite import ROW_BYTES
 from kvtier.tiering.fs.shared_usage import SharedUsage, unpack_record
 from kvtier.tiering.fs.system import Buffers, SystemCalls, current_owner
@@ -147,9 +147,10 @@ def test_stores_that_the_system_refuses_are_said_once(
 SCENARIOS = ("unmounted", "unmounted-below", "read-only", "slab-unmounted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_file_system_that_goes_and_comes_back(tmp_path: Path, scenario: str) -> None:
-    reason = can_mount()
+    reason = explain_no_mount()
     if reason is not None:
         pytest.skip(reason)
     command = [

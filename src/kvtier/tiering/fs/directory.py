@@ -17,7 +17,7 @@ from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
 from kvtier.tiering.fs.system import Owner, SystemCalls, current_owner
 from kvtier.tiering.kit.backend import Counters
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.mount import MountPoint
@@ -172,4 +172,5 @@ def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned
     if not found.has_unnamed_files:
         logger.info("tier fs: %s has no unnamed files; a crash leaves temporary ones", settings.root_dir)
     has_direct_io = reason is None and settings.direct_io is not False
-    return FileSupport(has_direct_io, found.has_unnamed_files)
+    is_durable = settings.durability is Durability.FDATASYNC
+    return FileSupport(has_direct_io, found.has_unnamed_files, is_durable=is_durable)

@@ -74,6 +74,7 @@ class FSNamespace:
         known_folders: by key prefix, the folders that this process has made, or has written a block to or read one
             from; one of them that is missing was removed. Adding and discarding are atomic.
         unlinked_folders: by key prefix, the folders that are no symbolic links, nor those above them; likewise.
+        synced_folders: by key prefix, the folders whose own names outlive a loss of power where blocks do; likewise.
     """
 
     identity: Namespace
@@ -82,11 +83,13 @@ class FSNamespace:
     index: KeyIndex
     known_folders: set[bytes] = field(default_factory=set, compare=False)
     unlinked_folders: set[bytes] = field(default_factory=set, compare=False)
+    synced_folders: set[bytes] = field(default_factory=set, compare=False)
 
     def forget_folders(self) -> None:
         """Forget what is known of the folders: another program has deleted or replaced some."""
         self.known_folders.clear()
         self.unlinked_folders.clear()
+        self.synced_folders.clear()
 
 
 EMPTY_FOLDER_TTL_S = 3600.0

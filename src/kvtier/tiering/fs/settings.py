@@ -11,7 +11,13 @@ from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, flag, seconds, setting, size_bytes
 from kvtier.tiering.fs.shared_usage import UsageRecord
 from kvtier.tiering.fs.system import Owner
-from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, DIRECT_IO, num_threads_setting
+from kvtier.tiering.kit.disk import (
+    DEFAULT_NUM_THREADS,
+    DIRECT_IO,
+    DURABILITY,
+    Durability,
+    num_threads_setting,
+)
 from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
@@ -86,6 +92,7 @@ class FSSettings:
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
     num_threads: int | None = field(
         default=None,
         metadata=num_threads_setting(

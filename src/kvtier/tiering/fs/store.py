@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.departed import Loss, make_losses
+from kvtier.departed import make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
+from kvtier.tiering.fs.block_reader import BlockReader
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import (
@@ -33,15 +33,11 @@ from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.fs.siblings import SiblingNamespaces
-from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
-    FAILURE_OF_CHECK,
     FAULTS,
-    HeaderCheck,
-    check_block,
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -57,6 +53,9 @@ HELD = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
 FOLDER_ATTEMPTS = 3
 """How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would pin the row
 longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
+
+FOLDERS_ABOVE = 4
+"""Folders whose names lead to a block's folder: a digit, the namespace, the directory and what that is in."""
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
@@ -188,6 +187,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
             prefix = folder_prefix(key)
             namespace.known_folders.discard(prefix)
             namespace.unlinked_folders.discard(prefix)
+            namespace.synced_folders.discard(prefix)
             is_any_left = namespace.index.forget_prefix(prefix) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
@@ -332,7 +332,7 @@ class BlockWriter:
             if isinstance(answer, FileNotFoundError):
                 answer = self._publish_in_new_folder(namespace, block.key, files[number])
             elif answer is True:
-                namespace.known_folders.add(folder_prefix(block.key))
+                answer = self._learn_folder(namespace, block.key, block.path)
             outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
@@ -380,12 +380,25 @@ class BlockWriter:
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
                 break
-        return answer
+        return self._learn_folder(namespace, key, path) if answer is True else answer
+
+    def _learn_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> bool | OSError:
+        """Note that a block was written into its folder, whose own name is to last as long as the block."""
+        prefix = folder_prefix(key)
+        if prefix not in namespace.synced_folders:
+            try:
+                self._files.sync_folders(path, FOLDERS_ABOVE)
+            except OSError as error:
+                return error
+            namespace.synced_folders.add(prefix)
+        namespace.known_folders.add(prefix)
+        return True
 
     def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
         """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
         prefix = folder_prefix(key)
         was_known = prefix in namespace.known_folders
+        namespace.synced_folders.discard(prefix)
         namespace.known_folders.add(prefix)
         if namespace.index.forget_prefix(prefix):
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
@@ -409,89 +422,3 @@ class BlockWriter:
         ):  # the evictor logs folders that were removed under the tier
             self._outage.on_failure("store", f"a block was not stored: {answer}")
         return StoreOutcome.FAILED
-
-
-class BlockReader:
-    """Reads some blocks at a time; keeps no state but header pages per thread.
-
-    Args:
-        directory: where from.
-        rows: the primary's.
-    """
-
-    def __init__(self, directory: FSDirectory, rows: Rows) -> None:
-        self._block_bytes = directory.block_bytes
-        self._rows = rows
-        self._files = directory.files
-        self._usage = directory.usage
-        self._batch_blocks = plan_batch_files(rows.row_bytes)
-        self._pages = ThreadPages(self._batch_blocks)
-        self._outage = directory.outage
-
-    def read(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
-    ) -> dict[OffloadKey, TierFailure]:
-        """Read blocks into slots; return what is wrong with those that failed.
-
-        Thread: any of the pool's; blocks.
-        """
-        failures: dict[OffloadKey, TierFailure] = {}
-        pages = self._pages.of_this_thread()
-        digest = namespace.identity.digest
-        for start in range(0, len(keys), self._batch_blocks):
-            batch = keys[start : start + self._batch_blocks]
-            files = []
-            for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((block_path(namespace.path, key), (page, self._rows.row(slot))))
-            for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
-                found = HeaderCheck.DAMAGED
-                if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
-                    found = check_block(page, row, key, digest)
-                if found is not HeaderCheck.OK:
-                    failures[key] = self._explain(namespace, key, path, status, found)
-        if TierFailure.IO_ERROR not in failures.values():
-            self._outage.on_success("load")
-        return failures
-
-    def _explain(
-        self,
-        namespace: FSNamespace,
-        key: OffloadKey,
-        path: str,
-        status: FileStatus | OSError,
-        found: HeaderCheck,
-    ) -> TierFailure:
-        """Return why a block was not loaded; one that cannot be loaded again leaves the index."""
-        if isinstance(status, FileStatus) and self._files.is_still(path, status):
-            failure = FAILURE_OF_CHECK[found]
-            logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
-            if failure is TierFailure.DAMAGED:
-                self._remove_damaged(namespace, key, path, status)
-        elif isinstance(status, FileStatus | FileNotFoundError):
-            failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
-        elif self._files.is_irregular(path):
-            logger.warning("tier fs: %s is no regular file, as a block is one: it is removed", path)
-            failure = TierFailure.DAMAGED
-            self._remove_irregular(path)
-        else:
-            self._outage.on_failure("load", f"a block was not loaded: {status}")
-            return TierFailure.IO_ERROR
-        namespace.index.discard((key,))
-        return failure
-
-    def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
-        try:
-            self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,), Loss.DAMAGED)
-        except OSError as error:
-            logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
-
-    def _remove_irregular(self, path: str) -> None:
-        """Remove what is not counted; a folder only when it is empty."""
-        try:
-            if Path(path).is_dir() and not Path(path).is_symlink():
-                Path(path).rmdir()
-            else:
-                Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("tier fs: %s cannot be removed: %s", path, error)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, allocate_page, is_aligned
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, allocate_page, is_aligned, sync_folder
 from kvtier.tiering.slab.settings import SlabSettings
 from kvtier.tiering.slab.slab_file import SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import (
@@ -68,6 +68,9 @@ def open_slab(
             _lock(fd, settings)
             is_owner = True
             is_new, geometry = _make_usable(fd, settings, geometry, calls)
+            if settings.durability is Durability.FDATASYNC:
+                os.fdatasync(fd)  # blocks that an engine without it has written are reported as held
+                sync_folder(str(settings.path.parent))
             has_direct_io = _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
     except BaseException:
         if is_created and is_owner:
@@ -92,6 +95,8 @@ def plan_opening(found: Superblock, *wanted: SlabGeometry) -> Opening:
 def _open(settings: SlabSettings) -> tuple[int, bool]:
     """Open the file, or make it; returns whether it was made. Never waits, whatever kind of file it is."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if settings.durability is Durability.FDATASYNC:
+        flags |= os.O_DSYNC  # each write ends as if with fdatasync
     try:
         return os.open(settings.path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
     except FileExistsError:
