@@ -85,6 +85,9 @@ class BlockFiles:
         file_mode: permissions of files; folders get search permission where files may be read.
         calls: the system.
         wall_clock: seconds since 1970.
+
+    Attributes:
+        is_durable: whether what is published outlives a loss of power.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class BlockFiles:
     ) -> None:
         self._flags = support.flags
         self._write_flags = support.write_flags
-        self._is_durable = support.is_durable
+        self.is_durable = support.is_durable
         self._has_unnamed_files = support.has_unnamed_files
         self._temporary_path = temporary_path
         self._owner = owner
@@ -125,7 +128,7 @@ class BlockFiles:
                 and (not error or _error_of(error, file[0], errno.ENOSPC, TAKEN_IN_PART))
                 for error, file in zip(errors, files, strict=True)
             ]
-        if self._is_durable:
+        if self.is_durable:
             lost = self._find_lost([file[0] for file in files], answers)
             answers = [lost.get(file[0], answer) for file, answer in zip(files, answers, strict=True)]
         return answers
@@ -152,7 +155,7 @@ class BlockFiles:
         return lost
 
     def sync(self, path: str) -> bool:
-        """Have a file's bytes outlive a loss of power, whoever wrote them; False when they may not."""
+        """Have a file's bytes outlive a loss of power, written by any process; False when they may not."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
@@ -187,11 +190,11 @@ class BlockFiles:
         """Note a use of the file, once a minute at most; False when there is no such file, or it is not to last."""
         try:
             self._touch(path, Path(path).lstat().st_mtime)
-            if self._is_durable:
+            if self.is_durable:
                 sync_folder(path.rpartition("/")[0])
         except OSError:
             return False
-        return not self._is_durable or self.sync(path)
+        return not self.is_durable or self.sync(path)
 
     def sync_folders(self, path: str, num_levels: int) -> None:
         """Have the names of the folders above a file outlive a loss of power, where that is asked for.
@@ -203,7 +206,7 @@ class BlockFiles:
         Raises:
             OSError: the system refused.
         """
-        if self._is_durable:
+        if self.is_durable:
             for folder in list(Path(path).parents)[1:num_levels]:
                 sync_folder(str(folder))
             with suppress(PermissionError):  # the folder that the directory is in may be another user's

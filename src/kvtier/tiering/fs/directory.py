@@ -47,6 +47,7 @@ class FSDirectory:
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
         mount: where its file system is mounted.
+        device: number of its file system at the start.
         outage: says once that the directory cannot be used.
         full_disk: says once that the disk is full.
     """
@@ -62,6 +63,7 @@ class FSDirectory:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     mount: MountPoint
+    device: int
     outage: OutageLog
     full_disk: OutageLog
 
@@ -121,6 +123,7 @@ def open_directory(
         clock=clock,
         wall_clock=wall_clock,
         mount=MountPoint(settings.root_dir),
+        device=settings.root_dir.stat().st_dev,
         outage=outage,
         full_disk=OutageLog(where),
     )

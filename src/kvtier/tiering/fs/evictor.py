@@ -204,7 +204,8 @@ class Evictor:
     def _guard(self, work: "_Work") -> None:
         try:
             work()
-            self._directory.outage.on_success(work.__name__)
+            if self._directory.outage.is_out:
+                self._directory.outage.on_success(work.__name__)
         except OSError as error:  # of the directory as a whole, its lock for example
             self._directory.outage.on_failure(work.__name__, f"it cannot be tidied: {error}")
         except Exception:  # thread top

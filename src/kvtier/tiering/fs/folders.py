@@ -8,6 +8,7 @@ stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and
 What does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -166,10 +167,15 @@ def make_block_folder(
     """
     make_root(root, file_mode)
     top = Path(namespace.path)
+    leaf = Path(block_path).parent
+    for folder in (top, leaf.parent, leaf):
+        if folder.is_symlink():
+            raise OSError(
+                errno.ELOOP, "is a link, behind which bytes are not counted: remove it", str(folder)
+            )
     make_folder(top, file_mode)
     if not (top / NAMESPACE_DOCUMENT_NAME).exists():
         write_document(root, namespace, file_mode, owner_name)
-    leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     return make_folder(leaf, file_mode)
 

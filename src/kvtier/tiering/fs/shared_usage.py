@@ -429,14 +429,21 @@ class SharedUsage:
                     update.record = update.record.without_dead(self._id.owner, self._wall_clock())
                 os.pwrite(fd, update.record.pack(), 0)
                 update.is_written = True
-                self._outage.on_success("count")
+                if self._outage.is_out:
+                    self._outage.on_success("count")
         except OSError as error:
             self._on_fault(update, error)
         finally:
             if not update.is_written:
                 self._unwritten.extend(leftover)
             if fd >= 0:
-                _unlock(fd)
+                # An error that went on from here would end a reservation before it is recorded as one: its room would
+                # be taken for as long as this process lives. The record was written all the same, or it was not.
+                with suppress(OSError):
+                    # Closing alone would not do: a child that was forked meanwhile has the same lock.
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                with suppress(OSError):
+                    os.close(fd)
 
     def _on_fault(self, update: "_Update", error: OSError) -> None:
         update.is_fault = True
@@ -468,19 +475,6 @@ def open_shared_file(path: Path, file_mode: int) -> int:
     if file_mode != PRIVATE_MODE:
         set_file_mode(fd, file_mode)
     return fd
-
-
-def _unlock(fd: int) -> None:
-    """Give back the lock and close. What that reports changes nothing: the record was written, or it was not.
-
-    An error that went on from here would end a reservation before it is recorded as one: its room would be taken for
-    as long as this process lives.
-    """
-    with suppress(OSError):
-        # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    with suppress(OSError):
-        os.close(fd)
 
 
 def _lock(fd: int) -> bool:

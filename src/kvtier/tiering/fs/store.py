@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -19,9 +20,9 @@ from kvtier.departed import make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
-from kvtier.tiering.fs.block_reader import BlockReader
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.failed_reads import FailedReads
 from kvtier.tiering.fs.folders import (
     FSNamespace,
     block_path,
@@ -33,11 +34,14 @@ from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.fs.siblings import SiblingNamespaces
+from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAULTS,
+    HeaderCheck,
+    check_block,
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -230,10 +234,22 @@ class BlockWriter:
         Thread: any of the pool's; blocks.
         """
         deletions = self._evictor.deletions
-        if deletions.refusal is not None or self._directory.mount.is_away():
+        # Where its file system has another number than at the start, it may be gone. That is looked at here: a store
+        # within the second until the evictor's next check would go on below the mount point.
+        device = None
+        with suppress(OSError):
+            device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
+        is_elsewhere = device != self._directory.device
+        if deletions.refusal is not None or (is_elsewhere and self._directory.find_refusal() is not None):
             return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
-        blocks = self._without_links(namespace, blocks, outcomes)
+        # A folder that is missing is made, and those above it looked at then.
+        known = namespace.unlinked_folders
+        unseen = (
+            block_path(namespace.path, key).rpartition("/")[0] for key, _ in blocks if key[:1] not in known
+        )
+        if self._outage.is_out or any(map(os.path.lexists, unseen)):
+            blocks = self._without_links(namespace, blocks, outcomes)
         num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
         try:
@@ -252,7 +268,8 @@ class BlockWriter:
                     break
         finally:
             reservation.end(self._usage)
-            self._report(outcomes, reservation)
+            if self._outage.is_out or self._full_disk.is_out:
+                self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
                 deletions.request_recount()
@@ -332,7 +349,9 @@ class BlockWriter:
             if isinstance(answer, FileNotFoundError):
                 answer = self._publish_in_new_folder(namespace, block.key, files[number])
             elif answer is True:
-                answer = self._learn_folder(namespace, block.key, block.path)
+                if self._files.is_durable:
+                    answer = self._learn_folder(namespace, block.key, block.path)
+                namespace.known_folders.add(folder_prefix(block.key))
             outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
@@ -380,10 +399,12 @@ class BlockWriter:
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
                 break
-        return self._learn_folder(namespace, key, path) if answer is True else answer
+        if answer is True and self._files.is_durable:
+            return self._learn_folder(namespace, key, path)
+        return answer
 
     def _learn_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> bool | OSError:
-        """Note that a block was written into its folder, whose own name is to last as long as the block."""
+        """Sync the names that lead to a block's folder, once for each; they are to last as long as the block."""
         prefix = folder_prefix(key)
         if prefix not in namespace.synced_folders:
             try:
@@ -391,7 +412,6 @@ class BlockWriter:
             except OSError as error:
                 return error
             namespace.synced_folders.add(prefix)
-        namespace.known_folders.add(prefix)
         return True
 
     def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
@@ -399,6 +419,7 @@ class BlockWriter:
         prefix = folder_prefix(key)
         was_known = prefix in namespace.known_folders
         namespace.synced_folders.discard(prefix)
+        namespace.unlinked_folders.add(prefix)
         namespace.known_folders.add(prefix)
         if namespace.index.forget_prefix(prefix):
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
@@ -422,3 +443,46 @@ class BlockWriter:
         ):  # the evictor logs folders that were removed under the tier
             self._outage.on_failure("store", f"a block was not stored: {answer}")
         return StoreOutcome.FAILED
+
+
+class BlockReader:
+    """Reads some blocks at a time; keeps no state but header pages per thread.
+
+    Args:
+        directory: where from.
+        rows: the primary's.
+    """
+
+    def __init__(self, directory: FSDirectory, rows: Rows) -> None:
+        self._block_bytes = directory.block_bytes
+        self._rows = rows
+        self._files = directory.files
+        self._failed = FailedReads(directory)
+        self._batch_blocks = plan_batch_files(rows.row_bytes)
+        self._pages = ThreadPages(self._batch_blocks)
+        self._outage = directory.outage
+
+    def read(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> dict[OffloadKey, TierFailure]:
+        """Read blocks into slots; return what is wrong with those that failed.
+
+        Thread: any of the pool's; blocks.
+        """
+        failures: dict[OffloadKey, TierFailure] = {}
+        pages = self._pages.of_this_thread()
+        digest = namespace.identity.digest
+        for start in range(0, len(keys), self._batch_blocks):
+            batch = keys[start : start + self._batch_blocks]
+            files = []
+            for key, slot, page in zip(batch, slots[start:], pages, strict=False):
+                files.append((block_path(namespace.path, key), (page, self._rows.row(slot))))
+            for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
+                found = HeaderCheck.DAMAGED
+                if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
+                    found = check_block(page, row, key, digest)
+                if found is not HeaderCheck.OK:
+                    failures[key] = self._failed.explain(namespace, key, path, status, found)
+        if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
+            self._outage.on_success("load")
+        return failures
