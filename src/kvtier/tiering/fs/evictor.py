@@ -10,11 +10,11 @@ import heapq
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
@@ -95,6 +95,15 @@ class Evicted(NamedTuple):
 
     num_bytes: int
     is_kept: bool = False
+
+
+class _Work(Protocol):
+    """A method without arguments; its name tells its failures from others'."""
+
+    __name__: str
+
+    def __call__(self) -> object:
+        """Do it."""
 
 
 class Evictor:
@@ -192,9 +201,13 @@ class Evictor:
             self._guard(self._run_round)
         self._guard(self._leave)
 
-    def _guard(self, work: Callable[[], object]) -> None:
+    def _guard(self, work: "_Work") -> None:
         try:
             work()
+            if self._directory.outage.is_out:
+                self._directory.outage.on_success(work.__name__)
+        except OSError as error:  # of the directory as a whole, its lock for example
+            self._directory.outage.on_failure(work.__name__, f"it cannot be tidied: {error}")
         except Exception:  # thread top
             logger.exception("tier fs: tidying %s failed", self._directory.root)
         with self._changed:
@@ -266,6 +279,12 @@ class Evictor:
             with eviction_lock(directory.root, directory.file_mode) as has_lock:
                 record = self._walk(namespace, is_recount=has_lock)
             if record is not None and record.used_bytes > record.limit_bytes:
+                logger.warning(
+                    "tier fs: %s holds %d bytes and capacity_bytes is %d: what was used longest ago is evicted",
+                    directory.root,
+                    record.used_bytes,
+                    record.limit_bytes,
+                )
                 self.on_reserved(0, record)
         finally:
             # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.

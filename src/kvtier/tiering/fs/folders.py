@@ -8,6 +8,7 @@ stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and
 What does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
 TEMPORARY_NAME = "tmp"
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
+MAX_DOCUMENT_BYTES = 2**20
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _DIGIT = re.compile(r"[0-9a-f]")
@@ -72,6 +74,8 @@ class FSNamespace:
         index: which blocks of it are on the disk.
         known_folders: by key prefix, the folders that this process has made, or has written a block to or read one
             from; one of them that is missing was removed. Adding and discarding are atomic.
+        unlinked_folders: by key prefix, the folders that are no symbolic links, nor those above them; likewise.
+        synced_folders: by key prefix, the folders whose own names outlive a loss of power where blocks do; likewise.
     """
 
     identity: Namespace
@@ -79,6 +83,14 @@ class FSNamespace:
     path: str
     index: KeyIndex
     known_folders: set[bytes] = field(default_factory=set, compare=False)
+    unlinked_folders: set[bytes] = field(default_factory=set, compare=False)
+    synced_folders: set[bytes] = field(default_factory=set, compare=False)
+
+    def forget_folders(self) -> None:
+        """Forget what is known of the folders: another program has deleted or replaced some."""
+        self.known_folders.clear()
+        self.unlinked_folders.clear()
+        self.synced_folders.clear()
 
 
 EMPTY_FOLDER_TTL_S = 3600.0
@@ -122,13 +134,16 @@ def make_folder(path: Path, file_mode: int) -> bool:
 def make_root(root: Path, file_mode: int) -> None:
     """Make the tier's directory and the folder of temporary files in it, unless they exist.
 
-    Parents of the directory that are missing are made too, with the permissions that the umask gives; no folder in it
-    is made on the way to another: one that another program removes meanwhile would come back open to others.
+    Parents of the directory that are missing are made too, private but for those that ``file_mode`` lets read; no
+    folder in it is made on the way to another: one that another program removes meanwhile would come back open to
+    others.
 
     Raises:
         OSError: the system refused.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
+    for parent in reversed(root.parents):
+        if not parent.is_dir():
+            make_folder(parent, 0o600 | file_mode & 0o044)
     make_folder(root, file_mode)
     make_folder(root / TEMPORARY_NAME, file_mode)
 
@@ -152,10 +167,15 @@ def make_block_folder(
     """
     make_root(root, file_mode)
     top = Path(namespace.path)
+    leaf = Path(block_path).parent
+    for folder in (top, leaf.parent, leaf):
+        if folder.is_symlink():
+            raise OSError(
+                errno.ELOOP, "is a link, behind which bytes are not counted: remove it", str(folder)
+            )
     make_folder(top, file_mode)
     if not (top / NAMESPACE_DOCUMENT_NAME).exists():
         write_document(root, namespace, file_mode, owner_name)
-    leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     return make_folder(leaf, file_mode)
 
@@ -171,10 +191,20 @@ def refresh_document(root: Path, namespace: FSNamespace, file_mode: int, owner_n
     """
     document = Path(namespace.path) / NAMESPACE_DOCUMENT_NAME
     try:
-        if document.read_bytes() != namespace.identity.document.encode():
+        if document.exists() and read_document(document.parent) != namespace.identity.document:
             write_document(root, namespace, file_mode, owner_name)
     except OSError:
         return  # there is none yet, or it is another user's: nothing depends on it
+
+
+def read_document(top: Path) -> str:
+    """Return the readable description in a namespace's folder, "" where there is none or it cannot be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        with os.fdopen(os.open(top / NAMESPACE_DOCUMENT_NAME, flags), "rb") as file:
+            return (file.read(MAX_DOCUMENT_BYTES) or b"").decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def write_document(root: Path, namespace: FSNamespace, file_mode: int, owner_name: str) -> None:

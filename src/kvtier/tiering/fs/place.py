@@ -28,10 +28,12 @@ from kvtier.tiering.fs.folders import (
     BlockFile,
     namespace_of,
     parse_block_name,
+    read_document,
     walk_blocks,
 )
-from kvtier.tiering.fs.settings import FSSettings
-from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, unpack_record
+from kvtier.tiering.fs.permissions import find_refusal
+from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
+from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import (
@@ -48,10 +50,6 @@ from kvtier.tiering.kit.place import (
 
 TIER_TYPE = "fs"
 
-NO_LIMIT_BYTES = 2**63 - 1
-"""The capacity of one that removes: the smallest counts, so it must not bound others."""
-
-MAX_DOCUMENT_BYTES = 2**20
 MAX_ATTEMPTS = 3
 """Readings of a name that leads to another file each time: an engine evicts the block and stores it again all the
 time. More would read it for ever."""
@@ -76,7 +74,7 @@ class FSPlace(Place):
     def namespaces(self) -> list[PlaceNamespace]:
         found = [path for path in self._list_root() if FOLDER_PATTERNS[0].fullmatch(path.name)]
         folders = [path for path in sorted(found) if path.is_dir() and not path.is_symlink()]
-        return [PlaceNamespace(path.name, _read_document(path)) for path in folders]
+        return [PlaceNamespace(path.name, read_document(path)) for path in folders]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
         # A folder that cannot be read is no empty one; engines pass it over, as they share the directory.
@@ -157,10 +155,7 @@ class FSPlace(Place):
             raise TierError(TIER_TYPE, f"{self._root} cannot be read: {error.strerror}") from error
 
     def _read_record(self) -> UsageRecord:
-        try:
-            return unpack_record((self._root / USAGE_NAME).read_bytes())
-        except OSError:
-            return UsageRecord()
+        return read_record(self._root / USAGE_NAME)
 
 
 def open_fs_place(own: Mapping[str, object]) -> FSPlace:
@@ -200,8 +195,18 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
         return [TierFinding(is_good=False, text=text)]
     is_there = "writable" if existing == root else f"will be made in {existing}"
     findings = [TierFinding(is_good=True, text=f"{root} {is_there}")]
+    record = UsageRecord()
+    if existing == root:
+        record = FSPlace(root)._read_record()  # noqa: SLF001 - this file's class
+        findings = _probe_access(root, settings) or findings
+    shrinking = None
+    if not settings.allow_shrink:
+        shrinking = explain_shrinking(settings.capacity_bytes, record, current_owner(), time.time())
+    if shrinking is not None:
+        text = f"capacity_bytes {settings.capacity_bytes} {shrinking}"
+        findings.append(TierFinding(is_good=False, text=text))
     # What the tier has there already is part of its capacity.
-    used_bytes = FSPlace(root)._read_record().used_bytes if existing == root else 0  # noqa: SLF001 - this file's class
+    used_bytes = record.used_bytes
     free_bytes = shutil.disk_usage(existing).free
     if settings.capacity_bytes > free_bytes + used_bytes:
         text = (
@@ -210,6 +215,19 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
         )
         findings.append(TierFinding(is_good=True, text=text, is_note=True))
     return findings
+
+
+def _probe_access(root: Path, settings: FSSettings) -> list[TierFinding]:
+    """Return for which folders an engine would not use the directory, or stores would fail."""
+    folders = [root, *(path for path in root.glob("*") if FOLDER_PATTERNS[0].fullmatch(path.name))]
+    links = [path for path in folders[1:] if path.is_symlink()]
+    refusals = {path: find_refusal(path, settings.file_mode) for path in folders if path not in links}
+    refusals |= dict.fromkeys(links, "it is a symbolic link, behind which bytes are not counted: remove it")
+    return [
+        TierFinding(is_good=False, text=f"{path} is refused: {refusal}")
+        for path, refusal in refusals.items()
+        if refusal is not None
+    ]
 
 
 class _Reading(NamedTuple):
@@ -304,7 +322,7 @@ def _remove_folders(top: Path) -> None:
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
     document = top / NAMESPACE_DOCUMENT_NAME
-    text = _read_document(top)
+    text = read_document(top)
     with suppress(OSError):
         if {path.name for path in top.iterdir()} <= {NAMESPACE_DOCUMENT_NAME}:
             mode = stat.S_IMODE(document.stat().st_mode) if document.exists() else 0
@@ -315,17 +333,6 @@ def _remove_folders(top: Path) -> None:
                 if text and not document.exists():
                     document.write_text(text, encoding="utf-8")
                     document.chmod(mode)
-
-
-def _read_document(top: Path) -> str:
-    try:
-        fd = os.open(
-            top / NAMESPACE_DOCUMENT_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        )
-        with os.fdopen(fd, "rb") as file:
-            return file.read(MAX_DOCUMENT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _amount_below(path: Path) -> Amount:

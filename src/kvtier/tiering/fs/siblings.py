@@ -6,11 +6,11 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.folders import (
-    NAMESPACE_DOCUMENT_NAME,
     block_path,
     count_blocks,
     list_namespaces,
     namespace_path,
+    read_document,
 )
 from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
 
@@ -33,8 +33,7 @@ class FSSiblings(SiblingPlace):
     def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
         self._own_name = own_name
         names = [name for name in list_namespaces(self._root) if name != own_name][:max_namespaces]
-        found = ((name, self._read(name)) for name in names)
-        return [(name, document) for name, document in found if document is not None]
+        return [(name, read_document(self._root / name)) for name in names]
 
     def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
         return next((name for name in names if any(self._has(name, key) for key in keys)), None)
@@ -49,12 +48,6 @@ class FSSiblings(SiblingPlace):
         num_blocks = count_blocks(namespace_path(self._root, siblings[0].name), MAX_COUNTED_BLOCKS)
         number = str(num_blocks) if num_blocks < MAX_COUNTED_BLOCKS else f"{num_blocks} or more"
         log_siblings("fs", self._own_name, siblings[0], number)
-
-    def _read(self, name: str) -> str | None:
-        try:
-            return (self._root / name / NAMESPACE_DOCUMENT_NAME).read_text()
-        except (OSError, ValueError):
-            return None
 
     def _has(self, name: str, key: OffloadKey) -> bool:
         return os.access(block_path(namespace_path(self._root, name), key), os.F_OK)

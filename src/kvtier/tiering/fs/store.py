@@ -10,17 +10,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.departed import Loss, make_losses
+from kvtier.departed import make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.failed_reads import FailedReads
 from kvtier.tiering.fs.folders import (
     FSNamespace,
     block_path,
@@ -29,6 +31,7 @@ from kvtier.tiering.fs.folders import (
     namespace_path,
 )
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.fs.siblings import FSSiblings
 from kvtier.tiering.fs.system import FileStatus
@@ -36,7 +39,6 @@ from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
-    FAILURE_OF_CHECK,
     FAULTS,
     HeaderCheck,
     check_block,
@@ -56,6 +58,9 @@ HELD = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
 FOLDER_ATTEMPTS = 3
 """How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would pin the row
 longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
+
+FOLDERS_ABOVE = 4
+"""Folders whose names lead to a block's folder: a digit, the namespace, the directory and what that is in."""
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
@@ -122,8 +127,14 @@ class FSBlockStore(BlockStore[FSNamespace]):
         return namespace
 
     def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        if self._evictor.deletions.refusal is not None:
+            return []
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
+        found = [
+            key
+            for key in keys
+            if os.access(block_path(namespace.path, key), os.F_OK) and find_link(namespace, key) is None
+        ]
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
@@ -183,6 +194,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
             prefix = folder_prefix(keys[0])
             namespace.known_folders.discard(prefix)
             self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
+            namespace.unlinked_folders.discard(prefix)
+            namespace.synced_folders.discard(prefix)
             is_any_left = namespace.index.forget_prefix(prefix) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
@@ -216,18 +229,36 @@ class BlockWriter:
             self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
         )
         self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
+        self._outage = directory.outage
+        self._full_disk = directory.full_disk
 
     def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
         """Write blocks, given as keys and slots, and return the outcome of each.
 
         Thread: any of the pool's; blocks.
         """
-        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         deletions = self._evictor.deletions
+        # Where its file system has another number than at the start, it may be gone. That is looked at here: a store
+        # within the second until the evictor's next check would go on below the mount point.
+        device = None
+        with suppress(OSError):
+            device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
+        is_elsewhere = device != self._directory.device
+        if deletions.refusal is not None or (is_elsewhere and self._directory.find_refusal() is not None):
+            return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
+        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        # A folder that is missing is made, and those above it looked at then.
+        known = namespace.unlinked_folders
+        unseen = (
+            block_path(namespace.path, key).rpartition("/")[0] for key, _ in blocks if key[:1] not in known
+        )
+        if self._outage.is_out or any(map(os.path.lexists, unseen)):
+            blocks = self._without_links(namespace, blocks, outcomes)
         num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
         try:
-            self._reserve(reservation, namespace, len(blocks))
+            if not self._reserve(reservation, namespace, len(blocks)):
+                return dict.fromkeys(outcomes, StoreOutcome.FAILED)
             num_blocks = min(len(blocks), len(reservation.targets))
             starts = range(0, num_blocks, self._batch_blocks)
             batches = [blocks[start : min(start + self._batch_blocks, num_blocks)] for start in starts]
@@ -241,13 +272,40 @@ class BlockWriter:
                     break
         finally:
             reservation.end(self._usage)
+            if self._outage.is_out or self._full_disk.is_out:
+                self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
                 deletions.request_recount()
         return outcomes
 
-    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
-        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be."""
+    def _report(self, outcomes: Outcomes, reservation: Reservation) -> None:
+        """End what the log says of an outage when blocks were written, and none failed for its reason."""
+        reached = frozenset(outcomes.values())
+        if StoreOutcome.WRITTEN in reached:
+            if StoreOutcome.FAILED not in reached:
+                self._outage.on_success("store")
+            if not reservation.has_met_full_disk:
+                self._full_disk.on_success("room")
+
+    def _without_links(
+        self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]], outcomes: Outcomes
+    ) -> Sequence[tuple[OffloadKey, int]]:
+        """Return the blocks that would not be stored behind a symbolic link; the others have failed."""
+        links = {key: link for key, _ in blocks if (link := find_link(namespace, key)) is not None}
+        if not links:
+            self._outage.on_success("link")
+            return blocks
+        outcomes.update(dict.fromkeys(links, StoreOutcome.FAILED))
+        link = next(iter(links.values()))
+        self._outage.on_failure("link", f"{link} is a link, behind which bytes are not counted: remove it")
+        return [block for block in blocks if block[0] not in links]
+
+    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> bool:
+        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be.
+
+        Return False when there is none because the shared count cannot be changed.
+        """
         block_bytes = self._directory.block_bytes
         for is_last_try in (False, True):
             num_missing = num_blocks - len(reservation.targets)
@@ -256,9 +314,12 @@ class BlockWriter:
             reservation.add(recycled, grant.num_blocks)
             self._evictor.on_reserved(len(recycled), grant.record)
             num_missing = num_blocks - len(reservation.targets)
+            if grant.is_fault:
+                return bool(reservation.targets)
             if num_missing <= 0 or is_last_try:
-                return
+                break
             self._evictor.make_room(num_missing * block_bytes)
+        return True
 
     def _add_headers(
         self,
@@ -292,8 +353,10 @@ class BlockWriter:
             if isinstance(answer, FileNotFoundError):
                 answer = self._publish_in_new_folder(namespace, block.key, files[number])
             elif answer is True:
+                if self._files.is_durable:
+                    answer = self._learn_folder(namespace, block.key, block.path)
                 namespace.known_folders.add(folder_prefix(block.key))
-            outcome = StoreOutcome.WRITTEN if answer is True else _outcome_of(files[number], answer)
+            outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
         for block in batch[len(targets) :]:
@@ -340,17 +403,50 @@ class BlockWriter:
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
                 break
+        if answer is True and self._files.is_durable:
+            return self._learn_folder(namespace, key, path)
         return answer
+
+    def _learn_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> bool | OSError:
+        """Sync the names that lead to a block's folder, once for each; they are to last as long as the block."""
+        prefix = folder_prefix(key)
+        if prefix not in namespace.synced_folders:
+            try:
+                self._files.sync_folders(path, FOLDERS_ABOVE)
+            except OSError as error:
+                return error
+            namespace.synced_folders.add(prefix)
+        return True
 
     def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
         """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
         prefix = folder_prefix(key)
         was_known = prefix in namespace.known_folders
+        namespace.synced_folders.discard(prefix)
+        namespace.unlinked_folders.add(prefix)
         namespace.known_folders.add(prefix)
         if namespace.index.forget_prefix(prefix):
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
         elif was_known:
             self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
+
+    def _outcome_of(self, file: NewFile, answer: bool | OSError) -> StoreOutcome:
+        """Return the outcome of a block whose file was not simply written."""
+        recycled_path = file[2]
+        if not isinstance(answer, OSError):
+            # One that was there is not touched: should it be a file that we cannot read, it has to age to be evicted.
+            return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
+        if answer.errno in NO_ROOM:
+            self._full_disk.on_failure("room", f"no room although capacity_bytes is not reached: {answer}")
+            return StoreOutcome.NO_ROOM
+        if recycled_path is not None and isinstance(answer, FileNotFoundError):
+            # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
+            return StoreOutcome.NO_RECYCLED
+        if not isinstance(
+            answer, FileNotFoundError
+        ):  # the evictor logs folders that were removed under the tier
+            self._outage.on_failure("store", f"a block was not stored: {answer}")
+        return StoreOutcome.FAILED
 
 
 class BlockReader:
@@ -365,9 +461,10 @@ class BlockReader:
         self._block_bytes = directory.block_bytes
         self._rows = rows
         self._files = directory.files
-        self._usage = directory.usage
+        self._failed = FailedReads(directory)
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
+        self._outage = directory.outage
 
     def read(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -389,50 +486,7 @@ class BlockReader:
                 if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
                     found = check_block(page, row, key, digest)
                 if found is not HeaderCheck.OK:
-                    failures[key] = self._explain(namespace, key, path, status, found)
+                    failures[key] = self._failed.explain(namespace, key, path, status, found)
+        if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
+            self._outage.on_success("load")
         return failures
-
-    def _explain(
-        self,
-        namespace: FSNamespace,
-        key: OffloadKey,
-        path: str,
-        status: FileStatus | OSError,
-        found: HeaderCheck,
-    ) -> TierFailure:
-        """Return why a block was not loaded; one that cannot be loaded again leaves the index."""
-        if isinstance(status, FileStatus) and self._files.is_still(path, status):
-            failure = FAILURE_OF_CHECK[found]
-            logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
-            if failure is TierFailure.DAMAGED:
-                self._remove_damaged(namespace, key, path, status)
-        elif isinstance(status, FileStatus | FileNotFoundError):
-            failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
-        else:
-            logger.warning("tier fs: block %s was not loaded: %s", path, status)
-            return TierFailure.IO_ERROR
-        namespace.index.discard((key,))
-        return failure
-
-    def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
-        try:
-            self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,), Loss.DAMAGED)
-        except OSError as error:
-            logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
-
-
-def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
-    """Return the outcome of a block whose file was not simply written."""
-    path, _, recycled_path = file
-    if not isinstance(answer, OSError):
-        # One that was there is not touched: should it be a file that we cannot read, it has to age until it is evicted.
-        return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
-    if answer.errno in NO_ROOM:
-        return StoreOutcome.NO_ROOM
-    if recycled_path is not None and isinstance(answer, FileNotFoundError):
-        # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
-        return StoreOutcome.NO_RECYCLED
-    if not isinstance(answer, FileNotFoundError):  # the evictor logs folders that were removed under the tier
-        logger.warning("tier fs: block %s was not stored: %s", path, answer)
-    return StoreOutcome.FAILED

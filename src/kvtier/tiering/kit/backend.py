@@ -141,5 +141,8 @@ class BlockStore(ABC, Generic[S]):
         """Return counts and gauges by name."""
         return {}
 
+    def on_forked(self) -> None:
+        """Close a forked child's copies of files whose locks it shares; it takes no lock and gives none back."""
+
     def close(self) -> None:
         """Close connections and files; called once, when no thread uses the store any more."""

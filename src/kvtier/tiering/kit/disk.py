@@ -5,15 +5,17 @@ other blocks checksummed in between, the block has left the cache when it is wri
 """
 
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.settings import Setting, setting, whole
+from kvtier.settings import Setting, choice, setting, whole
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 ALIGNMENT_BYTES = 4096
@@ -49,6 +51,22 @@ def parse_direct_io(name: str, value: object) -> bool | None:
     if not isinstance(value, bool):
         raise ConfigError(name, value, 'must be true, false or "auto"')
     return value
+
+
+class Durability(Enum):
+    """What of a stored block outlives a loss of power."""
+
+    NONE = "none"
+    FDATASYNC = "fdatasync"
+
+
+DURABILITY: Mapping[str, Setting] = setting(
+    choice(Durability),
+    '`"fdatasync"` reports a store when a loss of power would not undo it; `"none"` leaves that to the kernel, and '
+    "what is torn or missing then is a miss",
+    default_text='`"none"`',
+)
+"""The setting ``durability`` of a tier on a disk."""
 
 
 DIRECT_IO: Mapping[str, Setting] = setting(
@@ -104,6 +122,19 @@ class ThreadPages:
         if pages is None:
             pages = self._local.pages = allocate_pages(self._num_pages)
         return pages
+
+
+def sync_folder(path: str) -> None:
+    """Have the names in a folder outlive a loss of power.
+
+    Raises:
+        OSError: the system refused.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def is_aligned(rows: memoryview) -> bool:

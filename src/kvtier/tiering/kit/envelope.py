@@ -57,6 +57,7 @@ class HeaderCheck(Enum):
     OTHER_CODEC = "other_codec"
     OTHER_NAMESPACE = "other_namespace"
     OTHER_KEY = "other_key"
+    ENCRYPTED = "encrypted"
 
 
 FAILURE_OF_CHECK = {
@@ -65,6 +66,7 @@ FAILURE_OF_CHECK = {
     HeaderCheck.OTHER_VERSION: TierFailure.FOREIGN,
     HeaderCheck.OTHER_CODEC: TierFailure.FOREIGN,
     HeaderCheck.OTHER_NAMESPACE: TierFailure.FOREIGN,
+    HeaderCheck.ENCRYPTED: TierFailure.FOREIGN,
 }
 """Damaged blocks are removed, foreign ones left alone. A block of this namespace whose header has another key than its
 name can only have been moved."""
@@ -174,13 +176,15 @@ def check_block(
     fields = _read_fields(header)
     if isinstance(fields, HeaderCheck):
         return fields
-    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, *_ = fields
+    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, key_id, *_ = fields
     if namespace != namespace_digest[:NAMESPACE_BYTES]:
         return HeaderCheck.OTHER_NAMESPACE
     if found_key[:key_bytes] != key:
         return HeaderCheck.OTHER_KEY
     if found_codec != codec:
         return HeaderCheck.OTHER_CODEC
+    if key_id != NO_ENCRYPTION:
+        return HeaderCheck.ENCRYPTED
     if num_stored != len(payload) or checksum != xxhash.xxh3_128_digest(payload):
         return HeaderCheck.DAMAGED
     return HeaderCheck.OK

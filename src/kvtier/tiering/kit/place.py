@@ -40,6 +40,7 @@ STATE_OF_CHECK = {
     HeaderCheck.OTHER_NAMESPACE: BlockState.MOVED,
     HeaderCheck.OTHER_VERSION: BlockState.OTHER_FORMAT,
     HeaderCheck.OTHER_CODEC: BlockState.OTHER_FORMAT,
+    HeaderCheck.ENCRYPTED: BlockState.OTHER_FORMAT,
 }
 
 

@@ -7,11 +7,14 @@ fault.
 """
 
 import hashlib
+import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from types import FunctionType
+from typing import Any, Generic, NoReturn, TypeVar
 
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
@@ -34,6 +37,9 @@ from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 
 S = TypeVar("S")
+
+STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
+"""What of a tier a forked child may still call; its other public methods raise there."""
 
 DEFAULT_NEGATIVE_TTL_S = 2.0
 """Seconds for which "not held" is believed. Shorter looks in a shared backend more often for the same missing tails;
@@ -116,6 +122,27 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
+        _open_tiers.add(self)
+
+    def on_forked(self) -> None:
+        """Refuse further use in a forked child, which has none of the threads and locks that they may have held.
+
+        It would wait for them for ever, or write into files that its parent takes for its own. No lock is taken here.
+        """
+        self._block_store.on_forked()
+        message = (
+            f"was opened by process {os.getppid()}, of which this one is a fork: threads and locks do not live on in a "
+            'child, build the engine in the process that uses it (multiprocessing: "spawn")'
+        )
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise TierError(self._name, message)
+
+        # Over the methods, so that a tier that is not forked checks nothing.
+        for name in set(dir(self)) - STILL_CALLED_IN_CHILD:
+            if not name.startswith("_") and isinstance(getattr(type(self), name, None), FunctionType):
+                setattr(self, name, refuse)
+        setattr(self, "shutdown", lambda _: True)  # noqa: B010 - as above: what it would end is its parent's
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         del req_context
@@ -251,6 +278,17 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._health.on_failure(error)
         return TransferOutcome((), is_fault=True)
 
+
+_open_tiers: weakref.WeakSet[ThreadedTier[Any]] = weakref.WeakSet()  # Any: of whatever namespace
+"""The tiers of this process; a dropped one leaves by itself."""
+
+
+def _refuse_in_child() -> None:
+    for tier in list(_open_tiers):
+        tier.on_forked()
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 _Move = Callable[
     [BlockStore[S], S, Generation, Sequence[OffloadKey], Sequence[int]],

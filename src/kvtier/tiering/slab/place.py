@@ -41,7 +41,7 @@ from kvtier.tiering.kit.place import (
 from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
 from kvtier.tiering.slab.settings import SlabSettings
-from kvtier.tiering.slab.superblock import SUPERBLOCK_BYTES, Origin, SlabGeometry, unpack_superblock
+from kvtier.tiering.slab.superblock import Origin, SlabGeometry, Superblock, read_superblocks
 
 TIER_TYPE = "slab"
 
@@ -218,7 +218,8 @@ class SlabPlace(Place):
 REASONS = {
     Origin.EMPTY: "is empty: no slab tier has used it yet",
     Origin.FOREIGN: "is no slab: give the path of a slab tier",
-    Origin.UNREADABLE: "is a slab of another version, or its first page is damaged",
+    Origin.OTHER_VERSION: "is a slab of another version",
+    Origin.DAMAGED: "is a slab whose first page and its copy at the end are damaged: remove it, or restore one of them",
 }
 """Why a file is no place."""
 
@@ -247,10 +248,10 @@ def _open(path: Path) -> SlabPlace | Origin:
         OSError: it cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    found: SlabGeometry | Origin = Origin.FOREIGN
+    found: Superblock = Origin.FOREIGN
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
-            found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
+            found = read_superblocks(fd).geometry
     except OSError:
         os.close(fd)
         raise
@@ -287,8 +288,8 @@ def _probe_file(path: Path) -> TierFinding:
     except OSError as error:
         return TierFinding(is_good=False, text=f"{path} cannot be read: {error.strerror}")
     if isinstance(found, Origin):
-        # A tier formats an empty file, and one of ours that it cannot read; what is foreign it refuses.
-        is_good = found is not Origin.FOREIGN
+        # A tier formats an empty file, and one of another version; what is foreign or damaged it refuses.
+        is_good = found not in {Origin.FOREIGN, Origin.DAMAGED}
         return TierFinding(is_good, f"{path} {REASONS[found]}", is_note=is_good)
     owners = found.summary().users
     found.close()

@@ -21,6 +21,7 @@ from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     HEADER_PAGE_BYTES,
     NAMESPACE_BYTES,
+    NO_ENCRYPTION,
     RAW_CODEC,
     Buffer,
     HeaderCheck,
@@ -166,7 +167,7 @@ class Headers:
     Attributes:
         blocks: one for each slot whose header is right.
         free: slots that hold nothing.
-        unknown: slots with headers of another version or codec.
+        unknown: slots with headers of another version or codec, or of encrypted blocks.
         unreadable: slots that the disk did not give, and why.
         newest: the highest generation.
         oldest_unfinished: generation from which on a crash can have left half a block, as the newest header says.
@@ -272,7 +273,7 @@ class HeaderReader:
             headers.unknown.append(slot)
         elif isinstance(found, HeaderCheck) or found.stored_bytes != self._file.geometry.row_bytes:
             headers.free.append(slot)
-        elif found.codec != RAW_CODEC:
+        elif found.codec != RAW_CODEC or found.key_id != NO_ENCRYPTION:
             headers.unknown.append(slot)
         else:
             headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key))

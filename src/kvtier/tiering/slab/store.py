@@ -17,10 +17,11 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
+from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.slab.scan import Indexer, write_header
-from kvtier.tiering.slab.slab_file import SlabFile
-from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin, SlotTable
+from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
+from kvtier.tiering.slab.scan import write_header
+from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ MAX_CALL_BYTES = 2**20
 """Bytes of neighbouring slots that are moved with one call. Fewer make more calls; of more, the device finds those
 that got their headers last in a core's cache, and waits while those that were read are checked."""
 
-CLOSE_TIMEOUT_S = 1.0
-"""Seconds for which the thread that reads headers is waited for; it stops at its next slot."""
-
 
 class Move(NamedTuple):
     """A block on its way.
@@ -62,50 +60,71 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     """Stores and loads some blocks at a time in slots; keeps no state but header pages per thread.
 
     Args:
-        file: the slab.
+        current: the slab.
         rows: the primary's.
-        slot_table: which block is where.
         max_task_blocks: blocks in a call of ``store`` or ``load``.
-
-    Attributes:
-        indexer: finds what was in the slab at the start.
     """
 
-    def __init__(self, file: SlabFile, rows: Rows, slot_table: SlotTable, max_task_blocks: int) -> None:
-        self._slot_table = slot_table
-        self.indexer = Indexer(file, slot_table)
-        self._file = file
+    def __init__(self, current: CurrentSlab, rows: Rows, max_task_blocks: int) -> None:
+        self._current = current
         self._rows = rows
         self._max_task_blocks = max_task_blocks
         self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
+        self._outage = OutageLog(f"tier slab at {current.opened.file.path}")
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> SlabNamespace:
         namespace = SlabNamespace(identity)
-        self._slot_table.open_namespace(namespace)
+        self._current.open_namespace(namespace)
         return namespace
 
     def contains_batch(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-        self.indexer.wait_complete(INDEX_WAIT_S)
-        return [key for key in keys if self._slot_table.is_held(namespace, key)]
+        opened = self._current.opened
+        opened.indexer.wait_complete(INDEX_WAIT_S)
+        return [key for key in keys if opened.slots.is_held(namespace, key)]
 
     def store(
         self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
+        with self._current.use() as opened:
+            return self._store(opened, namespace, keys, slots)
+
+    def load(
+        self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        with self._current.use() as opened:
+            return self._load(opened, namespace, keys, slots)
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.snapshot() | self._current.opened.slots.stats()
+
+    def close(self) -> None:
+        self._current.close()
+
+    def on_forked(self) -> None:
+        self._current.close_in_child()
+
+    def _store(
+        self,
+        opened: OpenSlab,
+        namespace: SlabNamespace,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
         slot_of = dict(zip(keys, slots, strict=True))
-        plan = self._slot_table.prepare_store(namespace, tuple(slot_of))
+        plan = opened.slots.prepare_store(namespace, tuple(slot_of))
         written: set[OffloadKey] = set()
         try:
             moves = (Move(pin, self._rows.row(slot_of[pin.key])) for pin in plan.pins)
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.pins), is_write=True))
             add_headers = partial(_add_headers, pages, namespace.identity.digest, plan.oldest_generation)
-            for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(runs)):
-                written.update(self._write(run_pages, run))
+            for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(opened, runs)):
+                written.update(self._write(opened, run_pages, run))
         finally:
-            self._slot_table.complete_store(plan.pins, written)
-        others = self._slot_table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
+            opened.slots.complete_store(plan.pins, written)
+        others = opened.slots.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
         num_failed = len(plan.pins) - len(written)
         succeeded = {*plan.held, *written, *others}
         self._counters.add(
@@ -116,70 +135,77 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         )
         return TransferOutcome(succeeded, is_fault=num_failed > 0)
 
-    def load(
-        self, namespace: SlabNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    def _load(
+        self,
+        opened: OpenSlab,
+        namespace: SlabNamespace,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
     ) -> TransferOutcome:
-        pins = self._slot_table.prepare_load(namespace, keys)
+        pins = opened.slots.prepare_load(namespace, keys)
         moves = [
             Move(pin, self._rows.row(slot)) for pin, slot in zip(pins, slots, strict=True) if pin is not None
         ]
         failures: dict[OffloadKey, TierFailure] = {}
         try:
             for run in join_runs(moves, self._max_call_blocks):
-                failures |= self._read(namespace, run)
-            self._erase([move.pin for move in moves if failures.get(move.pin.key) is TierFailure.DAMAGED])
+                failures |= self._read(opened, namespace, run)
+            self._erase(
+                opened, [move.pin for move in moves if failures.get(move.pin.key) is TierFailure.DAMAGED]
+            )
         finally:
             lost = [key for key, failure in failures.items() if failure is not TierFailure.IO_ERROR]
-            self._slot_table.complete_load([move.pin for move in moves], lost)
+            opened.slots.complete_load([move.pin for move in moves], lost)
         succeeded = [move.pin.key for move in moves if move.pin.key not in failures]
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
-    def stats(self) -> dict[str, float]:
-        return self._counters.snapshot() | self._slot_table.stats()
-
-    def close(self) -> None:
-        self.indexer.stop()
-        if self.indexer.join(CLOSE_TIMEOUT_S):
-            self._file.close()
-        else:
-            # Its number must not become another file's while that thread may still read from it.
-            logger.warning("tier slab: %s hangs; it stays locked until this process ends", self._file.path)
-
-    def _write(self, pages: Sequence[memoryview], run: Sequence[Move]) -> list[OffloadKey]:
+    def _write(self, opened: OpenSlab, pages: Sequence[memoryview], run: Sequence[Move]) -> list[OffloadKey]:
         """Write neighbouring slots behind their headers; when that fails, each by itself."""
         try:
-            self._file.write(run[0].pin.slot, _interleave(pages, run))
+            opened.file.write(run[0].pin.slot, _interleave(pages, run))
         except OSError as error:
             if len(run) > 1:
                 return [
-                    key for page, move in zip(pages, run, strict=True) for key in self._write([page], [move])
+                    key
+                    for page, move in zip(pages, run, strict=True)
+                    for key in self._write(opened, [page], [move])
                 ]
-            logger.warning("tier slab: slot %d was not written: %s", run[0].pin.slot, error)
-            self._erase([run[0].pin])
+            self._current.require_there(opened)
+            self._outage.on_failure("store", f"a block was not written: {error}")
+            self._erase(opened, [run[0].pin])
             return []
+        self._outage.on_success("store")
         return [move.pin.key for move in run]
 
-    def _plan_num_ahead(self, runs: Sequence[Sequence[Move]]) -> int:
+    def _plan_num_ahead(self, opened: OpenSlab, runs: Sequence[Sequence[Move]]) -> int:
         """Return how many calls get their headers ahead, more of them where slots are no neighbours."""
         num_blocks = sum(map(len, runs))
         if not num_blocks:
             return 0
         bytes_a_call = num_blocks * self._rows.row_bytes // len(runs)
-        return plan_num_checksums_ahead(bytes_a_call, has_direct_io=self._file.has_direct_io)
+        return plan_num_checksums_ahead(bytes_a_call, has_direct_io=opened.file.has_direct_io)
 
-    def _read(self, namespace: SlabNamespace, run: Sequence[Move]) -> dict[OffloadKey, TierFailure]:
+    def _read(
+        self, opened: OpenSlab, namespace: SlabNamespace, run: Sequence[Move]
+    ) -> dict[OffloadKey, TierFailure]:
         """Read neighbouring slots, and say what is wrong with which; when that fails, each by itself."""
         pages = self._header_pages(len(run), is_write=False)
         try:
-            num_bytes = self._file.read(run[0].pin.slot, _interleave(pages, run))
+            num_bytes = opened.file.read(run[0].pin.slot, _interleave(pages, run))
         except OSError as error:
             if len(run) > 1:
                 return {
-                    key: failure for move in run for key, failure in self._read(namespace, [move]).items()
+                    key: failure
+                    for move in run
+                    for key, failure in self._read(opened, namespace, [move]).items()
                 }
-            logger.warning("tier slab: slot %d was not read: %s", run[0].pin.slot, error)
+            self._current.require_there(opened)
+            self._outage.on_failure("load", f"a block was not read: {error}")
             return {run[0].pin.key: TierFailure.IO_ERROR}
+        self._outage.on_success("load")
+        if num_bytes < len(run) * (HEADER_PAGE_BYTES + self._rows.row_bytes):
+            self._current.require_there(opened)
         num_whole = num_bytes // (HEADER_PAGE_BYTES + self._rows.row_bytes)
         failures = {}
         for number, (page, (pin, row)) in enumerate(zip(pages, run, strict=True)):
@@ -194,13 +220,13 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
                 logger.warning("tier slab: slot %d is %s", pin.slot, header_check.value)
         return failures
 
-    def _erase(self, pins: Sequence[SlotPin]) -> None:
+    def _erase(self, opened: OpenSlab, pins: Sequence[SlotPin]) -> None:
         """Make slots empty that only this call has pinned, so that no later start finds what is in them."""
         for pin in pins:
             try:
-                self._file.erase(pin.slot)
+                opened.file.erase(pin.slot)
             except OSError as error:
-                logger.warning("tier slab: slot %d cannot be erased: %s", pin.slot, error)
+                self._outage.on_failure("store", f"slot {pin.slot} cannot be erased: {error}")
 
     def _count_loads(self, num_arrived: int, num_absent: int, failures: Collection[TierFailure]) -> None:
         self._counters.add(
