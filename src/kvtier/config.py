@@ -173,14 +173,16 @@ class Settings:
     load_if: LoadIf = LoadIf.ALWAYS
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
-    tenant_salt: str = ""
+    tenant_salt: str = field(default="", repr=False)
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
     control_socket: bool = True
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
-    secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
+    secondary_tiers: tuple[Mapping[str, Any], ...] = field(
+        default=(), repr=False
+    )  # Any: each tier checks its own
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
@@ -246,6 +248,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be a string")
+        if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+            raise ConfigError(name, value, "must be text: no zero byte and no half of a surrogate pair")
         return value
 
     def whole(self, name: str, default: int, minimum: int) -> int:

@@ -13,6 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
@@ -400,11 +401,11 @@ class GuardedTier:
             return self._count_failure(CallFailure(name, error))
 
     def _count_failure(self, failure: CallFailure) -> CallFailure:
-        """Count a failure; the first is logged with its traceback, more would fill the log."""
+        """Count a failure; the first is logged with its traceback and no text of its own, more would fill the log."""
         self.num_errors += 1
         if not self._has_logged_error:
-            message = "tier %r failed in %s; further errors are only counted"
-            logger.error(message, self.name, failure.call, exc_info=failure.error)
+            message = "tier %r failed in %s; further errors are only counted\n%s"
+            logger.error(message, self.name, failure.call, format_foreign(failure.error))
             self._has_logged_error = True
         return failure
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
@@ -149,9 +149,10 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def check_reachable(self) -> None:
         try:
             self._block_store.check_reachable()
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=FAILURES_TO_OPEN)
-            raise
+        except Exception as error:  # noqa: BLE001  # foreign: a client may raise anything; its tier is away
+            failure = self._as_tier_error(error)
+            self._health.on_failure(failure, num_unanswered=FAILURES_TO_OPEN)
+            raise failure from None
 
     def drain_unanswered(self) -> int:
         return self._health.drain_unanswered() if self._health.num_unanswered else 0
@@ -203,8 +204,8 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         try:
             held = self._block_store.contains_batch(self._namespace, keys)
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=1)
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups
+            self._health.on_failure(self._as_tier_error(error), num_unanswered=1)
             return ()
         self._health.on_success()
         return held
@@ -219,7 +220,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.store(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
@@ -237,7 +238,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.load(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             self._lookup.report(keys, is_held=False, generation=generation)
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
@@ -247,9 +248,15 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             self._lookup.report(failed, is_held=False, generation=generation)
         return outcome
 
-    def _failed(self, error: TierError) -> TransferOutcome:
-        self._health.on_failure(error)
+    def _failed(self, error: Exception) -> TransferOutcome:
+        self._health.on_failure(self._as_tier_error(error))
         return TransferOutcome((), is_fault=True)
+
+    def _as_tier_error(self, error: Exception) -> TierError:
+        """Return the error to log: a foreign one without its text, which may quote a request with a secret in it."""
+        if isinstance(error, TierError):
+            return error
+        return TierError(self._name, f"failed unexpectedly: {describe_foreign(error)}")
 
 
 _Move = Callable[
