@@ -29,6 +29,9 @@ HIDDEN = "***"
 MAX_SHOWN_CHARS = 80
 """Characters of a value in a message: enough to recognise it, and few enough for one line of a log."""
 
+MAX_PATH_CHARS = 255
+"""Characters of a path in a message: its end, which names the file."""
+
 MAX_SEARCHED_CHARS = 4096
 """Characters of a value that are searched for secrets; of a longer one with a URL in it nothing is shown."""
 
@@ -406,7 +409,8 @@ class TraceError(KVTierError, ValueError):
         self.line = line
         self.value = value
         self.remedy = remedy
-        place = self.path if line is None else f"{self.path}:{line}"
+        name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
+        place = name if line is None else f"{name}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
 
 
