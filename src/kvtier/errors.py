@@ -19,8 +19,8 @@ _TELLING = (
 _SECRET_NAME = re.compile(f"(?:{_TELLING})$", re.IGNORECASE)
 """Names of settings whose values are never shown."""
 
-_IN_URL = re.compile(r"(?<=://)\S+@")
-_QUERY = re.compile(r"(://[^\s'\"?#]*)[?#][^\s'\"]+")
+_IN_URL = re.compile(r"(:/{1,2})\S+@")
+_QUERY = re.compile(r"(:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]+")
 _NAMED = re.compile(rf"""((?:{_TELLING})['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
 """Where secrets stand in texts: in front of a URL's host, in its query, behind a name that says so."""
 
@@ -38,7 +38,7 @@ MAX_SEARCHED_CHARS = 4096
 
 def hide_secrets(text: str) -> str:
     """Return ``text`` without users and queries of URLs, and without what stands behind a telling name. Pure."""
-    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(f"{HIDDEN}@", text)))
+    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(rf"\1{HIDDEN}@", text)))
 
 
 def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
@@ -117,6 +117,8 @@ class ConfigError(KVTierError, ValueError):
         self.max_value_chars = max_value_chars
         is_secret = value is not None and _SECRET_NAME.search(setting) is not None
         shown = HIDDEN if is_secret else shorten(value, max_value_chars)
+        if isinstance(value, str) and len(value) > max_value_chars:
+            remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
         super().__init__(f"{setting}={shown}: {hide_secrets(remedy)}")
 
 
@@ -175,7 +177,9 @@ class NamedClassError(KVTierError, ValueError):
         self.kind = kind
         self.name = name
         self.reason = reason
-        super().__init__(f"{kind} {shorten(name)}: {reason}")
+        if len(name) > MAX_SHOWN_CHARS:
+            reason = reason.replace(name, "...")
+        super().__init__(f"{kind} {shorten(name)}: {hide_secrets(reason)}")
 
 
 class NamespaceDocumentError(KVTierError, ValueError):
@@ -410,6 +414,7 @@ class TraceError(KVTierError, ValueError):
         self.value = value
         self.remedy = remedy
         name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
+        name = hide_secrets(name)
         place = name if line is None else f"{name}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
 

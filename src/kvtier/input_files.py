@@ -7,7 +7,7 @@ no text, or JSON nested deeper than the interpreter's stack.
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -49,6 +49,23 @@ def read_text_file(setting: str, path: Path, max_bytes: int = MAX_SETTINGS_BYTES
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(setting, str(path), f"is no text in UTF-8 (byte {error.start})") from error
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is such a file; a name that no file can have is none."""
+    return _holds(path.is_file)
+
+
+def is_dir(path: Path) -> bool:
+    """Return whether there is such a directory; a name that none can have is none."""
+    return _holds(path.is_dir)
+
+
+def _holds(ask: Callable[[], bool]) -> bool:
+    try:
+        return ask()
+    except (OSError, ValueError):  # too long, a zero byte
+        return False
 
 
 def parse_json(setting: str, name: str, text: str, remedy: str) -> object:

@@ -115,7 +115,8 @@ def write_result(option: str, path: Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        # A word of the command line may have bytes that are no text.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error
 

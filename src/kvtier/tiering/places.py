@@ -22,7 +22,7 @@ TIERS_OF_SCHEMES = {
 }
 """What of a URL stands in front of ``://`` -> the tier. A tier of your own may be its own scheme."""
 
-MAX_SHOWN_CHARS = 200
+MAX_SHOWN_CHARS = 100
 """Characters of a place that a message repeats."""
 
 DIRECTORY_TIER = "fs"
