@@ -316,6 +316,10 @@ class ReachableTier(ABC):
     def drain_unanswered(self) -> int:
         """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
 
+    def drain_emptied(self) -> bool:
+        """Return whether the backend has lost every block since the last call, for events; a tier may never know."""
+        return False
+
 
 class RequestAware(ABC):
     """Optional contract for tiers that order their blocks by what they learn from requests."""
