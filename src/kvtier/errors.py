@@ -48,7 +48,7 @@ def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
         return f"<{type(value).__name__} too large to show>"
     if len(text) > MAX_SEARCHED_CHARS:
-        if "://" in text:
+        if ":/" in text:
             return f"<{type(value).__name__} of {len(text)} characters>"
         text = text[:MAX_SEARCHED_CHARS]
     text = hide_secrets(text)
