@@ -1,6 +1,8 @@
 """Every command refuses what it cannot use in one line: no traceback, no value of many characters, no secret."""
 
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -10,7 +12,9 @@ from tests.cli.hostile import FILES, MARK, WORDS
 
 from kvtier.cli.main import main
 
-HANG_GUARD_S = 20
+pytestmark = pytest.mark.slow
+
+HANG_GUARD_S = 60
 MAX_LINE_CHARS = 1000
 
 TRACE = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
@@ -144,3 +148,25 @@ def test_a_file_that_cannot_be_is_refused_in_a_line(
     path = tmp_path / "input"
     FILES[kind](path)
     check_output(main(command_line(command, option, str(path), tmp_path)), capsys)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--config", "{pipe}"],
+        ["plan", "{pipe}", "--model", "Llama-3.1-8B"],
+        ["plan", "--example", "chat", "--model", "Llama-3.1-8B", "--prices", "{deep}"],
+        ["simulate", "--example", "chat", "--requests", "9" * 5000],
+        ["inspect", "{"],
+        ["why", "x" * 100_000],
+    ],
+)
+def test_a_process_ends_with_one_line_too(words: list[str], tmp_path: Path) -> None:
+    FILES["a pipe"](tmp_path / "pipe")
+    FILES["deep tables"](tmp_path / "deep")
+    places = {"{pipe}": str(tmp_path / "pipe"), "{deep}": str(tmp_path / "deep")}
+    command = [sys.executable, "-m", "kvtier", *(places.get(word, word) for word in words)]
+    ended = subprocess.run(command, capture_output=True, timeout=HANG_GUARD_S, check=False)
+    assert ended.returncode == 2
+    assert b"Traceback" not in ended.stderr
+    assert len(ended.stderr) < 2 * MAX_LINE_CHARS
