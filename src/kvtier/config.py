@@ -21,6 +21,9 @@ BYTE_UNITS |= {"G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
 BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
 BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
 
+MAX_WHOLE = 2**63 - 1
+"""More than any count; larger ones overflow where they become times or sizes."""
+
 MAX_BYTES = 2**63 - 1
 """The largest length of a file and distance of pointers on the systems that kvtier runs on."""
 
@@ -173,14 +176,16 @@ class Settings:
     load_if: LoadIf = LoadIf.ALWAYS
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
-    tenant_salt: str = ""
+    tenant_salt: str = field(default="", repr=False)
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
     control_socket: bool = True
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
-    secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
+    secondary_tiers: tuple[Mapping[str, Any], ...] = field(
+        default=(), repr=False
+    )  # Any: each tier checks its own
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
@@ -246,6 +251,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be a string")
+        if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+            raise ConfigError(name, value, "must be text: no zero byte and no half of a surrogate pair")
         return value
 
     def whole(self, name: str, default: int, minimum: int) -> int:
@@ -253,6 +260,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        if value > MAX_WHOLE:
+            raise ConfigError(name, value, "must be below 2^63")
         return value
 
     def port(self, name: str) -> int | None:

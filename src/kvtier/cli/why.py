@@ -23,6 +23,7 @@ from kvtier.cli.simulate.command import show_progress
 from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
 from kvtier.cli.traces import choose_memory, open_trace
 from kvtier.errors import ConfigError
+from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
 from kvtier.observe.control import MAX_RECORDS
 from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
@@ -160,7 +161,7 @@ def explain_source(source: str | None) -> WhyReport:
         UnknownNameError: there is neither such an engine nor such a file.
         TraceError: the recording cannot be read.
     """
-    if source is not None and (os.sep in source or Path(source).exists()):
+    if source is not None and (os.sep in source or is_file(Path(source))):
         trace = Path(source)
         return explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
     if source is None and not find_instances():

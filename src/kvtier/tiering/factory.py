@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
+from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError, describe_foreign
 from kvtier.registry import CLASS_FORM, Registry
 from kvtier.settings import settings_of
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
@@ -82,8 +82,9 @@ def create_secondary_tier(
         return tier_class(config, primary_kv_view, settings=settings, **own)
     except KVTierError:
         raise
-    except Exception as error:  # a foreign tier may raise anything: it cannot start
-        raise TierError(name, f"cannot start: {error}") from error
+    except Exception as error:  # noqa: BLE001  # foreign: it may raise anything, and cannot start
+        # Neither its text nor its causes: they may quote a setting, and a setting may be a password.
+        raise TierError(name, f"cannot start: {describe_foreign(error)}") from None
 
 
 def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as above

@@ -13,6 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
@@ -273,6 +274,8 @@ class GuardedTier:
         if self._reporter is not None:
             evicted = self._call("drain_evicted", drain_evicted_keys, self._reporter)
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
+        if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
+            announcements.on_evicted(None)
         if self.is_out_of_service or not self.breaker.is_closed:
             announcements.hide(forgets=self._reporter is None)
         else:
@@ -402,11 +405,11 @@ class GuardedTier:
             return self._count_failure(CallFailure(name, error))
 
     def _count_failure(self, failure: CallFailure) -> CallFailure:
-        """Count a failure; the first is logged with its traceback, more would fill the log."""
+        """Count a failure; the first is logged with its traceback and no text of its own, more would fill the log."""
         self.num_errors += 1
         if not self._has_logged_error:
-            message = "tier %r failed in %s; further errors are only counted"
-            logger.error(message, self.name, failure.call, exc_info=failure.error)
+            message = "tier %r failed in %s; further errors are only counted\n%s"
+            logger.error(message, self.name, failure.call, format_foreign(failure.error))
             self._has_logged_error = True
         return failure
 

@@ -16,7 +16,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.departed import make_losses
+from kvtier.departed import Loss, make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files

@@ -7,6 +7,7 @@ fault.
 """
 
 import hashlib
+import logging
 import os
 import time
 import weakref
@@ -18,7 +19,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
@@ -36,6 +37,8 @@ from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S")
 
 STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
@@ -44,6 +47,10 @@ STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
 DEFAULT_NEGATIVE_TTL_S = 2.0
 """Seconds for which "not held" is believed. Shorter looks in a shared backend more often for the same missing tails;
 longer finds later what other engines write."""
+
+CHECK_S = 5.0
+"""Seconds between two looks whether a place was emptied, which are made only when blocks are missing. Shorter asks a
+server more often; longer leaves routers with blocks that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
+        self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description
+        self._next_check_s = float("-inf")
+        self._is_emptied = False
         _open_tiers.add(self)
 
     def on_forked(self) -> None:
@@ -176,12 +186,19 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def check_reachable(self) -> None:
         try:
             self._block_store.check_reachable()
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=FAILURES_TO_OPEN)
-            raise
+        except Exception as error:  # noqa: BLE001  # foreign: a client may raise anything; its tier is away
+            failure = self._as_tier_error(error)
+            self._health.on_failure(failure, num_unanswered=FAILURES_TO_OPEN)
+            raise failure from None
 
     def drain_unanswered(self) -> int:
         return self._health.drain_unanswered() if self._health.num_unanswered else 0
+
+    def drain_emptied(self) -> bool:
+        if not self._is_emptied:
+            return False
+        self._is_emptied = False
+        return True
 
     def waiting_s(self) -> float:
         return self._pool.oldest_wait_s()
@@ -230,10 +247,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         try:
             held = self._block_store.contains_batch(self._namespace, keys)
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=1)
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups
+            self._health.on_failure(self._as_tier_error(error), num_unanswered=1)
             return ()
         self._health.on_success()
+        if not held:
+            self._check_emptied(self._namespace)
         return held
 
     def _store(
@@ -246,7 +265,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.store(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
@@ -264,7 +283,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.load(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             self._lookup.report(keys, is_held=False, generation=generation)
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
@@ -272,11 +291,38 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         if len(outcome.succeeded) < len(keys):
             failed = set(keys).difference(outcome.succeeded)
             self._lookup.report(failed, is_held=False, generation=generation)
+            self._check_emptied(namespace)
         return outcome
 
-    def _failed(self, error: TierError) -> TransferOutcome:
-        self._health.on_failure(error)
+    def _check_emptied(self, namespace: S) -> None:
+        """Look, every few seconds at most, whether blocks are missing because the whole place was emptied.
+
+        Two threads may look at the same time: what describes the namespace is written once, and one of them sees it.
+        """
+        now_s = self._clock()
+        if not self._may_be_emptied or now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + CHECK_S
+        try:
+            is_emptied = self._block_store.restore_description(namespace)
+        except Exception:  # noqa: BLE001  # foreign: the next call finds out what is wrong
+            return
+        if is_emptied:
+            self._is_emptied = True
+            logger.warning(
+                "tier %s: it was emptied, or has lost its data: its blocks are misses until they are stored again",
+                self._name,
+            )
+
+    def _failed(self, error: Exception) -> TransferOutcome:
+        self._health.on_failure(self._as_tier_error(error))
         return TransferOutcome((), is_fault=True)
+
+    def _as_tier_error(self, error: Exception) -> TierError:
+        """Return the error to log: a foreign one without its text, which may quote a request with a secret in it."""
+        if isinstance(error, TierError):
+            return error
+        return TierError(self._name, f"failed unexpectedly: {describe_foreign(error)}")
 
 
 _open_tiers: weakref.WeakSet[ThreadedTier[Any]] = weakref.WeakSet()  # Any: of whatever namespace

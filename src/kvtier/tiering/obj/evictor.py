@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator
 
-from kvtier.errors import TierError
+from kvtier.errors import TierError, describe_foreign
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
 from kvtier.tiering.obj.layout import is_own
@@ -97,9 +97,9 @@ class Evictor:
                 self._run_pass()
             except TierError as error:
                 self._note_failed(str(error))
-            except Exception:  # thread top
-                logger.exception("tier obj: keeping the capacity failed")
-                self._note_failed("see above")
+            except Exception as error:  # noqa: BLE001  # thread top
+                # Not its text: the client's quotes requests, and a request may carry a key.
+                self._note_failed(describe_foreign(error))
 
     def _wait_due(self) -> bool:
         with self._changed:
