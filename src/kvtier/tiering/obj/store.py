@@ -158,7 +158,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             if self._evictor is not None and not num_written:
                 self._evictor.give_back(num_bytes)
             if not num_written:
-                # Whoever wrote it may have been cut off: what is not a whole block there is not held.
+                # Its writer may have been cut off: what is not a whole block there is not held.
                 succeeded = self.contains_batch(namespace, [blocks[0][0]])
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
