@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "hints",
             "histogram",
             "departed",
+            "tenants",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -75,6 +76,7 @@ TIER_FOUNDATIONS = frozenset(
         "limits",
         "misses",
         "departed",
+        "tenants",
         "cpu.policies",
     }
 )
@@ -111,6 +113,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "vllm": ("engines.vllm",),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
+    "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),
     "blake3": ("engines.checkpoint",),
     "obstore": ("tiering.obj", "cli.demo.servers"),
     "redis": ("tiering.valkey",),

@@ -50,6 +50,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier):
     """
 
     own_settings: ClassVar = ObjSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 

@@ -57,6 +57,7 @@ class SlabTier(
     """
 
     own_settings: ClassVar = SlabSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.LOCAL
     place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
@@ -117,6 +118,8 @@ class SlabTier(
         return probe_slab_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._encryption is not None and not self._encryption.serves(key):
+            return False
         # Whether it is complete is read first: what is adopted between the two reads is found.
         is_complete = self._slab.indexer.is_complete
         if self._slots.is_held(self._namespace, key):

@@ -220,7 +220,7 @@ class ValkeyPlace(Place):
             return BlockState.UNREADABLE  # it is no string, or has moved to another node
         if value is None:
             return BlockState.GONE
-        return check_value(memoryview(value), found.namespace, found.key)
+        return check_value(memoryview(value), found.namespace, found.name, self.opener)
 
 
 def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, str]]) -> Iterator[PlaceBlock]:
