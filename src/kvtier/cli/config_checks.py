@@ -17,10 +17,10 @@ from typing import Any
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.errors import ConfigError, KVTierError, shorten
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.limits import find_memory_limit
 from kvtier.tiering.factory import check_tier_config, require_encryption
-from kvtier.tiering.kit.key_ring import read_ring
+from kvtier.tiering.kit.key_ring import read_ring, require_entry
 from kvtier.tiering.kit.place import ProbedTier
 
 EXTRA_CONFIG = "kv_connector_extra_config"
@@ -211,16 +211,14 @@ def check_encryption(settings: EncryptionSettings) -> Check:
     """Read the key ring as an engine would at its start."""
     try:
         ring = read_ring(Path(settings.key_file))
+        require_entry(ring, settings.tenant)
         importlib.import_module("kvtier.tiering.kit.encryption")
     except KVTierError as error:
         return Check("encryption", CheckResult.BROKEN, str(error))
-    if settings.tenant is not None and ring.current(settings.tenant) is None:
-        found = f"the ring has no entry of tenant {shorten(settings.tenant)}: kvtier keys rotate --tenant"
-        return Check("encryption", CheckResult.BROKEN, found)
     found = f"{len(ring.entries)} entries in {settings.key_file}"
     if ring.current(None) is None:
         found += ", none of them the default: blocks of tenants without an entry are not stored"
-    return Check("encryption", CheckResult.GOOD if ring.entries else CheckResult.BROKEN, found)
+    return Check("encryption", CheckResult.GOOD, found)
 
 
 def check_tier(

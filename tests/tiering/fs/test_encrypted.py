@@ -179,6 +179,23 @@ def test_a_tier_that_cannot_encrypt_is_refused_unless_it_is_to_stay_plain(ring: 
     assert create_secondary_tier({"type": "example", "encryption": False}, make_rows(), config).shutdown(0)
 
 
+def test_a_reset_while_the_ring_is_gone_ends_no_engine(ring: Path, tmp_path: Path) -> None:
+    clock = ManualClock()
+    tier, driver = open_tier(ring, tmp_path / "fs", clock)
+    before = ring.read_bytes()
+    ring.unlink()
+    clock.advance(CHECK_S)
+    assert not driver.store([1]).success
+    tier.reset(bytes(range(16)))
+    assert tier.lookup(key_of(1), driver.request) is False
+    ring.write_bytes(before)
+    ring.chmod(0o600)
+    clock.advance(CHECK_S)
+    assert driver.store([1]).success
+    assert driver.load_right([1]) == {1}
+    assert tier.shutdown(10)
+
+
 def test_a_bad_ring_ends_the_start_with_one_line(ring: Path, tmp_path: Path) -> None:
     ring.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):

@@ -16,7 +16,14 @@ from kvtier.namespace import Namespace
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, HeaderCheck, make_header, unpack
-from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
+from kvtier.tiering.kit.key_ring import (
+    add_entry,
+    drop_tenant,
+    make_ring,
+    read_ring,
+    require_entry,
+    write_ring,
+)
 from kvtier.tiering.kit.living_ring import CHECK_S, LivingRing
 
 pytest.importorskip("cryptography")
@@ -151,10 +158,10 @@ def test_without_a_default_a_tenant_without_an_entry_is_not_served(path: Path) -
 
 def test_a_tenant_or_ring_without_an_entry_ends_the_start(path: Path) -> None:
     with pytest.raises(ConfigError, match="no entry of this tenant"):
-        open_format(path, "unknown")
-    write_ring(path, make_ring())
-    with pytest.raises(ConfigError, match="kvtier keys create"):
-        open_format(path)
+        require_entry(read_ring(path), "unknown")
+    with pytest.raises(ConfigError, match="kvtier keys rotate"):
+        require_entry(make_ring(), None)
+    require_entry(add_entry(make_ring(), "acme", 1.0), None)
 
 
 def test_after_a_rotation_old_blocks_are_read_and_new_ones_have_the_new_key(path: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_ring_with_a_wrong_field_is_refused_by_name(
         ({"created_s": -1}, "entry 2 has no time"),
         ({"tenant": ""}, "entry 2 has a tenant"),
         ({"tenant": 3}, "entry 2 has a tenant"),
+        ({"tenant": "\ud800"}, "entry 2 has a tenant"),
         ({"extra": 3}, "unknown one"),
     ],
 )

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, get_offload_tenant
-from kvtier.errors import ConfigError, MissingExtraError, TierError
+from kvtier.errors import MissingExtraError, TierError
 from kvtier.namespace import Namespace, hide_tenant
 from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.block_format import BlockFormat, BlockName, EncryptedNamespace, Sealed
@@ -304,14 +304,7 @@ def encrypt_namespace(identity: Namespace, living: LivingRing, tenant: str | Non
         living: the ring.
         tenant: whose key encrypts blocks without a tenant; None: the default entry.
 
-    Raises:
-        ConfigError: the ring has no entry for that.
     """
-    if living.ring.current(tenant) is None and not living.ring.tenants():
-        raise ConfigError("encryption", tenant, "the ring has no entry: `kvtier keys create` makes one")
-    if tenant is not None and living.ring.current(tenant) is None:
-        remedy = "the ring has no entry of this tenant: `kvtier keys rotate KEY_FILE --tenant` makes one"
-        raise ConfigError("encryption", tenant, remedy, max_value_chars=80)
     block_format = EncryptedFormat(living, tenant, identity.digest)
     return EncryptedNamespace(hide_tenant(identity.document), block_format.digest, block_format)
 

@@ -96,8 +96,8 @@ def add_entry(ring: KeyRing, tenant: str | None, now_s: float) -> KeyRing:
     Raises:
         ConfigError: the name is empty or too long, or the numbers are used up.
     """
-    if tenant is not None and not 0 < len(tenant) <= MAX_TENANT_CHARS:
-        remedy = f"must be a name of 1 to {MAX_TENANT_CHARS} characters"
+    if tenant is not None and not _is_tenant(tenant):
+        remedy = f"must be a name of 1 to {MAX_TENANT_CHARS} printable characters"
         raise ConfigError("tenant", tenant, remedy, max_value_chars=80)
     if ring.next_number > MAX_NUMBER:
         raise ConfigError("key_file", ring.next_number, "every number is used: create a new ring")
@@ -120,6 +120,23 @@ def drop_tenant(ring: KeyRing, tenant: str) -> KeyRing:
     left = tuple(entry for entry in ring.entries if entry.tenant != tenant)
     dropped = {**ring.dropped, tenant: (*ring.dropped.get(tenant, ()), *gone)}
     return replace(ring, entries=left, dropped=dropped)
+
+
+def require_entry(ring: KeyRing, tenant: str | None) -> None:
+    """Refuse a ring with which an engine could encrypt nothing. Pure.
+
+    Args:
+        ring: the ring.
+        tenant: whose entry encrypts blocks without a tenant; None: the default, which may be missing beside others.
+
+    Raises:
+        ConfigError: it has no entry, or none of this tenant.
+    """
+    if not ring.entries:
+        raise ConfigError("encryption", tenant, "the ring has no entry: `kvtier keys rotate` makes one")
+    if tenant is not None and ring.current(tenant) is None:
+        remedy = "the ring has no entry of this tenant: `kvtier keys rotate --tenant` makes one"
+        raise ConfigError("encryption", tenant, remedy, max_value_chars=80)
 
 
 def format_ring(ring: KeyRing) -> str:
@@ -344,7 +361,9 @@ def _is_whole(value: object, minimum: int, maximum: int) -> bool:
 
 
 def _is_tenant(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_TENANT_CHARS
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TENANT_CHARS:
+        return False
+    return value.isprintable()  # so it has no lone surrogate, which has no bytes, and moves no cursor
 
 
 def _wrong(where: str, remedy: str) -> ConfigError:

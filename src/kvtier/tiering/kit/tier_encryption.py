@@ -18,6 +18,7 @@ from kvtier.tiering.base import TierSettings
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.block_format import BlockFormat
 from kvtier.tiering.kit.io_pool import Transfer, TransferOutcome
+from kvtier.tiering.kit.key_ring import require_entry
 
 if TYPE_CHECKING:
     from kvtier.tiering.kit.living_ring import LivingRing
@@ -46,11 +47,7 @@ class TierEncryption:
         self._has_logged = False
 
     def open_namespace(self, identity: Namespace) -> Namespace:
-        """Return the namespace in which the blocks of ``identity`` are encrypted, the tier's from now on.
-
-        Raises:
-            ConfigError: the ring has no entry for the engine.
-        """
+        """Return the namespace in which the blocks of ``identity`` are encrypted, the tier's from now on."""
         from kvtier.tiering.kit.encryption import encrypt_namespace
 
         encrypted = encrypt_namespace(identity, self._living, self._settings.tenant)
@@ -108,7 +105,7 @@ def open_tier_encryption(
     """Return the encryption of a tier, None where it is off.
 
     Raises:
-        ConfigError: the key ring cannot be used.
+        ConfigError: the key ring cannot be used, or has no entry for the engine.
         MissingExtraError: the library is not installed.
     """
     found = config.settings.encryption
@@ -116,4 +113,6 @@ def open_tier_encryption(
         return None
     from kvtier.tiering.kit.living_ring import LivingRing
 
-    return TierEncryption(found, LivingRing(Path(found.key_file), clock), tier)
+    living = LivingRing(Path(found.key_file), clock)
+    require_entry(living.ring, found.tenant)
+    return TierEncryption(found, living, tier)
