@@ -37,11 +37,12 @@ def of_acme(number: int) -> OffloadKey:
 
 def entry_of(kind: str, directory: Path) -> dict[str, object]:
     """Return the settings of a tier."""
-    return {
+    entries: dict[str, dict[str, object]] = {
         "fs": {"type": "fs", "root_dir": str(directory / "fs"), "capacity_bytes": "4MiB"},
         "slab": {"type": "slab", "path": str(directory / "blocks.slab"), "capacity_bytes": "1MiB"},
         "obj": {"type": "obj", "url": f"file://{directory}/store", "blocks_per_object": 2, "num_threads": 1},
-    }[kind]
+    }
+    return entries[kind]
 
 
 def place_of(kind: str, directory: Path) -> str:

@@ -15,8 +15,8 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import TierDriver, content_of, key_of, make_config, make_rows
-from kvtier.tiering.base import JobMetadata, SecondaryTierManager
+from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager, TierSettings
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
@@ -122,6 +122,30 @@ def test_a_folder_that_was_removed_takes_its_blocks_out_of_the_index(ring: Path,
     folder.rmdir()
     assert driver.load_right([3]) == set()
     assert {number for number in numbers if key_of(number) not in tier._namespace.index} == gone
+    assert tier.shutdown(10)
+
+
+def test_what_is_evicted_is_reported_by_its_key(ring: Path, tmp_path: Path) -> None:
+    rows = make_rows()
+    tier = FSTier(
+        encrypted(make_config(), ring),
+        rows,
+        TierSettings(emit_events=True),
+        root_dir=tmp_path / "fs",
+        capacity_bytes=8 * (4096 + ROW_BYTES),
+    )
+    driver = TierDriver(tier, rows)
+    assert tier.wait_indexed(30)
+    evicted: set[OffloadKey] = set()
+
+    def store_more() -> bool:
+        number = driver._next_job_id
+        driver.store([number])
+        evicted.update(tier.drain_evicted() or ())
+        return len(evicted) >= 4
+
+    driver.poll_until(store_more)
+    assert evicted <= {key_of(number) for number in range(driver._next_job_id)}
     assert tier.shutdown(10)
 
 
