@@ -37,6 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "hints",
             "histogram",
             "departed",
+            "tenants",
         }
     ),
     frozenset({"worker", "factory"}),
@@ -76,6 +77,7 @@ TIER_FOUNDATIONS = frozenset(
         "limits",
         "misses",
         "departed",
+        "tenants",
         "cpu.policies",
     }
 )
@@ -112,6 +114,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "vllm": ("engines.vllm",),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
+    "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),
     "blake3": ("engines.checkpoint",),
     "obstore": ("tiering.obj", "cli.demo.servers"),
     "redis": ("tiering.valkey",),

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.config import (
     CudaCopier,
+    EncryptionSettings,
     GroupKind,
     KVGroup,
     LoadIf,
@@ -17,6 +18,7 @@ from kvtier.config import (
     Settings,
     SettingsReader,
     parse_bytes,
+    parse_encryption,
     parse_settings,
 )
 from kvtier.errors import ConfigError, UnknownNameError
@@ -65,6 +67,7 @@ def test_every_setting_is_read() -> None:
         "control_socket": False,
         "metrics_port": 9464,
         "metrics_host": "0.0.0.0",  # noqa: S104 - a user's choice
+        "encryption": {"key_file": "/secrets/ring", "tenant": "acme"},
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
@@ -89,6 +92,7 @@ def test_every_setting_is_read() -> None:
         control_socket=False,
         metrics_port=9464,
         metrics_host="0.0.0.0",  # noqa: S104 - as above
+        encryption=EncryptionSettings("/secrets/ring", "acme"),
         secondary_tiers=({"type": "fs"},),
     )
 
@@ -298,3 +302,29 @@ def test_what_an_engine_says_of_itself_can_be_logged_without_a_password() -> Non
         extra_config={"secondary_tiers": tiers},
     )
     assert "hunter2" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "environ", "expected"),
+    [
+        (None, {}, None),
+        (False, {"KVTIER_KEY_FILE": "/ring"}, None),
+        (True, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/ring")),
+        ({"tenant": "a"}, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/ring", "a")),
+        ({"key_file": "/own"}, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/own")),
+    ],
+)
+def test_the_key_ring_is_named_by_the_setting_or_the_environment(
+    value: object, environ: Mapping[str, str], expected: EncryptionSettings | None
+) -> None:
+    assert parse_encryption(value, environ) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, {}, [], "/ring", 1, {"key_file": "ring"}, {"key_file": ""}, {"key_file": 5}, {"key_file": "/a\0b"},
+     {"key_file": "/ring", "keys": 1}, {"key_file": "/ring", "tenant": ""}, {"key_file": "/ring", "tenant": 1}],
+)  # fmt: skip
+def test_what_names_no_key_ring_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="encryption="):
+        parse_encryption(value, {})

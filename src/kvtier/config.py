@@ -5,12 +5,14 @@ for an unknown setting names the most similar known one, that for an invalid val
 """
 
 import operator
+import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, SupportsIndex, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
@@ -134,6 +136,23 @@ DEFAULT_METRICS_HOST = "127.0.0.1"
 MAX_PORT = 65_535
 
 
+KEY_FILE_VARIABLE = "KVTIER_KEY_FILE"
+"""Names the key ring where ``encryption`` does not: a path, as what stands in an environment can be read by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionSettings:
+    """How secondary tiers encrypt.
+
+    Attributes:
+        key_file: absolute path of the key ring.
+        tenant: whose entry encrypts blocks without a tenant; None: the default entry.
+    """
+
+    key_file: str
+    tenant: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
@@ -160,6 +179,7 @@ class Settings:
         control_socket: whether the scheduler half listens for its operators.
         metrics_port: port on which the engine's metrics are served; 0 takes a free one, None serves none.
         metrics_host: the address to serve them on.
+        encryption: how secondary tiers encrypt; None: not at all.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
@@ -183,6 +203,7 @@ class Settings:
     control_socket: bool = True
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
+    encryption: EncryptionSettings | None = None
     secondary_tiers: tuple[Mapping[str, Any], ...] = field(
         default=(), repr=False
     )  # Any: each tier checks its own
@@ -221,8 +242,31 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         control_socket=read.flag("control_socket", default=True),
         metrics_port=read.port("metrics_port"),
         metrics_host=read.text("metrics_host", DEFAULT_METRICS_HOST),
+        encryption=parse_encryption(extra_config.get("encryption"), os.environ),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
+
+
+def parse_encryption(value: object, environ: Mapping[str, str]) -> EncryptionSettings | None:
+    """Return how tiers encrypt, None for not at all. Pure.
+
+    Raises:
+        ConfigError: it is no such setting, or nothing says where the key ring is.
+    """
+    if value is None or value is False:
+        return None
+    found = {} if value is True else value
+    if not isinstance(found, Mapping) or set(found) - {"key_file", "tenant"}:
+        remedy = 'must be {"key_file": "/path"}, with "tenant": "name" if need be, or true or false'
+        raise ConfigError("encryption", value, remedy, max_value_chars=80)
+    path = found.get("key_file", environ.get(KEY_FILE_VARIABLE))
+    if not isinstance(path, str) or not Path(path).is_absolute() or "\0" in path:
+        remedy = f'must be the absolute path of a key ring, in "key_file" or {KEY_FILE_VARIABLE}'
+        raise ConfigError("encryption", path, remedy, max_value_chars=80)
+    tenant = found.get("tenant")
+    if tenant is not None and (not isinstance(tenant, str) or not tenant):
+        raise ConfigError("encryption", tenant, "tenant must be a name", max_value_chars=80)
+    return EncryptionSettings(path, tenant)
 
 
 def parse_tier_list(value: object) -> tuple[Mapping[str, Any], ...]:  # Any: each tier checks its own

@@ -3,6 +3,7 @@
 No engine is built: a tier is asked by the contract ``ProbedTier``, and leaves nothing behind.
 """
 
+import importlib
 import importlib.metadata
 import os
 import resource
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.output import Check, CheckResult, size_in_words
-from kvtier.config import HostSize, Settings, parse_settings
+from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
-from kvtier.tiering.factory import check_tier_config
+from kvtier.tiering.factory import check_tier_config, require_encryption
+from kvtier.tiering.kit.key_ring import read_ring, require_entry
 from kvtier.tiering.kit.place import ProbedTier
 
 EXTRA_CONFIG = "kv_connector_extra_config"
@@ -38,6 +40,7 @@ LIBRARIES = (
     "transformers",
     "obstore",
     "redis",
+    "cryptography",
     "mooncake-transfer-engine",
 )
 """Distributions whose versions are reported, those that are installed."""
@@ -91,9 +94,11 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
     if isinstance(settings.cpu_bytes_to_use, int) and CUDA_DEVICE.exists():
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield check_locked_memory(limit, settings.cpu_bytes_to_use)
+    if settings.encryption is not None:
+        yield check_encryption(settings.encryption)
     for number, entry in enumerate(settings.secondary_tiers):
-        name = shorten(entry.get("type", "?")).strip("'")
-        yield from check_tier(f"tier {number} ({name})", entry)
+        subject = f"tier {number} ({shorten(entry.get('type', '?')).strip(chr(39))})"
+        yield from check_tier(subject, entry, is_encrypting=settings.encryption is not None)
 
 
 def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
@@ -198,10 +203,28 @@ def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check
     yield Check(subject, CheckResult.GOOD, f"{size_in_words(wanted)} fits")
 
 
-def check_tier(subject: str, entry: Mapping[str, Any]) -> Iterator[Check]:  # Any: as above
+def check_encryption(settings: EncryptionSettings) -> Check:
+    """Read the key ring as an engine would at its start."""
+    try:
+        ring = read_ring(Path(settings.key_file))
+        require_entry(ring, settings.tenant)
+        importlib.import_module("kvtier.tiering.kit.encryption")
+    except KVTierError as error:
+        return Check("encryption", CheckResult.BROKEN, str(error))
+    found = f"{len(ring.entries)} entries in {settings.key_file}"
+    if ring.current(None) is None:
+        found += ", none of them the default: blocks of tenants without an entry are not stored"
+    return Check("encryption", CheckResult.GOOD, found)
+
+
+def check_tier(
+    subject: str, entry: Mapping[str, Any], *, is_encrypting: bool = False
+) -> Iterator[Check]:  # Any: as above
     """Yield what one tier says of its settings and of its backend."""
     try:
-        _, tier_class, _, own = check_tier_config(entry)
+        _, tier_class, common, own = check_tier_config(entry)
+        if is_encrypting:
+            require_encryption(entry.get("type", "?"), tier_class, common)
         if not issubclass(tier_class, ProbedTier):
             yield Check(
                 subject, CheckResult.NOTE, "its settings are understood; whether it works shows at the start"

@@ -36,6 +36,7 @@ EXTRA_OF_MODULE = {
     "msgspec": "record",
     "zmq": "record",
     "prometheus_client": "observe",
+    "cryptography": "encryption",
 }
 """Optional module -> the extra of the package that installs it."""
 
@@ -70,6 +71,7 @@ COMMANDS = (
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
     Command("drain", "kvtier.cli.live.steer", "Wait until a living engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
+    Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a living engine's host memory for a time."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."

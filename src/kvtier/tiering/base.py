@@ -75,6 +75,7 @@ class TierSettings:
         policy: name of the policy that orders the tier; None leaves it to the tier.
         admission: how likely a block must be used again to be written; None writes each.
         emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
+        encryption: whether the tier encrypts where the engine's setting of that name says how.
     """
 
     required: bool = field(
@@ -149,6 +150,15 @@ class TierSettings:
         ),
     )
 
+    encryption: bool = field(
+        default=True,
+        metadata=setting(
+            flag,
+            "where the engine's [`encryption`](encryption.md) is set every tier encrypts; `false` leaves the blocks of "
+            "this one as they are",
+        ),
+    )
+
 
 NO_SETTINGS = TierSettings()
 """Every common setting at its default."""
@@ -209,6 +219,7 @@ class SecondaryTierManager(ABC):
         supported_settings: common settings that this tier supports beyond the default set: "policy".
         own_settings: the dataclass of the tier's own settings (``kvtier.settings``); None: the settings are the other
             arguments of the constructor.
+        can_encrypt: whether it keeps to the engine's setting ``encryption``; otherwise it is refused where that is set.
         locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
@@ -216,6 +227,7 @@ class SecondaryTierManager(ABC):
 
     supported_settings: ClassVar[frozenset[str]] = frozenset()
     own_settings: ClassVar[type[IsDataclass] | None] = None
+    can_encrypt: ClassVar[bool] = False
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
 

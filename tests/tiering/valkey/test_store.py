@@ -12,8 +12,9 @@ from kvtier.base import OffloadKey
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
+from kvtier.tiering.kit import block_format
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
-from kvtier.tiering.valkey import servers, store
+from kvtier.tiering.valkey import servers
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_block_that_gets_no_header_fails_its_job_and_leaves_no_half_request(
 
     with monkeypatch.context() as patches:
         patches.setattr(servers, "SEND_BYTES", 1)
-        patches.setattr(store, "make_header", all_but_3)
+        patches.setattr(block_format, "make_header", all_but_3)
         assert not driver.store([2, 3, 4]).success
     assert driver.store([5]).success
     assert 5 in driver.load_right([5])

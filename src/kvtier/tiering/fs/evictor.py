@@ -370,7 +370,7 @@ class Evictor:
                     return
                 found_bytes += block.num_bytes
                 if namespace is not None and namespace_of(block.path) == namespace.identity.name:
-                    namespace.index.add((block.key,))
+                    namespace.index.add((namespace.format.key(block.name),))
                 yield block
 
         oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (block.mtime_ns, block.path))
@@ -412,7 +412,7 @@ class Evictor:
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0
             num_blocks += evicted.num_bytes > 0
             if is_own and evicted.num_bytes > 0:
-                keys.append(block.key)
+                keys.append(own.format.key(block.name))
         own.index.evict(keys)
         self._directory.usage.remove(evicted_bytes - kept_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)

@@ -1,9 +1,10 @@
 """The layout of the tier's directory: names, folders, walks over them.
 
-``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
-hex: 256 folders of a namespace hold 4,000 files each at a million blocks, which is little for a file system of
-today, and a new namespace is not busy making folders for its first thousands of blocks. Beside the namespaces
-stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and ``tmp``.
+``ROOT/<namespace>/<digit>/<digit>/<name>.kv`` is a block, its name being its key, or keyed bytes where blocks are
+encrypted, and the digits the first two of it in hex: 256 folders of a namespace hold 4,000 files each at a million
+blocks, which is little for a file system of today, and a new namespace is not busy making folders for its first
+thousands of blocks. Beside the namespaces stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes,
+and ``tmp``.
 
 What does not look like one of these names is not ours: it is neither counted nor removed.
 """
@@ -13,14 +14,16 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.system import Owner, parse_owner
+from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
 
 LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
@@ -36,21 +39,16 @@ FOLDER_PATTERNS = (_NAMESPACE, _DIGIT, _DIGIT)
 """What folders are called, from the root downwards to those that hold blocks."""
 
 
-def block_path(namespace_path: str, key: OffloadKey) -> str:
-    """Return where a namespace keeps the block of ``key``. Pure."""
-    digits = key.hex()
+def block_path(namespace_path: str, name: BlockName) -> str:
+    """Return where a namespace keeps the block of that name, the key itself where blocks are plain. Pure."""
+    digits = name.hex()
     return f"{namespace_path}/{digits[0]}/{digits[1]}/{digits}.kv"
 
 
-def folder_prefix(key: OffloadKey) -> bytes:
-    """Return what all keys begin with whose blocks are in the same folder as that of ``key``. Pure."""
-    return key[:1]
-
-
-def parse_block_name(file_name: str) -> OffloadKey | None:
-    """Return the key of the block in a file called so, None when it is no block. Pure."""
+def parse_block_name(file_name: str) -> BlockName | None:
+    """Return the name of the block in a file called so, None when it is no block. Pure."""
     found = _BLOCK.fullmatch(file_name)
-    return OffloadKey(bytes.fromhex(found[1])) if found else None
+    return bytes.fromhex(found[1]) if found else None
 
 
 def namespace_path(root: Path, namespace_name: str) -> str:
@@ -72,10 +70,12 @@ class FSNamespace:
         name: of its folder.
         path: its folder.
         index: which blocks of it are on the disk.
-        known_folders: by key prefix, the folders that this process has made, or has written a block to or read one
-            from; one of them that is missing was removed. Adding and discarding are atomic.
-        unlinked_folders: by key prefix, the folders that are no symbolic links, nor those above them; likewise.
-        synced_folders: by key prefix, the folders whose own names outlive a loss of power where blocks do; likewise.
+        known_folders: by what the names in them begin with, the folders that this process has made, or has written a
+            block to or read one from; one of them that is missing was removed. Adding and discarding are atomic.
+        unlinked_folders: likewise, the folders that are no symbolic links, nor those above them.
+        synced_folders: likewise, the folders whose own names outlive a loss of power where blocks do.
+        format: how its blocks are written.
+        block_path: where the block of a key is.
     """
 
     identity: Namespace
@@ -85,12 +85,27 @@ class FSNamespace:
     known_folders: set[bytes] = field(default_factory=set, compare=False)
     unlinked_folders: set[bytes] = field(default_factory=set, compare=False)
     synced_folders: set[bytes] = field(default_factory=set, compare=False)
+    format: BlockFormat = field(init=False, compare=False)
+    block_path: Callable[[OffloadKey], str] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
+        is_plain = not self.format.is_encrypted
+        path_of = partial(block_path, self.path) if is_plain else self._path_of_name
+        object.__setattr__(self, "block_path", path_of)
+
+    def folder_prefix(self, key: OffloadKey) -> bytes:
+        """Return what all names begin with whose blocks are in the same folder as that of ``key``."""
+        return self.format.name(key)[:1]
 
     def forget_folders(self) -> None:
         """Forget what is known of the folders: another program has deleted or replaced some."""
         self.known_folders.clear()
         self.unlinked_folders.clear()
         self.synced_folders.clear()
+
+    def _path_of_name(self, key: OffloadKey) -> str:
+        return block_path(self.path, self.format.name(key))
 
 
 EMPTY_FOLDER_TTL_S = 3600.0
@@ -106,13 +121,13 @@ class BlockFile:
         mtime_ns: when it was last used, nanoseconds since 1970; first, so that blocks sort by age.
         path: the file.
         num_bytes: its length.
-        key: the block.
+        name: what its namespace calls it.
     """
 
     mtime_ns: int
     path: str
     num_bytes: int
-    key: OffloadKey
+    name: BlockName
 
 
 def make_folder(path: Path, file_mode: int) -> bool:
@@ -242,10 +257,10 @@ def walk_blocks(root: Path, namespaces: Collection[str] | None = None) -> Iterat
     )
     for folder in folders:
         for entry in _entries(folder):
-            key = parse_block_name(entry.name)
-            status = _status(entry) if key is not None else None
-            if key is not None and status is not None and stat.S_ISREG(status.st_mode):
-                yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, key)
+            name = parse_block_name(entry.name)
+            status = _status(entry) if name is not None else None
+            if name is not None and status is not None and stat.S_ISREG(status.st_mode):
+                yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, name)
 
 
 def list_namespaces(root: Path) -> list[str]:

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.fs.folders import FSNamespace, block_path, folder_prefix
+from kvtier.tiering.fs.folders import FSNamespace
 
 GROUP_MAY_WRITE = 0o020
 OTHERS_MAY_WRITE = 0o002
@@ -62,10 +62,10 @@ def find_link(namespace: FSNamespace, key: OffloadKey) -> str | None:
 
     What is behind a link is not counted, so blocks that are stored there would not be bounded by the capacity.
     """
-    prefix = folder_prefix(key)
+    prefix = namespace.folder_prefix(key)
     if prefix in namespace.unlinked_folders:
         return None
-    leaf = block_path(namespace.path, key).rpartition("/")[0]
+    leaf = namespace.block_path(key).rpartition("/")[0]
     for folder in (namespace.path, leaf.rpartition("/")[0], leaf):
         if os.path.islink(folder):  # noqa: PTH114 - beside others, as text
             return folder

@@ -40,6 +40,7 @@ from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
+    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
@@ -109,11 +110,11 @@ class FSPlace(Place):
         )
 
     def check(self, block: PlaceBlock) -> BlockState:
-        found = _read_and_check(block)
+        found = _read_and_check(block, self.opener)
         for _ in range(MAX_ATTEMPTS - 1):
             if found.state not in FAULTS_OF_PLACE:
                 return found.state
-            again = _read_and_check(block)
+            again = _read_and_check(block, self.opener)
             if again.state not in FAULTS_OF_PLACE or again.inode == found.inode:
                 return again.state
             found = again
@@ -242,8 +243,8 @@ class _Reading(NamedTuple):
     inode: tuple[int, int] = (0, 0)
 
 
-def _read_and_check(block: PlaceBlock) -> _Reading:
-    key = parse_block_name(Path(block.address).name)
+def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
+    name = parse_block_name(Path(block.address).name)
     try:
         fd = os.open(block.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -259,7 +260,7 @@ def _read_and_check(block: PlaceBlock) -> _Reading:
         return _Reading(BlockState.UNREADABLE)
     finally:
         os.close(fd)
-    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, key)
+    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, name, opener)
     return _Reading(state, (status.st_dev, status.st_ino))
 
 

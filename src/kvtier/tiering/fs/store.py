@@ -25,8 +25,6 @@ from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.failed_reads import FailedReads
 from kvtier.tiering.fs.folders import (
     FSNamespace,
-    block_path,
-    folder_prefix,
     make_block_folder,
     namespace_path,
 )
@@ -74,7 +72,7 @@ class ReadyBlock(NamedTuple):
     key: OffloadKey
     path: str
     page: memoryview
-    row: memoryview
+    payload: memoryview
 
 
 class FSBlockStore(BlockStore[FSNamespace]):
@@ -122,7 +120,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self._max_keys, is_complete=is_new, emit_events=self._emit_events, losses=self.losses
         )
         name = identity.name
-        namespace = FSNamespace(identity, name, namespace_path(self._directory.root, name), index)
+        path = namespace_path(self._directory.root, name)
+        namespace = FSNamespace(identity, name, path, index)
         self._evictor.set_namespace(namespace)
         return namespace
 
@@ -133,7 +132,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         found = [
             key
             for key in keys
-            if os.access(block_path(namespace.path, key), os.F_OK) and find_link(namespace, key) is None
+            if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
         ]
         namespace.index.add(found)
         if len(found) < len(keys):
@@ -147,7 +146,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
-            if key in namespace.index and self._files.touch(block_path(namespace.path, key)):
+            if key in namespace.index and self._files.touch(namespace.block_path(key)):
                 held.append(key)
             else:
                 todo.append((key, slot))
@@ -174,7 +173,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> TransferOutcome:
         failures = self._reader.read(namespace, keys, slots)
         succeeded = [key for key in keys if key not in failures]
-        namespace.known_folders.update(map(folder_prefix, succeeded))
+        namespace.known_folders.update(map(namespace.folder_prefix, succeeded))
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
@@ -187,16 +186,16 @@ class FSBlockStore(BlockStore[FSNamespace]):
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
         by_folder: dict[str, list[OffloadKey]] = {}
         for key in absent:
-            by_folder.setdefault(block_path(namespace.path, key).rpartition("/")[0], []).append(key)
+            by_folder.setdefault(namespace.block_path(key).rpartition("/")[0], []).append(key)
         for folder, keys in by_folder.items():
             if os.access(folder, os.F_OK):
                 continue
-            prefix = folder_prefix(keys[0])
+            prefix = namespace.folder_prefix(keys[0])
             namespace.known_folders.discard(prefix)
             self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
             namespace.unlinked_folders.discard(prefix)
             namespace.synced_folders.discard(prefix)
-            is_any_left = namespace.index.forget_prefix(prefix) > 0
+            is_any_left = namespace.index.forget_prefix(prefix, namespace.format.name) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
 
     def stats(self) -> dict[str, float]:
@@ -228,7 +227,9 @@ class BlockWriter:
         self._num_ahead = plan_num_checksums_ahead(
             self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
         )
-        self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
+        num_pages = self._batch_blocks * (self._num_ahead + 1)
+        self._pages = ThreadPages(num_pages)
+        self._scratch = ThreadPages(num_pages, rows.row_bytes)
         self._outage = directory.outage
         self._full_disk = directory.full_disk
 
@@ -250,7 +251,9 @@ class BlockWriter:
         # A folder that is missing is made, and those above it looked at then.
         known = namespace.unlinked_folders
         unseen = (
-            block_path(namespace.path, key).rpartition("/")[0] for key, _ in blocks if key[:1] not in known
+            namespace.block_path(key).rpartition("/")[0]
+            for key, _ in blocks
+            if namespace.folder_prefix(key) not in known
         )
         if self._outage.is_out or any(map(os.path.lexists, unseen)):
             blocks = self._without_links(namespace, blocks, outcomes)
@@ -262,7 +265,10 @@ class BlockWriter:
             num_blocks = min(len(blocks), len(reservation.targets))
             starts = range(0, num_blocks, self._batch_blocks)
             batches = [blocks[start : min(start + self._batch_blocks, num_blocks)] for start in starts]
-            add_headers = partial(self._add_headers, namespace, cycle(self._pages.of_this_thread()))
+            is_encrypted = namespace.format.is_encrypted
+            scratch_rows = cycle(self._scratch.of_this_thread()) if is_encrypted else None
+            pages = cycle(self._pages.of_this_thread())
+            add_headers = partial(self._add_headers, namespace, pages, scratch_rows)
             for batch in checksum_ahead(batches, add_headers, self._num_ahead):
                 self._write_batch(namespace, reservation, batch, outcomes)
                 lacking = [block for block in batch if outcomes[block.key] in NO_TARGET]
@@ -325,14 +331,18 @@ class BlockWriter:
         self,
         namespace: FSNamespace,
         pages: Iterator[memoryview],
+        scratch_rows: Iterator[memoryview] | None,
         blocks: Sequence[tuple[OffloadKey, int]],
     ) -> list[ReadyBlock]:
         """Fill the next of ``pages`` with the headers of blocks, given as keys and slots."""
         ready = []
         for key, slot in blocks:
-            page, row = next(pages), self._rows.row(slot)
-            page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, row)
-            ready.append(ReadyBlock(key, block_path(namespace.path, key), page, row))
+            page, payload = next(pages), self._rows.row(slot)
+            if scratch_rows is None:
+                page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, payload)
+            else:
+                page[:ENVELOPE_BYTES], payload = namespace.format.seal(key, payload, next(scratch_rows))
+            ready.append(ReadyBlock(key, namespace.block_path(key), page, payload))
         return ready
 
     def _write_batch(
@@ -346,7 +356,7 @@ class BlockWriter:
         targets = reservation.take(len(batch))
         files: list[NewFile] = []
         for block, target in zip(batch, targets, strict=False):
-            files.append((block.path, (block.page, block.row), target and target.path))
+            files.append((block.path, (block.page, block.payload), target and target.path))
         answers = self._files.publish(files)
         for number, (block, target) in enumerate(zip(batch, targets, strict=False)):
             answer = answers[number]
@@ -355,7 +365,7 @@ class BlockWriter:
             elif answer is True:
                 if self._files.is_durable:
                     answer = self._learn_folder(namespace, block.key, block.path)
-                namespace.known_folders.add(folder_prefix(block.key))
+                namespace.known_folders.add(namespace.folder_prefix(block.key))
             outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
@@ -409,7 +419,7 @@ class BlockWriter:
 
     def _learn_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> bool | OSError:
         """Sync the names that lead to a block's folder, once for each; they are to last as long as the block."""
-        prefix = folder_prefix(key)
+        prefix = namespace.folder_prefix(key)
         if prefix not in namespace.synced_folders:
             try:
                 self._files.sync_folders(path, FOLDERS_ABOVE)
@@ -420,12 +430,12 @@ class BlockWriter:
 
     def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
         """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
-        prefix = folder_prefix(key)
+        prefix = namespace.folder_prefix(key)
         was_known = prefix in namespace.known_folders
         namespace.synced_folders.discard(prefix)
         namespace.unlinked_folders.add(prefix)
         namespace.known_folders.add(prefix)
-        if namespace.index.forget_prefix(prefix):
+        if namespace.index.forget_prefix(prefix, namespace.format.name):
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
         elif was_known:
             self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
@@ -475,16 +485,20 @@ class BlockReader:
         """
         failures: dict[OffloadKey, TierFailure] = {}
         pages = self._pages.of_this_thread()
-        digest = namespace.identity.digest
+        digest, block_format = namespace.identity.digest, namespace.format
         for start in range(0, len(keys), self._batch_blocks):
             batch = keys[start : start + self._batch_blocks]
             files = []
             for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((block_path(namespace.path, key), (page, self._rows.row(slot))))
+                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
             for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
                 found = HeaderCheck.DAMAGED
                 if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
-                    found = check_block(page, row, key, digest)
+                    found = (
+                        block_format.open(page, row, key, row)
+                        if block_format.is_encrypted
+                        else check_block(page, row, key, digest)
+                    )
                 if found is not HeaderCheck.OK:
                     failures[key] = self._failed.explain(namespace, key, path, status, found)
         if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():

@@ -55,6 +55,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
     """
 
     own_settings: ClassVar = FSSettings
+    can_encrypt: ClassVar[bool] = True
     place_setting: ClassVar[str] = "root_dir"
 
     def __init__(
@@ -114,6 +115,8 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         return probe_fs_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._encryption is not None and not self._encryption.serves(key):
+            return False
         index = self._namespace.index
         if key in index:
             return True

@@ -99,10 +99,11 @@ def allocate_page() -> memoryview:
     return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
 
 
-def allocate_pages(num_pages: int) -> list[memoryview]:
-    """Return zeroed, aligned pages, format 'B', in one piece of memory."""
-    memory = memoryview(mmap.mmap(-1, num_pages * HEADER_PAGE_BYTES))
-    return [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
+def allocate_pages(num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> list[memoryview]:
+    """Return zeroed, aligned pages of ``page_bytes``, format 'B', in one piece of memory."""
+    stride = -(-page_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
+    memory = memoryview(mmap.mmap(-1, num_pages * stride))
+    return [memory[start : start + page_bytes] for start in range(0, len(memory), stride)]
 
 
 class ThreadPages:
@@ -110,17 +111,19 @@ class ThreadPages:
 
     Args:
         num_pages: how many a thread has.
+        page_bytes: length of each.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> None:
         self._num_pages = num_pages
+        self._page_bytes = page_bytes
         self._local = threading.local()
 
     def of_this_thread(self) -> list[memoryview]:
         """Return the calling thread's, always the same ones, format 'B'. Thread: any."""
         pages: list[memoryview] | None = getattr(self._local, "pages", None)
         if pages is None:
-            pages = self._local.pages = allocate_pages(self._num_pages)
+            pages = self._local.pages = allocate_pages(self._num_pages, self._page_bytes)
         return pages
 
 

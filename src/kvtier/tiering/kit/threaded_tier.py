@@ -34,8 +34,9 @@ from kvtier.tiering.base import (
 from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
-from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
+from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
+from kvtier.tiering.kit.tier_encryption import open_tier_encryption
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             positive_ttl_s=options.positive_ttl_s,
             negative_ttl_s=options.negative_ttl_s,
         )
+        self._encryption = open_tier_encryption(config, settings, name, clock)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
@@ -156,7 +158,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         del req_context
-        return False if len(key) > MAX_KEY_BYTES else self._lookup.lookup(key)
+        if len(key) > MAX_KEY_BYTES or not (self._encryption is None or self._encryption.serves(key)):
+            return False
+        return self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
         self._submit(job, self._store)
@@ -212,7 +216,8 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def stats(self) -> dict[str, float]:
         lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
-        return self._block_store.stats() | self._pool.stats() | lookups
+        encryption = {} if self._encryption is None else self._encryption.stats()
+        return self._block_store.stats() | self._pool.stats() | lookups | encryption
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         return {"lookup_s": self._lookup.latency()}
@@ -236,15 +241,21 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         check_job(job, self._num_rows, self._name)
         timeout_s = self.settings.job_timeout_s
         block_store = self._block_store.with_deadline(self._clock() + timeout_s)
-        run = partial(move, block_store, self._namespace, self._lookup.generation)
+        run: Transfer = partial(move, block_store, self._namespace, self._lookup.generation)
+        if self._encryption is not None:
+            run = self._encryption.bind(run)
         self._pool.submit(job, run, timeout_s)
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.
         identity = make_namespace(self.config, self._row_bytes, epoch)
+        if self._encryption is not None:
+            identity = self._encryption.open_namespace(identity)
         return self._block_store.open_namespace(identity, is_new=bool(epoch))
 
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        if self._encryption is not None:
+            self._encryption.refresh()
         try:
             held = self._block_store.contains_batch(self._namespace, keys)
         except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups

@@ -8,20 +8,19 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
     HeaderCheck,
-    check_block,
-    make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
@@ -36,13 +35,18 @@ class MooncakeNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        format: how they are written.
     """
 
     identity: Namespace
+    format: BlockFormat = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
 
     def name_of(self, key: OffloadKey) -> str:
         """Return the name under which the store keeps the block of ``key``."""
-        return f"{self.identity.name}/{key.hex()}"
+        return f"{self.identity.name}/{self.format.name(key).hex()}"
 
 
 RETRY_S = 6.0
@@ -173,11 +177,14 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
             return TransferOutcome(())
-        digest = namespace.identity.digest
+        block_format = namespace.format
         with self._headers.borrow() as header_slots:
             for number, (key, slot, _) in enumerate(todo):
-                header_slots.slot(number)[:] = make_header(key, digest, self._rows.row(slot))
-            scatter_lists = self._scatter_lists(header_slots, [slot for _, slot, _ in todo])
+                row, scratch = self._rows.row(slot), header_slots.scratch_row(number)
+                header_slots.slot(number)[:] = block_format.seal(key, row, scratch).header
+            scatter_lists = self._scatter_lists(
+                header_slots, [slot for _, slot, _ in todo], is_scratch=block_format.is_encrypted
+            )
             answers = self._client.put([name for _, _, name in todo], scatter_lists)
         return self._count_stored([key for key, _, _ in todo], answers)
 
@@ -207,9 +214,17 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
     def close(self) -> None:
         self._client.close()
 
-    def _scatter_lists(self, header_slots: HeaderSlots, slots: Sequence[int]) -> ScatterLists:
+    def _scatter_lists(
+        self, header_slots: HeaderSlots, slots: Sequence[int], *, is_scratch: bool = False
+    ) -> ScatterLists:
         begin, row_bytes = self._rows_address, self._rows.row_bytes
-        addresses = [[header_slots.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
+        addresses = [
+            [
+                header_slots.address_of(number),
+                header_slots.address_of_row(number) if is_scratch else begin + slot * row_bytes,
+            ]
+            for number, slot in enumerate(slots)
+        ]
         return ScatterLists(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
 
     def _check(
@@ -219,7 +234,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
         if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
             return self._explain(namespace.name_of(key), answer)
-        header_check = check_block(header, row, key, namespace.identity.digest)
+        header_check = namespace.format.open(header, row, key, row)
         if header_check is HeaderCheck.OK:
             return None
         failure = FAILURE_OF_CHECK[header_check]

@@ -51,6 +51,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
     """
 
     own_settings: ClassVar = MooncakeSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
 
     def __init__(
@@ -67,7 +68,8 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
         mooncake_settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
         task_blocks = min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes)))
         num_threads = mooncake_settings.num_threads
-        headers = HeaderPool(num_threads, task_blocks)
+        is_encrypting = config.settings.encryption is not None and settings.encryption
+        headers = HeaderPool(num_threads, task_blocks, rows.row_bytes if is_encrypting else 0)
         client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
         store = MooncakeBlockStore(client, rows, headers, clock)
         self._losses = store.losses

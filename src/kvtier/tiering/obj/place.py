@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import OffloadKey
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, unpack
@@ -16,6 +15,7 @@ from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
+    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
@@ -126,9 +126,9 @@ class ObjPlace(Place):
         if fetched is None:
             return BlockState.GONE
         if block.address.endswith(GROUP_SUFFIX):
-            return _check_group(fetched.body, block.namespace)
-        key = OffloadKey(bytes.fromhex(Path(block.address).stem))
-        return check_value(fetched.body, block.namespace, key)
+            return _check_group(fetched.body, block.namespace, self.opener)
+        name = bytes.fromhex(Path(block.address).stem)
+        return check_value(fetched.body, block.namespace, name, self.opener)
 
 
 def open_obj_place(own: Mapping[str, object]) -> ObjPlace:
@@ -171,17 +171,18 @@ def _probe_path(settings: ObjSettings) -> str:
     return namespace_path(settings.target.root, PROBE_NAME)
 
 
-def _check_group(body: memoryview, namespace: str) -> BlockState:
-    """Check every block of an object that holds several; the first fault counts. Pure."""
-    begin = 0
+def _check_group(body: memoryview, namespace: str, opener: Opener | None) -> BlockState:
+    """Check every block of an object that holds several; the first that is not whole counts."""
+    begin, found = 0, BlockState.WHOLE
     while begin < len(body):
         header = body[begin : begin + ENVELOPE_BYTES]
         envelope = unpack(header)
         if not isinstance(envelope, Envelope):
             return check_bytes(header, b"", namespace, None)
         end = begin + ENVELOPE_BYTES + envelope.stored_bytes
-        state = check_bytes(header, body[begin + ENVELOPE_BYTES : end], namespace, None)
-        if state is not BlockState.WHOLE:
+        state = check_bytes(header, body[begin + ENVELOPE_BYTES : end], namespace, None, opener)
+        if state not in (BlockState.WHOLE, BlockState.ENCRYPTED, BlockState.NO_KEY):
             return state
+        found = state if state is not BlockState.WHOLE else found
         begin = end
-    return BlockState.WHOLE if body else BlockState.DAMAGED
+    return found if body else BlockState.DAMAGED

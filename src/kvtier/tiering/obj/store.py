@@ -17,6 +17,7 @@ from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
+    POINTER_CODEC,
     Envelope,
     HeaderCheck,
     unpack,
@@ -29,7 +30,6 @@ from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
 from kvtier.tiering.obj.layout import (
     POINTER_BYTES,
-    POINTER_CODEC,
     Location,
     ObjNamespace,
     namespace_path,
@@ -176,7 +176,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             num_written = len(blocks)
         else:
             succeeded = (blocks[0][0],)
-            with_headers = self._rows.with_headers(blocks, namespace.identity.digest)
+            with_headers = self._rows.with_headers(blocks, namespace.format)
             num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
             if self._evictor is not None and not num_written:
                 self._evictor.give_back(num_bytes)
@@ -205,19 +205,19 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
 
     def _load_single(self, namespace: ObjNamespace, block: Block) -> TierFailure | Location | None:
         """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
-        key, digest = block[0], namespace.identity.digest
+        key = block[0]
         path = namespace.block_path(key)
         fetched = self._client.get(path, self._rows.block_bytes)
         if fetched is None:
             return TierFailure.ABSENT
         envelope = unpack(fetched.body)
         if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
-            pointed = unpack_pointer(fetched.body, key, digest)
+            pointed = unpack_pointer(fetched.body, key, namespace.format)
             if isinstance(pointed, Location):
                 namespace.on_locations([(key, pointed)])
                 return pointed
             return self._explain(path, pointed)
-        header_check = self._rows.copy_checked(fetched.body, block, digest)
+        header_check = self._rows.copy_checked(fetched.body, block, namespace.format)
         return None if header_check is HeaderCheck.OK else self._explain(path, header_check)
 
     def _remove_damaged(self, paths: Iterable[str]) -> None:

@@ -51,6 +51,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
     """
 
     own_settings: ClassVar = ObjSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 

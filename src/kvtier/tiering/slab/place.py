@@ -200,7 +200,7 @@ class SlabPlace(Place):
         found = unpack(whole)
         if isinstance(found, HeaderCheck) or found.generation != generation:
             return BlockState.GONE  # the slot was emptied, or holds another block by now
-        return check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, None)
+        return check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, None, self.opener)
 
     def _find_oldest_unfinished(self) -> int:
         """Return the generation from which on writes had not ended, as the newest header says."""

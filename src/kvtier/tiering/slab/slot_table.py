@@ -18,6 +18,7 @@ from kvtier.cpu.policies import BlockStatus, CachePolicy
 from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.eviction_log import EvictionLog
 
 
@@ -27,9 +28,14 @@ class SlabNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        format: how they are written.
     """
 
     identity: Namespace
+    format: BlockFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
 
 
 @dataclass(slots=True)

@@ -8,15 +8,16 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
-from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
+from kvtier.tiering.kit.block_format import BlockFormat
+from kvtier.tiering.kit.disk import ThreadPages, allocate_pages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
@@ -49,7 +50,7 @@ class Move(NamedTuple):
 
     Attributes:
         pin: its slot in the file.
-        row: its bytes in the primary tier.
+        row: its bytes in the primary tier, or encrypted in the thread's memory.
     """
 
     pin: SlotPin
@@ -72,6 +73,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
+        self._scratch = ThreadPages(max_task_blocks, rows.row_bytes)
         self._outage = OutageLog(f"tier slab at {current.opened.file.path}")
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> SlabNamespace:
@@ -119,7 +121,9 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             moves = (Move(pin, self._rows.row(slot_of[pin.key])) for pin in plan.pins)
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.pins), is_write=True))
-            add_headers = partial(_add_headers, pages, namespace.identity.digest, plan.oldest_generation)
+            add_headers = partial(
+                _add_headers, pages, self._scratch_rows(namespace), namespace.format, plan.oldest_generation
+            )
             for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(opened, runs)):
                 written.update(self._write(opened, run_pages, run))
         finally:
@@ -210,11 +214,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         failures = {}
         for number, (page, (pin, row)) in enumerate(zip(pages, run, strict=True)):
             is_whole = number < num_whole
-            header_check = (
-                check_block(page, row, pin.key, namespace.identity.digest)
-                if is_whole
-                else HeaderCheck.DAMAGED
-            )
+            header_check = namespace.format.open(page, row, pin.key, row) if is_whole else HeaderCheck.DAMAGED
             if header_check is not HeaderCheck.OK:
                 failures[pin.key] = FAILURE_OF_CHECK[header_check]
                 logger.warning("tier slab: slot %d is %s", pin.slot, header_check.value)
@@ -235,6 +235,10 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         for failure in failures:
             self._counters.add(**{failure.value: 1})
 
+    def _scratch_rows(self, namespace: SlabNamespace) -> Iterator[memoryview | None]:
+        """Return the thread's memory for encrypted rows; None for plain ones."""
+        return iter(self._scratch.of_this_thread()) if namespace.format.is_encrypted else repeat(None)
+
     def _header_pages(self, num: int, *, is_write: bool) -> list[memoryview]:
         """Return pages of the calling thread: what was read is never written into another slot."""
         name = "write_pages" if is_write else "read_pages"
@@ -246,13 +250,20 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
 
 
 def _add_headers(
-    pages: Iterator[memoryview], namespace_digest: bytes, oldest_generation: int, run: Sequence[Move]
+    pages: Iterator[memoryview],
+    scratch_rows: Iterator[memoryview | None],
+    block_format: BlockFormat,
+    oldest_generation: int,
+    run: Sequence[Move],
 ) -> tuple[list[memoryview], Sequence[Move]]:
-    """Fill the next of ``pages`` with the headers of a run."""
+    """Fill the next of ``pages`` with the headers of a run; return them and what is to be written behind them."""
     taken = list(islice(pages, len(run)))
+    sealed = []
     for page, (pin, row) in zip(taken, run, strict=True):
-        write_header(page, pin.key, namespace_digest, row, pin.generation, oldest_generation)
-    return taken, run
+        header, payload = block_format.seal(pin.key, row, next(scratch_rows), generation=pin.generation)
+        write_header(page, header, oldest_generation)
+        sealed.append(Move(pin, payload))
+    return taken, sealed
 
 
 def _interleave(pages: Sequence[memoryview], run: Sequence[Move]) -> list[memoryview]:

@@ -60,6 +60,7 @@ class SlabTier(
     """
 
     own_settings: ClassVar = SlabSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.LOCAL
     place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
@@ -131,6 +132,8 @@ class SlabTier(
         return probe_slab_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._encryption is not None and not self._encryption.serves(key):
+            return False
         # Whether it is complete is read first: what is adopted between the two reads is found.
         opened = self._slab.opened
         is_complete = opened.indexer.is_complete
@@ -146,12 +149,12 @@ class SlabTier(
         del req_context
         if not self._slab.opened.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        return self._losses.explain(key) or self._slab.indexer.siblings.explain(key)
+        return self._losses.explain(key) or self._slab.opened.indexer.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._losses.clear()
-        self._slab.indexer.siblings.clear()
+        self._slab.opened.indexer.siblings.clear()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._slab.opened.slots.touch(self._namespace, keys)

@@ -248,7 +248,7 @@ class ValkeyPlace(Place):
             return BlockState.GONE
         if not isinstance(value, bytes):
             return BlockState.UNREADABLE
-        return check_value(memoryview(value), found.namespace, found.key)
+        return check_value(memoryview(value), found.namespace, found.name, self.opener)
 
 
 def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, str]]) -> Iterator[PlaceBlock]:

@@ -15,14 +15,13 @@ from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.block_format import BlockFormat
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
     Buffer,
     HeaderCheck,
-    check_block,
-    make_header,
     unpack,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -58,14 +57,14 @@ class ReadTarget:
     Attributes:
         key: the block.
         row: its slot.
-        namespace_digest: the reader's.
+        format: of the reader's namespace.
         header: room for its envelope.
         header_check: of what was read; damaged before.
     """
 
     key: OffloadKey
     row: memoryview
-    namespace_digest: bytes
+    format: BlockFormat
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
     header_check: HeaderCheck = HeaderCheck.DAMAGED
 
@@ -78,7 +77,7 @@ class ReadTarget:
 
     def _check(self, num_bytes: int) -> HeaderCheck:
         if num_bytes == ENVELOPE_BYTES + len(self.row):
-            return check_block(self.header, self.row, self.key, self.namespace_digest)
+            return self.format.open(self.header, self.row, self.key, self.row)
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
         envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
         return envelope if isinstance(envelope, HeaderCheck) else HeaderCheck.DAMAGED
@@ -93,21 +92,21 @@ class SetRequest:
     Attributes:
         key: the block.
         row: its slot.
-        namespace_digest: the writer's.
+        format: of the writer's namespace.
         name: under which the server keeps it.
         ttl_ms: milliseconds until it expires; None for never.
     """
 
     key: OffloadKey
     row: memoryview
-    namespace_digest: bytes
+    format: BlockFormat
     name: bytes
     ttl_ms: int | None
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        header = make_header(self.key, self.namespace_digest, self.row)
-        yield from encode_set(self.name, header, self.row, self.ttl_ms)
+        header, payload = self.format.seal(self.key, self.row, None)
+        yield from encode_set(self.name, header, payload, self.ttl_ms)
 
 
 class DescribedNamespaces:
@@ -212,9 +211,9 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def load(
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        digest = namespace.identity.digest
         targets = [
-            ReadTarget(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)
+            ReadTarget(key, self._rows.row(slot), namespace.format)
+            for key, slot in zip(keys, slots, strict=True)
         ]
         names = [namespace.block_name(key) for key in keys]
         commands = [
@@ -284,9 +283,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         return isinstance(reply, Reply) and reply.kind == ":" and reply.number == self._value_bytes
 
     def _set_command(self, namespace: ValkeyNamespace, key: OffloadKey, slot: int, name: bytes) -> Command:
-        return Command(
-            name, SetRequest(key, self._rows.row(slot), namespace.identity.digest, name, self._ttl_ms)
-        )
+        return Command(name, SetRequest(key, self._rows.row(slot), namespace.format, name, self._ttl_ms))
 
     def _description(self, namespace: ValkeyNamespace) -> list[Command]:
         """Return the commands that keep the readable description of a namespace as long as its newest block."""

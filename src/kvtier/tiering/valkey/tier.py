@@ -51,6 +51,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
     """
 
     own_settings: ClassVar = ValkeySettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
