@@ -65,6 +65,8 @@ class ExternalDeletions:
     def on_deleted(self, path: str | None) -> None:
         """Record that another program has deleted ``path``; None needs no line in the log. Thread: any."""
         now_s = self._directory.clock()
+        if path is not None and self._directory.find_refusal() is not None:
+            path = None  # nothing was deleted: the directory as a whole is away, which the next check says
         with self._lock:
             self.num_seen += 1
             self.is_recount_due = True

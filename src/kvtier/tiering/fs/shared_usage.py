@@ -436,13 +436,13 @@ class SharedUsage:
         finally:
             if not update.is_written:
                 self._unwritten.extend(leftover)
-            if fd >= 0:
-                # An error that went on from here would end a reservation before it is recorded as one: its room would
-                # be taken for as long as this process lives. The record was written all the same, or it was not.
-                with suppress(OSError):
+            # An error that went on from here would end a reservation before it is recorded as one: its room would be
+            # taken for as long as this process lives. The record was written all the same, or it was not.
+            with suppress(OSError, ValueError):  # the latter where it could not be opened
+                try:
                     # Closing alone would not do: a child that was forked meanwhile has the same lock.
                     fcntl.flock(fd, fcntl.LOCK_UN)
-                with suppress(OSError):
+                finally:
                     os.close(fd)
 
     def _on_fault(self, update: "_Update", error: OSError) -> None:

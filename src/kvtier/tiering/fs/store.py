@@ -244,18 +244,16 @@ class BlockWriter:
         device = None
         with suppress(OSError):
             device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
-        is_elsewhere = device != self._directory.device
-        if deletions.refusal is not None or (is_elsewhere and self._directory.find_refusal() is not None):
+        refusal = deletions.refusal
+        if device != self._directory.device:
+            refusal = self._directory.find_refusal()
+        if refusal is not None:
             return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         # A folder that is missing is made, and those above it looked at then.
-        known = namespace.unlinked_folders
-        unseen = (
-            namespace.block_path(key).rpartition("/")[0]
-            for key, _ in blocks
-            if namespace.folder_prefix(key) not in known
-        )
-        if self._outage.is_out or any(map(os.path.lexists, unseen)):
+        leaves = {namespace.folder_prefix(key): namespace.block_path(key).rpartition("/")[0] for key, _ in blocks}
+        unseen = leaves.keys() - namespace.unlinked_folders
+        if self._outage.is_out or any(map(os.path.lexists, map(leaves.__getitem__, unseen))):
             blocks = self._without_links(namespace, blocks, outcomes)
         num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
