@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "operating",
             "compiled",
             "limits",
+            "input_files",
             "settings",
             "hints",
             "histogram",

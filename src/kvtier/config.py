@@ -21,6 +21,9 @@ BYTE_UNITS |= {"G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
 BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
 BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
 
+MAX_WHOLE = 2**63 - 1
+"""More than any count; larger ones overflow where they become times or sizes."""
+
 MAX_BYTES = 2**63 - 1
 """The largest length of a file and distance of pointers on the systems that kvtier runs on."""
 
@@ -257,6 +260,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        if value > MAX_WHOLE:
+            raise ConfigError(name, value, "must be below 2^63")
         return value
 
     def port(self, name: str) -> int | None:

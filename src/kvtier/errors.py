@@ -19,8 +19,8 @@ _TELLING = (
 _SECRET_NAME = re.compile(f"(?:{_TELLING})$", re.IGNORECASE)
 """Names of settings whose values are never shown."""
 
-_IN_URL = re.compile(r"(?<=://)\S+@")
-_QUERY = re.compile(r"(://[^\s'\"?#]*)[?#][^\s'\"]+")
+_IN_URL = re.compile(r"(:/{1,2})\S+@")
+_QUERY = re.compile(r"(:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]+")
 _NAMED = re.compile(rf"""((?:{_TELLING})['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
 """Where secrets stand in texts: in front of a URL's host, in its query, behind a name that says so."""
 
@@ -29,13 +29,16 @@ HIDDEN = "***"
 MAX_SHOWN_CHARS = 80
 """Characters of a value in a message: enough to recognise it, and few enough for one line of a log."""
 
+MAX_PATH_CHARS = 255
+"""Characters of a path in a message: its end, which names the file."""
+
 MAX_SEARCHED_CHARS = 4096
 """Characters of a value that are searched for secrets; of a longer one with a URL in it nothing is shown."""
 
 
 def hide_secrets(text: str) -> str:
     """Return ``text`` without users and queries of URLs, and without what stands behind a telling name. Pure."""
-    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(f"{HIDDEN}@", text)))
+    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(rf"\1{HIDDEN}@", text)))
 
 
 def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
@@ -45,7 +48,7 @@ def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
         return f"<{type(value).__name__} too large to show>"
     if len(text) > MAX_SEARCHED_CHARS:
-        if "://" in text:
+        if ":/" in text:
             return f"<{type(value).__name__} of {len(text)} characters>"
         text = text[:MAX_SEARCHED_CHARS]
     text = hide_secrets(text)
@@ -114,6 +117,8 @@ class ConfigError(KVTierError, ValueError):
         self.max_value_chars = max_value_chars
         is_secret = value is not None and _SECRET_NAME.search(setting) is not None
         shown = HIDDEN if is_secret else shorten(value, max_value_chars)
+        if isinstance(value, str) and len(value) > max_value_chars:
+            remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
         super().__init__(f"{setting}={shown}: {hide_secrets(remedy)}")
 
 
@@ -172,7 +177,9 @@ class NamedClassError(KVTierError, ValueError):
         self.kind = kind
         self.name = name
         self.reason = reason
-        super().__init__(f"{kind} {shorten(name)}: {reason}")
+        if len(name) > MAX_SHOWN_CHARS:
+            reason = reason.replace(name, "...")
+        super().__init__(f"{kind} {shorten(name)}: {hide_secrets(reason)}")
 
 
 class NamespaceDocumentError(KVTierError, ValueError):
@@ -406,7 +413,9 @@ class TraceError(KVTierError, ValueError):
         self.line = line
         self.value = value
         self.remedy = remedy
-        place = self.path if line is None else f"{self.path}:{line}"
+        name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
+        name = hide_secrets(name)
+        place = name if line is None else f"{name}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
 
 

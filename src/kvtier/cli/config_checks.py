@@ -4,7 +4,6 @@ No engine is built: a tier is asked by the contract ``ProbedTier``, and leaves n
 """
 
 import importlib.metadata
-import json
 import os
 import resource
 import shutil
@@ -16,7 +15,8 @@ from typing import Any
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.config import HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
+from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
 from kvtier.tiering.factory import check_tier_config
 from kvtier.tiering.kit.place import ProbedTier
@@ -54,14 +54,10 @@ def read_config(path: Path) -> Mapping[str, Any]:  # Any: JSON of the user
     Raises:
         ConfigError: it cannot be read, or is no JSON object.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--config", str(path), f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("--config", str(path), f"is no JSON: {error}") from error
+    form = 'must hold an object such as {"cpu_bytes_to_use": "8GiB"}'
+    found = parse_json("--config", str(path), read_text_file("--config", path), form)
     if not isinstance(found, dict):
-        raise ConfigError("--config", str(path), 'must hold an object such as {"cpu_bytes_to_use": "8GiB"}')
+        raise ConfigError("--config", str(path), form)
     return found
 
 
@@ -74,13 +70,13 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
     """
     own = find_own(config)
     if own is None:
-        found = f"{config.get('kv_connector')!r} is another connector: its settings are not kvtier's"
+        found = f"{shorten(config.get('kv_connector'))} is another connector: its settings are not kvtier's"
         yield Check("kv_connector", CheckResult.BROKEN, found)
         return
     extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
     if own.get("kv_role", NEEDED_ROLE) != NEEDED_ROLE:
         remedy = f"must be {NEEDED_ROLE!r}: kvtier stores and loads in every engine"
-        yield Check("kv_role", CheckResult.BROKEN, f"{own['kv_role']!r} {remedy}")
+        yield Check("kv_role", CheckResult.BROKEN, f"{shorten(own['kv_role'])} {remedy}")
     yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_numa(NODES, os.sched_getaffinity(0))
@@ -96,7 +92,8 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield check_locked_memory(limit, settings.cpu_bytes_to_use)
     for number, entry in enumerate(settings.secondary_tiers):
-        yield from check_tier(f"tier {number} ({entry.get('type', '?')})", entry)
+        name = shorten(entry.get("type", "?")).strip("'")
+        yield from check_tier(f"tier {number} ({name})", entry)
 
 
 def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
@@ -215,7 +212,7 @@ def check_tier(subject: str, entry: Mapping[str, Any]) -> Iterator[Check]:  # An
         yield Check(subject, CheckResult.BROKEN, str(error))
         return
     except Exception as error:  # noqa: BLE001  # foreign tier: what it raises is its answer
-        yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {error}")
+        yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {describe_foreign(error)}")
         return
     for finding in findings:
         result = CheckResult.NOTE if finding.is_note else CheckResult.GOOD

@@ -29,6 +29,7 @@ from rich.text import Text
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.compiled import REMEDY
 from kvtier.errors import ConfigError
+from kvtier.input_files import is_dir
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
@@ -92,7 +93,7 @@ def doctor(
 
     Exit status 1 when something that is needed does not work.
     """
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not is_dir(directory):
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
     of_engine = [] if config is None else list(check_engine(config))
     checks = [*run_checks(directory), *of_engine]

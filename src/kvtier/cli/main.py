@@ -155,7 +155,10 @@ def help_of(function: Callable[..., Any]) -> str:
 
 def report(error: KVTierError) -> int:
     """Print ``error`` as one line on stderr and return the status for wrong input."""
-    sys.stderr.write(f"kvtier: {' '.join(str(error).split())}\n")
+    line = " ".join(str(error).split())
+    # What a terminal would obey, or cannot be encoded, is shown as an escape.
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    sys.stderr.write(f"kvtier: {shown}\n")
     return WRONG_INPUT_STATUS
 
 

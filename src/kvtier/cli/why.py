@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.output import make_table
+from kvtier.input_files import is_file
 from kvtier.observe.control import MAX_RECORDS
 from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
 from kvtier.observe.control_client import read_records as read_engine_records
@@ -58,7 +59,7 @@ def explain_source(source: str | None) -> WhyReport:
         UnknownNameError: there is neither such an engine nor such a file.
         TraceError: the recording cannot be read.
     """
-    if source is not None and (os.sep in source or Path(source).exists()):
+    if source is not None and (os.sep in source or is_file(Path(source))):
         trace = Path(source)
         return explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
     if source is None and not find_instances():

@@ -91,6 +91,9 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
     def drain_unanswered(self) -> int:
         return self.inner.drain_unanswered() if isinstance(self.inner, ReachableTier) else 0
 
+    def drain_emptied(self) -> bool:
+        return self.inner.drain_emptied() if isinstance(self.inner, ReachableTier) else False
+
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if isinstance(self.inner, RequestAware):
             self.inner.note_request(chains, req_context)

@@ -21,7 +21,7 @@ from kvtier.settings import (
     choice,
     flag,
     parse_settings,
-    seconds,
+    seconds_up_to,
     setting,
     size_bytes,
     text,
@@ -33,6 +33,9 @@ DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
 hangs; longer lets a slow one finish large batches. Waiting requests are bounded by ``lookup_deadline_s``."""
 
+
+MAX_JOB_TIMEOUT_S = 86_400.0
+"""Seconds. A day is longer than any transfer; far longer times overflow the clocks of threads that wait."""
 
 FAILURES_TO_OPEN = 5
 """Consecutive failures after which a tier is left out: lookups and submits that raise, lookups without an answer,
@@ -98,7 +101,7 @@ class TierSettings:
     job_timeout_s: float = field(
         default=DEFAULT_JOB_TIMEOUT_S,
         metadata=setting(
-            seconds,
+            seconds_up_to(MAX_JOB_TIMEOUT_S),
             "a job that hangs gives its slots back; waiting requests are bounded by `lookup_deadline_s`",
             unit="seconds",
         ),
@@ -315,6 +318,10 @@ class ReachableTier(ABC):
     @abstractmethod
     def drain_unanswered(self) -> int:
         """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
+
+    def drain_emptied(self) -> bool:
+        """Return whether the backend has lost every block since the last call, for events; a tier may never know."""
+        return False
 
 
 class RequestAware(ABC):

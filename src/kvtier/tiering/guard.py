@@ -274,6 +274,8 @@ class GuardedTier:
         if self._reporter is not None:
             evicted = self._call("drain_evicted", drain_evicted_keys, self._reporter)
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
+        if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
+            announcements.on_evicted(None)
         if self.is_out_of_service or not self.breaker.is_closed:
             announcements.hide(forgets=self._reporter is None)
         else:

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.live.overview import InstanceArgument, JsonOption, print_json
-from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.errors import ConfigError, MissingExtraError, shorten
+from kvtier.input_files import is_dir, is_file, read_text_file
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -198,15 +199,15 @@ def _read(name: str, option: str) -> str:
     try:
         if name == "-":
             return sys.stdin.read(MAX_PREFIX_BYTES)
-        with Path(name).open(encoding="utf-8") as file:
-            return file.read(MAX_PREFIX_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(option, name, f"cannot be read: {error}") from error
+        return read_text_file(option, Path(name), MAX_PREFIX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file, or no text in UTF-8"
+        raise ConfigError(option, name, f"cannot be read: {reason}") from error
 
 
 def _tokenize(text: str, tokenizer: Path) -> list[int]:
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not path.is_file():
+    path = tokenizer / "tokenizer.json" if is_dir(tokenizer) else tokenizer
+    if not is_file(path):
         raise ConfigError("--tokenizer", str(tokenizer), "has no tokenizer.json: give the model's folder")
     try:
         from tokenizers import Tokenizer
@@ -215,7 +216,7 @@ def _tokenize(text: str, tokenizer: Path) -> list[int]:
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
     except Exception as error:
-        raise ConfigError("--tokenizer", str(path), f"cannot be used: {error}") from error
+        raise ConfigError("--tokenizer", str(path), f"cannot be used: {shorten(error)}") from error
     return ids
 
 

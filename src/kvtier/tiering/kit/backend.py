@@ -137,6 +137,20 @@ class BlockStore(ABC, Generic[S]):
             TierError: it is not, or it does not, and why.
         """
 
+    def restore_description(self, namespace: S) -> bool:
+        """Write what describes a namespace again if it was written before and is gone; return whether it was.
+
+        It is written before the first block and kept as long as the last one, so blocks are gone with it. Nothing to
+        do for a backend that keeps no description, or learns of lost blocks in another way.
+
+        Raises:
+            TierError: the backend cannot be reached.
+
+        Thread: any of the tier's; may block for as long as the store's own time-outs say.
+        """
+        del namespace
+        return False
+
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""
         return {}

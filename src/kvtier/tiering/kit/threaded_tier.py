@@ -7,6 +7,7 @@ fault.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,17 @@ from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S")
 
 DEFAULT_NEGATIVE_TTL_S = 2.0
 """Seconds for which "not held" is believed. Shorter looks in a shared backend more often for the same missing tails;
 longer finds later what other engines write."""
+
+CHECK_S = 5.0
+"""Seconds between two looks whether a place was emptied, which are made only when blocks are missing. Shorter asks a
+server more often; longer leaves routers with blocks that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
+        self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description
+        self._next_check_s = float("-inf")
+        self._is_emptied = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         del req_context
@@ -156,6 +166,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def drain_unanswered(self) -> int:
         return self._health.drain_unanswered() if self._health.num_unanswered else 0
+
+    def drain_emptied(self) -> bool:
+        if not self._is_emptied:
+            return False
+        self._is_emptied = False
+        return True
 
     def waiting_s(self) -> float:
         return self._pool.oldest_wait_s()
@@ -208,6 +224,8 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             self._health.on_failure(self._as_tier_error(error), num_unanswered=1)
             return ()
         self._health.on_success()
+        if not held:
+            self._check_emptied(self._namespace)
         return held
 
     def _store(
@@ -246,7 +264,28 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         if len(outcome.succeeded) < len(keys):
             failed = set(keys).difference(outcome.succeeded)
             self._lookup.report(failed, is_held=False, generation=generation)
+            self._check_emptied(namespace)
         return outcome
+
+    def _check_emptied(self, namespace: S) -> None:
+        """Look, every few seconds at most, whether blocks are missing because the whole place was emptied.
+
+        Two threads may look at the same time: what describes the namespace is written once, and one of them sees it.
+        """
+        now_s = self._clock()
+        if not self._may_be_emptied or now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + CHECK_S
+        try:
+            is_emptied = self._block_store.restore_description(namespace)
+        except Exception:  # noqa: BLE001  # foreign: the next call finds out what is wrong
+            return
+        if is_emptied:
+            self._is_emptied = True
+            logger.warning(
+                "tier %s: it was emptied, or has lost its data: its blocks are misses until they are stored again",
+                self._name,
+            )
 
     def _failed(self, error: Exception) -> TransferOutcome:
         self._health.on_failure(self._as_tier_error(error))

@@ -134,6 +134,12 @@ class ObjNamespace:
             is_first, self._is_described = not self._is_described, True
             return is_first
 
+    @property
+    def is_described(self) -> bool:
+        """Whether the readable description has been written, or is about to be."""
+        with self._lock:
+            return self._is_described
+
     def drop_description(self) -> None:
         """Leave the description to the next one, as it could not be written."""
         with self._lock:

@@ -114,6 +114,11 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def restore_description(self, namespace: ObjNamespace) -> bool:
+        if not namespace.is_described:
+            return False
+        return self._client.put_new(namespace.document_path, [namespace.identity.document.encode()])
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 

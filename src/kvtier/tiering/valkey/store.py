@@ -123,6 +123,10 @@ class DescribedNamespaces:
         self._names.add(name)
         return True
 
+    def has(self, name: str) -> bool:
+        """Return whether the description of ``name`` has been sent."""
+        return name in self._names
+
     def forget(self, name: str) -> None:
         """Have the description of ``name`` sent again: the server was away."""
         self._names.discard(name)
@@ -232,6 +236,14 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
+
+    def restore_description(self, namespace: ValkeyNamespace) -> bool:
+        if not self._described.has(namespace.identity.name):
+            return False
+        name, text = document_name(namespace.identity.name), namespace.identity.document.encode()
+        expiry = () if self._ttl_ms is None else (b"PX", b"%d" % self._ttl_ms)
+        (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)])
+        return isinstance(reply, Reply) and reply.kind == "+"
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
