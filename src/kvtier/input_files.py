@@ -36,13 +36,14 @@ def read_text_file(setting: str, path: Path, max_bytes: int = MAX_SETTINGS_BYTES
     try:
         # O_NONBLOCK: opening a pipe without a writer would block.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(setting, str(path), "is no regular file: write it to a file first")
-            content = file.read(max_bytes + 1)
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read(max_bytes + 1) if is_regular else b""
     except OSError as error:
         raise ConfigError(setting, str(path), f"cannot be read: {error.strerror}") from error
     except ValueError as error:  # a zero byte, half a surrogate pair
         raise ConfigError(setting, str(path), "cannot be the name of a file") from error
+    if not is_regular:
+        raise ConfigError(setting, str(path), "is no regular file: write it to a file first")
     if len(content) > max_bytes:
         raise ConfigError(setting, str(path), f"has more than {max_bytes} bytes: is it the right file?")
     try:
@@ -54,6 +55,11 @@ def read_text_file(setting: str, path: Path, max_bytes: int = MAX_SETTINGS_BYTES
 def is_file(path: Path) -> bool:
     """Return whether there is such a file; a name that no file can have is none."""
     return _holds(path.is_file)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is anything of that name; a name that nothing can have is not."""
+    return _holds(path.exists)
 
 
 def is_dir(path: Path) -> bool:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.input_files import is_dir, is_file
+from kvtier.input_files import is_dir, is_there
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_config
 
 CONFIG_FILE = "config.json"
@@ -67,7 +67,7 @@ def find_model(model: str, kv_dtype: str | None = None) -> SizedModel:
         path /= CONFIG_FILE
         if not path.exists():
             raise ConfigError("MODEL", model, f"is a folder without {CONFIG_FILE}: give a model's folder")
-    if is_file(path):
+    if is_there(path):
         return SizedModel(model, read_shape(path, kv_dtype, GUIDE))
     table = _read_table()
     name = {_normalise(known): known for known in table}.get(_normalise(model))

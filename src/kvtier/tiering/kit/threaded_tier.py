@@ -40,6 +40,8 @@ from kvtier.tiering.kit.tier_encryption import open_tier_encryption
 
 logger = logging.getLogger(__name__)
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S")
 
 STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
