@@ -61,6 +61,7 @@ class StormRequest:
         reported: workers that have reported that load.
         has_failed_load: whether a load of it has ever failed.
         is_load_void: whether a reset made its load void.
+        is_mixed: whether it goes on with KV of weights of before a reset: its blocks are of no use to others.
         was_scheduled: whether it has ever been.
         num_steps: how often it has waited for a step.
     """
@@ -78,6 +79,7 @@ class StormRequest:
     reported: set[int] = field(default_factory=set)
     has_failed_load: bool = False
     is_load_void: bool = False
+    is_mixed: bool = False
     was_scheduled: bool = False
     num_steps: int = 0
 
@@ -212,13 +214,20 @@ class StormEngine:
         """Take a running request's blocks away."""
         self._preempted.add(request.request_id)
         self._release(request)
-        request.phase, request.num_computed = Phase.WAITING, 0
+        request.phase, request.num_computed, request.is_mixed = Phase.WAITING, 0, False
         self.seen["pre-empted"] += 1
 
-    def reset(self, weights: int) -> None:
-        """Change the weights: nothing that was computed before may be used."""
+    def reset(self, weights: int, *, is_keeping: bool) -> None:
+        """Change the weights: nothing that was computed before may be used by others.
+
+        Args:
+            weights: the new ones.
+            is_keeping: running requests go on with what the old weights have computed.
+        """
         for request in self.in_phase(Phase.RUNNING):
-            self.preempt(request)
+            request.is_mixed = True
+            if not is_keeping:
+                self.preempt(request)
         for request in self.in_phase(Phase.LOADED):
             self._release(request)
             request.phase, request.num_computed = Phase.WAITING, 0
@@ -332,11 +341,15 @@ class StormEngine:
         end = request.num_computed + num_tokens
         for idx, table in enumerate(request.tables):
             for block in range(request.num_computed // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)):
-                if (block + 1) * BLOCK_TOKENS <= end:
+                if request.is_mixed:
+                    worker.device[table[block]] = GARBAGE
+                elif (block + 1) * BLOCK_TOKENS <= end:
                     content = content_of(request.hashes[block], idx, self.weights, worker.rank)
                     worker.device[table[block]] = np.frombuffer(content, dtype=np.uint8)
 
     def _check_held(self, worker: StormWorker, request: StormRequest) -> None:
+        if request.is_mixed:
+            return
         for idx, (group, table) in enumerate(zip(self._groups, request.tables, strict=True)):
             first = 0
             if group.window_tokens is not None:
@@ -392,6 +405,7 @@ class StormEngine:
         for job_id, job in metadata.store_jobs.items():
             source, request = job.transfer_spec.source, self.requests[job.req_id]
             assert isinstance(source, GPULoadStoreSpec)
+            assert not request.is_mixed, f"{job.req_id}: blocks of before a reset are stored after it"
             block_ids = source.block_ids.tolist()
             for worker in self.workers:
                 expected: list[bytes] = []

@@ -120,3 +120,17 @@ def require_bounded(stats: Mapping[str, float], num_requests: int, num_slots: in
     for name, limit in limits.items():
         if stats[name] > limit:
             raise BrokenLawError(f"{name} is {stats[name]:g}, {limit} can be needed")
+
+
+def require_at_rest(stats: Mapping[str, float]) -> None:
+    """Fail when something still counts as under way although nothing is."""
+    gauges = (
+        "waiting_requests",
+        "open_jobs",
+        "connector.open_jobs",
+        "connector.fenced_jobs",
+        "connector.requests",
+    )
+    for name, value in stats.items():
+        if value and (name in gauges or name.endswith(".in_flight_store_bytes")):
+            raise BrokenLawError(f"{name} is {value:g} when nothing is under way")

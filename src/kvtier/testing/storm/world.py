@@ -20,6 +20,7 @@ from kvtier.testing.storm.laws import (
     ThreadErrors,
     WatchedTier,
     block_of,
+    require_at_rest,
     require_bounded,
 )
 from kvtier.testing.storm.memory import PAGE_BYTES, HostRows
@@ -164,7 +165,7 @@ class World:
     def reset(self) -> None:
         """The weights change."""
         self._num_weights += 1
-        self.engine.reset(FIRST_WEIGHTS + self._num_weights)
+        self.engine.reset(FIRST_WEIGHTS + self._num_weights, is_keeping=self.rng.random() < 0.5)
         if self.manager.stats()["primary.held_blocks"]:
             raise BrokenLawError("a reset has left blocks in host memory")
 
@@ -254,6 +255,7 @@ class World:
                 raise BrokenLawError(
                     f"{len(tier.open_jobs)} jobs of {tier.get_tier_type()} were never reported"
                 )
+        require_at_rest(self.engine.scheduler.stats())
         self._check_events()
         self._check_everything_is_free()
         self._check_tiers_serve()
