@@ -251,7 +251,9 @@ class BlockWriter:
             return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         # A folder that is missing is made, and those above it looked at then.
-        leaves = {namespace.folder_prefix(key): namespace.block_path(key).rpartition("/")[0] for key, _ in blocks}
+        leaves = {
+            namespace.folder_prefix(key): namespace.block_path(key).rpartition("/")[0] for key, _ in blocks
+        }
         unseen = leaves.keys() - namespace.unlinked_folders
         if self._outage.is_out or any(map(os.path.lexists, map(leaves.__getitem__, unseen))):
             blocks = self._without_links(namespace, blocks, outcomes)
