@@ -251,6 +251,7 @@ class Loss(IntEnum):
     EVICTED = 0
     DAMAGED = 1
     REMOVED = 2
+    PURGED = 3
 
 
 def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
@@ -262,5 +263,10 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         clock: seconds, monotonic.
     """
     removed = Miss(MissCause.PURGED, tier, MappingProxyType({"reason": "removed by another program"}))
-    kinds = (Miss(MissCause.EVICTED, tier), Miss(MissCause.DAMAGED, tier), removed)
+    kinds = (
+        Miss(MissCause.EVICTED, tier),
+        Miss(MissCause.DAMAGED, tier),
+        removed,
+        Miss(MissCause.PURGED, tier),
+    )
     return DepartedBlocks(max_blocks, clock, kinds)

@@ -81,8 +81,8 @@ class KeyIndex:
         if self._losses is not None:
             self._losses.report(lost, loss)
 
-    def forget_prefix(self, prefix: bytes = b"") -> int:
-        """Remove all keys that begin with ``prefix``, whose files another program removed; return their number.
+    def forget_prefix(self, prefix: bytes = b"", loss: Loss = Loss.REMOVED) -> int:
+        """Remove all keys that begin with ``prefix``, whose files were removed; return their number.
 
         No tier reports these blocks as one that evicts them does: they count as evicted by this process.
         """
@@ -91,7 +91,7 @@ class KeyIndex:
         removed = iter([key for key in known if key.startswith(prefix)] if prefix else known)
         num_removed = 0
         while batch := list(islice(removed, BATCH_KEYS)):
-            self.evict(batch, Loss.REMOVED)
+            self.evict(batch, loss)
             num_removed += len(batch)
         return num_removed
 

@@ -7,6 +7,7 @@ fault.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
+    BackendPurger,
     JobMetadata,
     JobResult,
+    PurgeOutcome,
     ReachableTier,
     SecondaryTierManager,
     TierSettings,
@@ -32,6 +35,9 @@ from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
+from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 
@@ -62,7 +68,7 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
+class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S]):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -75,6 +81,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: the backend.
         options: how the threads work.
         clock: seconds, monotonic.
+        remove_blocks: removes what the backend has of a namespace; None: its blocks cannot be purged by an engine.
 
     Raises:
         ConfigError: the engine's keys change from process to process, or do not fit into a header.
@@ -89,6 +96,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: BlockStore[S],
         options: ThreadOptions,
         clock: Callable[[], float] = time.monotonic,
+        remove_blocks: RemoveBlocks | None = None,
     ) -> None:
         super().__init__(config, primary_kv_view, settings)
         self._name = name = self.get_tier_type()
@@ -113,6 +121,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             positive_ttl_s=options.positive_ttl_s,
             negative_ttl_s=options.negative_ttl_s,
         )
+        self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
@@ -166,6 +175,18 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._namespace = self._open_namespace(epoch)
         self._lookup.clear()
 
+    def begin_purge(self) -> None:
+        if self._purge is None:
+            raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
+        self._purge.begin(self._namespace_name)
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        assert self._purge is not None, "only a purge that has begun goes on"
+        found = self._purge.poll()
+        if isinstance(found, PurgeOutcome):
+            self._lookup.clear()  # what was found before is gone
+        return found
+
     def stats(self) -> dict[str, float]:
         lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
         return self._block_store.stats() | self._pool.stats() | lookups
@@ -175,6 +196,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def shutdown(self, timeout_s: float) -> bool:
         end_s = self._clock() + timeout_s
+        # It touches no row, but closes what it has opened.
+        if self._purge is not None and not self._purge.stop(timeout_s):
+            logger.warning("tier %s: a purge has not ended in %.1f s", self._name, timeout_s)
         has_ended = self._pool.shutdown(timeout_s)
         # A lookup touches no row: whether its thread ends in time does not change the answer.
         has_lookup_ended = self._lookup.shutdown(max(0.0, end_s - self._clock()))
@@ -198,6 +222,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.
         identity = make_namespace(self.config, self._row_bytes, epoch)
+        self._namespace_name = identity.name
         return self._block_store.open_namespace(identity, is_new=bool(epoch))
 
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:

@@ -26,6 +26,9 @@ DEFAULT_NUM_THREADS = 2
 """Threads that move blocks, a batch each. The client copies on threads of its own: one keeps it busy while another
 computes checksums, more only wait."""
 
+DEFAULT_ADMIN_PORT = 9003
+"""Where a master serves its metrics, unless its --metrics_port says otherwise."""
+
 MAX_TIMEOUT_S = 30.0
 """The library stops waiting for a transfer after 60 seconds without stopping the transfer itself."""
 
@@ -131,5 +134,13 @@ class MooncakeSettings:
             whole(1, MAX_THREADS),
             "one computes checksums while the other copies",
             unit=f"1 to {MAX_THREADS}",
+        ),
+    )
+    admin_port: int = field(
+        default=DEFAULT_ADMIN_PORT,
+        metadata=setting(
+            whole(1, 2**16 - 1),
+            "the master's own, its `--metrics_port`; only `kvtier inspect`, `verify` and `purge` use it",
+            unit="port",
         ),
     )

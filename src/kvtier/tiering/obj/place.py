@@ -92,7 +92,12 @@ class ObjPlace(Place):
                 is_group = listed.path.endswith(GROUP_SUFFIX)
                 written_s = listed.modified.timestamp()
                 yield PlaceBlock(
-                    name, listed.path, listed.num_bytes, written_s, num_blocks=0 if is_group else 1
+                    name,
+                    listed.path,
+                    listed.num_bytes,
+                    written_s,
+                    num_blocks=0 if is_group else 1,
+                    key=None if is_group else _key_of(listed.path),
                 )
 
     def summary(self) -> PlaceSummary:
@@ -127,8 +132,7 @@ class ObjPlace(Place):
             return BlockState.GONE
         if block.address.endswith(GROUP_SUFFIX):
             return _check_group(fetched.body, block.namespace)
-        key = OffloadKey(bytes.fromhex(Path(block.address).stem))
-        return check_value(fetched.body, block.namespace, key)
+        return check_value(fetched.body, block.namespace, _key_of(block.address))
 
 
 def open_obj_place(own: Mapping[str, object]) -> ObjPlace:
@@ -169,6 +173,10 @@ def probe_obj_place(own: Mapping[str, object]) -> list[TierFinding]:
 
 def _probe_path(settings: ObjSettings) -> str:
     return namespace_path(settings.target.root, PROBE_NAME)
+
+
+def _key_of(path: str) -> OffloadKey:
+    return OffloadKey(bytes.fromhex(Path(path).stem))
 
 
 def _check_group(body: memoryview, namespace: str) -> BlockState:

@@ -12,12 +12,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.disk import allocate_pages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck, check_block
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
 from kvtier.tiering.slab.scan import Indexer, write_header
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin, SlotTable
@@ -135,6 +137,25 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def remove_all(self, namespace_name: str) -> Batches:
+        """Empty every slot of a namespace that is not pinned, some at a time; no later start finds what was in it.
+
+        Raises:
+            TierError: some slots could not be emptied: their blocks are not found now, but may be after a restart.
+        """
+        while not self.indexer.wait_complete(INDEX_WAIT_S):
+            yield Removed(0, [])
+        num_failed = 0
+        while slots := self._slot_table.take_blocks(namespace_name, BATCH_BLOCKS):
+            failed = [slot for slot in slots if not self._erase_slot(slot)]
+            self._slot_table.give_back([slot for slot in slots if slot not in failed], failed)
+            num_failed += len(failed)
+            yield Removed(len(slots) - len(failed), [])
+        if num_failed:
+            raise TierError(
+                "slab", f"{num_failed} slots of {self._file.path} could not be emptied: see the log"
+            )
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | self._slot_table.stats()
 
@@ -197,10 +218,16 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     def _erase(self, pins: Sequence[SlotPin]) -> None:
         """Make slots empty that only this call has pinned, so that no later start finds what is in them."""
         for pin in pins:
-            try:
-                self._file.erase(pin.slot)
-            except OSError as error:
-                logger.warning("tier slab: slot %d cannot be erased: %s", pin.slot, error)
+            self._erase_slot(pin.slot)
+
+    def _erase_slot(self, slot: int) -> bool:
+        """Make a slot empty; False when the system refuses."""
+        try:
+            self._file.erase(slot)
+        except OSError as error:
+            logger.warning("tier slab: slot %d cannot be erased: %s", slot, error)
+            return False
+        return True
 
     def _count_loads(self, num_arrived: int, num_absent: int, failures: Collection[TierFailure]) -> None:
         self._counters.add(

@@ -100,6 +100,7 @@ class SlabTier(
             # The slot table has every block: no answer is cached beyond the moment of the start.
             options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
             clock=clock,
+            remove_blocks=self._slab.remove_all,
         )
         write_document(slab_settings.path, self._namespace.identity)
         self._slab.indexer.start(self._namespace)
