@@ -8,8 +8,8 @@ That a hint is mostly right does not make it worth following. The block that sta
 old end of the queue, and where the cache is large few of those come back: then even one wrong hint in five costs more
 hits than the others bring. So both are counted, in a sample of the blocks: how many that were said to have ended come
 back within a turn of the cache, and how many that were evicted from the old end. While the first come back as often,
-ends are only counted and move nothing, as before the first turn. A low priority is no forecast and is always followed. Nothing
-is kept while no client sends hints.
+ends are only counted and move nothing, as before the first turn. A low priority is no forecast and is always followed.
+Nothing is kept while no client sends hints.
 """
 
 from collections import OrderedDict
