@@ -293,6 +293,7 @@ class Loss(IntEnum):
     DAMAGED = 1
     REMOVED = 2
     EXPIRED = 3
+    PURGED = 4
 
 
 def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
@@ -309,5 +310,6 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         Miss(MissCause.DAMAGED, tier),
         removed,
         Miss(MissCause.EXPIRED, tier),
+        Miss(MissCause.PURGED, tier),
     )
     return DepartedBlocks(max_blocks, clock, kinds)

@@ -32,7 +32,7 @@ from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
-from kvtier.operating import PinnedBlocks, PurgedBlocks
+from kvtier.operating import PinnedBlocks, Purge, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
@@ -300,16 +300,16 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+    def purge(self, tiers: Collection[str] | None) -> Purge:
         """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
                 if name != HOST_ORIGIN:
                     raise UnknownNameError("tier", name, [HOST_ORIGIN])
             if not tiers:
-                return PurgedBlocks()
+                return Purge(PurgedBlocks())
         num_purged = len(self.purge_blocks())
-        return PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held})
+        return Purge(PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held}))
 
     def purge_blocks(self) -> list[OffloadKey]:
         """End every lease and evict every block that is not in use; return their keys."""

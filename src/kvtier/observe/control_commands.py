@@ -16,6 +16,7 @@ from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
+from kvtier.operating import Purge as PurgeUnderWay
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
 """What a request may name."""
@@ -175,19 +176,28 @@ class Purge(Command):
 
     def __init__(self, tiers: Sequence[str] | None) -> None:
         self._tiers = tiers
+        self._purge: PurgeUnderWay | None = None
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
         manager = half.manager
-        if not isinstance(manager, PurgingManager):
-            raise _unable(manager, "purge")
-        purged = manager.purge(self._tiers)
+        if self._purge is None:
+            if not isinstance(manager, PurgingManager):
+                raise _unable(manager, "purge")
+            self._purge = manager.purge(self._tiers)
+        purged = self._purge.result
+        if purged is None:
+            return None
         return {
             "ok": True,
             "num_purged": purged.num_purged,
             "num_in_use": purged.num_in_use,
-            "unable": list(purged.unable),
+            "unable": purged.unable,
         }
+
+    def describe_progress(self) -> str:
+        num_removed = 0 if self._purge is None else self._purge.num_removed
+        return f"{num_removed} blocks are removed so far, and the engine goes on with it"
 
 
 def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:

@@ -367,6 +367,40 @@ class PurgeableTier(ABC):
         """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
 
 
+@dataclass(frozen=True, slots=True)
+class PurgeOutcome:
+    """How the purge of a tier ended.
+
+    Attributes:
+        num_blocks: blocks that it has removed.
+        keys: those of them that the tier does not remember itself, as far as their names tell.
+        error: why it ended before all were removed; empty when it did not.
+    """
+
+    num_blocks: int
+    keys: Sequence[OffloadKey] = ()
+    error: str = ""
+
+
+class BackendPurger(ABC):
+    """Optional contract for tiers that drop every block while their engine runs, on a thread: a backend takes its time.
+
+    No job of the tier is open when a purge begins, and none is submitted before it has ended.
+    """
+
+    @abstractmethod
+    def begin_purge(self) -> None:
+        """Start to drop every block of this engine's namespace for good.
+
+        Raises:
+            TierError: this tier, or its place, cannot do that, and what can.
+        """
+
+    @abstractmethod
+    def poll_purge(self) -> PurgeOutcome | int:
+        """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
+
+
 class TierFailure(Enum):
     """Why a block that a tier should have had was not loaded; the names of the counters."""
 

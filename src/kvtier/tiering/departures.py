@@ -29,6 +29,7 @@ class TierDeparture(IntEnum):
     JOB_FAILED = 4
     NO_ROOM = 5
     LOAD_FAILED = 6
+    PURGED = 7
 
 
 def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], float]) -> DepartedBlocks:
@@ -47,6 +48,7 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
         not_stored(NotStored.JOB_FAILED, tier),
         not_stored(NotStored.NO_ROOM, tier),
         Miss(MissCause.LOAD_FAILED, tier),
+        Miss(MissCause.PURGED, tier),
     )
     return DepartedBlocks(capacity_blocks or DEFAULT_REMEMBERED_BLOCKS, clock, kinds)
 
@@ -54,3 +56,8 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
 def down(tier: str, reason: str) -> Miss:
     """Return the miss of a block that a tier might hold which cannot be used now. Pure."""
     return Miss(MissCause.TIER_DOWN, tier, MappingProxyType({"reason": reason}))
+
+
+def being_purged(tier: str) -> Miss:
+    """Return the miss of a block of a tier that is just being purged. Pure."""
+    return Miss(MissCause.PURGED, tier, MappingProxyType({"reason": "a purge is under way"}))

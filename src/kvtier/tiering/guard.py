@@ -18,16 +18,18 @@ from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
+    BackendPurger,
     EvictionReporter,
     JobMetadata,
     JobResult,
     PurgeableTier,
+    PurgeOutcome,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
-from kvtier.tiering.departures import down, make_departures
+from kvtier.tiering.departures import TierDeparture, being_purged, down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class GuardedTier:
 
     Attributes:
         is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
+        is_purging: whether its blocks are being purged; no lookup or store of a block reaches it meanwhile.
         open_lookups: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
         was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
@@ -109,6 +112,7 @@ class GuardedTier:
         self.backoff = LoadBackoff(clock)
         self.load_times = LoadTimes(clock) if measures_loads else None
         self.is_out_of_service = False
+        self.is_purging = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.departed = make_departures(self.name, tier.capacity_blocks, clock)
@@ -145,6 +149,7 @@ class GuardedTier:
         breaker, backoff = self.breaker, self.backoff
         if (
             self.is_out_of_service
+            or self.is_purging
             or not (breaker.is_closed or breaker.allows(req_context))
             or (key in backoff.pauses and backoff.is_paused(key))
         ):
@@ -170,8 +175,8 @@ class GuardedTier:
         return None
 
     def num_storable_rows(self) -> int:
-        """Return how many blocks more the tier's unfinished stores may hold; 0 once it is out of service. Pure."""
-        if self.is_out_of_service:
+        """Return how many blocks more the tier's unfinished stores may hold; 0 where it can get none. Pure."""
+        if self.is_out_of_service or self.is_purging:
             return 0
         return max(0, self.max_in_flight_store_bytes - self.in_flight_store_bytes) // self.row_bytes
 
@@ -276,7 +281,7 @@ class GuardedTier:
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
         if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
             announcements.on_evicted(None)
-        if self.is_out_of_service or not self.breaker.is_closed:
+        if self.is_out_of_service or self.is_purging or not self.breaker.is_closed:
             announcements.hide(forgets=self._reporter is None)
         else:
             announcements.show()
@@ -308,6 +313,8 @@ class GuardedTier:
         """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
         if self.is_out_of_service:
             return down(self.name, "out of service")
+        if self.is_purging:
+            return being_purged(self.name)
         if not self.breaker.is_closed:
             return down(self.name, "circuit breaker open")
         known = None
@@ -330,15 +337,37 @@ class GuardedTier:
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
-    def purge(self) -> int | None:
-        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+    def begin_purge(self) -> PurgeOutcome | None:
+        """Make the tier drop every block; return how that ended if it has ended at once, or could not begin."""
         tier = self.tier
-        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
-            return None
+        if self.is_out_of_service:
+            return PurgeOutcome(0, error="it is out of service: restart the engine")
+        if isinstance(tier, BackendPurger):
+            begun = self._call("begin_purge", tier.begin_purge)
+            return PurgeOutcome(0, error=str(begun.error)) if isinstance(begun, CallFailure) else None
+        if not isinstance(tier, PurgeableTier):
+            return PurgeOutcome(0, error="a tier of this type cannot purge while its engine runs")
         dropped = self._call("purge", lambda: list(tier.purge()))
+        if isinstance(dropped, CallFailure):
+            return self._end_purge(PurgeOutcome(0, error=str(dropped.error)))
+        return self._end_purge(PurgeOutcome(len(dropped), dropped))
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        """Return how the purge of the tier ended, or how many blocks it has removed so far."""
+        tier = self.tier
+        assert isinstance(tier, BackendPurger), "only such a tier is still at it"
+        found = self._call("poll_purge", tier.poll_purge)
+        if isinstance(found, CallFailure):
+            return self._end_purge(PurgeOutcome(0, error=str(found.error)))
+        return self._end_purge(found) if isinstance(found, PurgeOutcome) else found
+
+    def _end_purge(self, outcome: PurgeOutcome) -> PurgeOutcome:
+        self.departed.add(outcome.keys, TierDeparture.PURGED)
         if self.announcements is not None:
-            self.announcements.on_evicted(None if isinstance(dropped, CallFailure) else dropped)
-        return None if isinstance(dropped, CallFailure) else len(dropped)
+            # What a tier does not name may have been any of its blocks.
+            is_named = not outcome.error and len(outcome.keys) == outcome.num_blocks
+            self.announcements.on_evicted(outcome.keys if is_named else None)
+        return outcome
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""

@@ -24,10 +24,9 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
-from kvtier.errors import UnknownNameError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import PinnedBlocks, PurgedBlocks
+from kvtier.operating import PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -35,6 +34,7 @@ from kvtier.tiering.departures import MAX_NO_ROOM
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.purging import TierPurges
 from kvtier.tiering.transfers import TierTransfers
 from kvtier.tiering.waiting import Waiter, WaitingRequests
 
@@ -110,6 +110,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
         self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
+        self._purges = TierPurges(self._primary_manager, self._tiers, self._cascades, self._transfers)
         own_admission = self._primary_manager.admission
         self._admission = (
             PassThroughAdmission(own_admission, self._cascades.wanted)
@@ -285,6 +286,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 tier.end_step()
         if self.leases.ends_s:
             self.leases.expire()
+        if self._purges.is_under_way:
+            self._purges.advance()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -322,31 +325,12 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
-        """Forget every block that is not in use; see ``PurgingManager``.
+    def purge(self, tiers: Collection[str] | None) -> Purge:
+        """Begin to forget every block that is not in use; see ``PurgingManager``.
 
         A block that a tier was still to get is lost to it.
         """
-        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
-        wanted = known if tiers is None else list(tiers)
-        for name in wanted:
-            if name not in known:
-                raise UnknownNameError("tier", name, known)
-        num_purged: dict[str, int] = {}
-        num_in_use: dict[str, int] = {}
-        unable: list[str] = []
-        if HOST_ORIGIN in wanted:
-            keys = self._primary_manager.purge_blocks()
-            self._cascades.on_evicted(keys)
-            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
-        for tier in self._tiers:
-            if tier.name in wanted:
-                num_blocks = tier.purge()
-                if num_blocks is None:
-                    unable.append(tier.name)
-                else:
-                    num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
-        return PurgedBlocks(num_purged, num_in_use, tuple(unable))
+        return self._purges.begin(tiers)
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.

@@ -29,8 +29,8 @@ DIRECTORY_TIER = "fs"
 FILE_TIER = "slab"
 
 FORMS = (
-    "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj) or redis://host "
-    '(valkey), or a tier as in secondary_tiers: {"type": "obj", "url": ...}'
+    "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), redis://host "
+    '(valkey) or mooncake://host:port, or a tier as in secondary_tiers: {"type": "obj", "url": ...}'
 )
 
 

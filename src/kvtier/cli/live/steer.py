@@ -154,11 +154,7 @@ def purge_living(
         num_in_use = reply["num_in_use"].get(tier, 0)
         if num_in_use:
             parts.append(f"{num_in_use} of {tier} are in use and stay: purge again when they are not")
-    if reply["unable"]:
-        names = ", ".join(reply["unable"])
-        parts.append(
-            f"{names}: no tier that its engine purges; `kvtier purge PLACE` does, while the engine runs"
-        )
+    parts += [f"{tier} is not purged: {reason}" for tier, reason in reply["unable"].items()]
     _report(reply, "; ".join(parts), as_json=as_json)
 
 

@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import typer
@@ -25,6 +26,10 @@ from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, 
 
 NONE = "(none)"
 
+AGES_S = (3600.0, 86_400.0, 604_800.0)
+AGE_WORDS = ("within an hour", "within a day", "within a week", "longer ago")
+"""What ages are counted by: about the lives of a chat, of a day's work, and of what nothing uses any more."""
+
 MAX_DIFFERENCES = 6
 """Differences to the largest namespace that are printed; ``--json`` has the documents."""
 
@@ -38,20 +43,23 @@ class NamespaceTally:
         num_bytes: what they take, headers and shared objects included.
         oldest_s: the longest unused, seconds since 1970; None without times.
         newest_s: the last used.
+        by_age: blocks by the longest time in AGES_S within which they were used; the last entry: older than that.
     """
 
     blocks: int = 0
     num_bytes: int = 0
     oldest_s: float | None = None
     newest_s: float | None = None
+    by_age: list[int] = field(default_factory=lambda: [0] * (len(AGES_S) + 1))
 
-    def add(self, block: PlaceBlock) -> None:
+    def add(self, block: PlaceBlock, now_s: float) -> None:
         """Count a block."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
         if block.used_s is not None:
             self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
             self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
+            self.by_age[bisect_left(AGES_S, now_s - block.used_s)] += block.num_blocks
 
 
 def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
@@ -62,20 +70,23 @@ def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
     """
     with opened(place) as found:
         namespaces = found.namespaces()
-        tallies = count(found.blocks(), namespaces)
+        now_s = time.time()
+        tallies = count(found.blocks(), namespaces, now_s)
         summary = found.summary()
         if as_json:
             typer.echo(json.dumps(to_json(found, namespaces, tallies, summary), indent=1))
         else:
-            lines = to_lines(found, namespaces, tallies, summary, time.time())
+            lines = to_lines(found, namespaces, tallies, summary, now_s)
             typer.echo("\n".join(map(printable, lines)))
 
 
-def count(blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace]) -> dict[str, NamespaceTally]:
+def count(
+    blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace], now_s: float
+) -> dict[str, NamespaceTally]:
     """Return what there is of each namespace."""
     tallies = {namespace.name: NamespaceTally() for namespace in namespaces}
     for block in blocks:
-        tallies.setdefault(block.namespace, NamespaceTally()).add(block)
+        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s)
     return tallies
 
 
@@ -104,6 +115,7 @@ def to_lines(
     lines.append(
         f"in use by {', '.join(summary.users)}" if summary.users else "no engine is known to use it now"
     )
+    lines += _age_lines(tallies) + _tenant_lines(described, tallies)
     largest = described.get(names[0]) if names else None
     for name in names:
         namespace = described.get(name, PlaceNamespace(name))
@@ -141,6 +153,7 @@ def to_json(
                 "bytes": tally.num_bytes,
                 "oldest_use_s": tally.oldest_s,
                 "newest_use_s": tally.newest_s,
+                "blocks_by_last_use": dict(zip(AGE_WORDS, tally.by_age, strict=True)),
             }
             for name, tally in sorted(tallies.items())
         ],
@@ -167,6 +180,31 @@ def _amount_lines(summary: PlaceSummary) -> list[str]:
         for amount, word, meaning in named
         if amount.num
     ]
+
+
+def _age_lines(tallies: Mapping[str, NamespaceTally]) -> list[str]:
+    """Return how many blocks were last used when; nothing for a place without times. Pure."""
+    sums = [sum(counts) for counts in zip(*(one.by_age for one in tallies.values()), strict=True)]
+    named = [f"{num:,} {words}" for num, words in zip(sums, AGE_WORDS, strict=False) if num]
+    return [f"blocks by last use: {', '.join(named)}"] if named else []
+
+
+def _tenant_lines(
+    described: Mapping[str, PlaceNamespace], tallies: Mapping[str, NamespaceTally]
+) -> list[str]:
+    """Return what each tenant has, the most first; nothing where no namespace has one. Pure."""
+    amounts: dict[str, Amount] = {}
+    for name, tally in tallies.items():
+        document = read_document(described.get(name, PlaceNamespace(name))) or {}
+        tenant = str(document.get("tenant") or "")
+        amounts[tenant] = amounts.get(tenant, Amount()).plus(tally.blocks, tally.num_bytes)
+    if not any(amounts):
+        return []
+    lines = []
+    for tenant, amount in sorted(amounts.items(), key=lambda each: -each[1].num_bytes):
+        name = f"tenant {tenant}" if tenant else "no tenant"
+        lines.append(f"{name}: {counted(amount.num, 'block')}, {size_in_words(amount.num_bytes)}")
+    return lines
 
 
 def _entries(num: int, word: str) -> str:

@@ -69,7 +69,7 @@ def purge(
     ] = False,
     instance: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Instead of a place: a living engine forgets what it holds."),
+        typer.Option(metavar="ID", help="Instead of a place: a living engine removes what is its own."),
     ] = None,
     tier: Annotated[
         list[str] | None, typer.Option(help='With --instance, "host" or a tier\'s type. May be repeated.')
@@ -82,7 +82,7 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
-    a living engine forgets the blocks of its host memory that are not in use; give --tier or --all.
+    a living engine removes its own blocks from host memory and its tiers; give --tier or --all.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.

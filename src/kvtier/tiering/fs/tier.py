@@ -6,14 +6,16 @@ directory serves any number of engines, models and processes: each namespace has
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.departed import Loss
 from kvtier.limits import count_usable_cores
 from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
-from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, TierSettings
+from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, PurgeOutcome, TierSettings
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace
@@ -26,6 +28,7 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
@@ -98,6 +101,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
                 ),
             ),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_fs_place, own)),
         )
         self._is_shared = fs_settings.shared
         evictor.start()
@@ -133,6 +137,12 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._store_of_files.losses.clear()
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        found = super().poll_purge()
+        if isinstance(found, PurgeOutcome):
+            self._namespace.index.forget_prefix(loss=Loss.PURGED)
+        return found
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""

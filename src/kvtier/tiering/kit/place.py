@@ -73,6 +73,7 @@ class PlaceBlock:
         used_s: when it was last used, or written where uses leave no trace, seconds since 1970; None when unknown.
         num_blocks: blocks that can be found by it; 0 for an object that other objects point into.
         stamp: what changes when it is replaced or used; only its own place understands it.
+        key: the block, where its name tells it.
     """
 
     namespace: str
@@ -81,6 +82,7 @@ class PlaceBlock:
     used_s: float | None
     num_blocks: int = 1
     stamp: tuple[int, ...] = ()
+    key: OffloadKey | None = None
 
 
 class Amount(NamedTuple):

@@ -25,8 +25,10 @@ from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
+    BackendPurger,
     JobMetadata,
     JobResult,
+    PurgeOutcome,
     ReachableTier,
     SecondaryTierManager,
     TierSettings,
@@ -36,9 +38,8 @@ from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
+from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
 from kvtier.tiering.kit.tier_encryption import open_tier_encryption
-
-logger = logging.getLogger(__name__)
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
+class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S]):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -91,6 +92,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: the backend.
         options: how the threads work.
         clock: seconds, monotonic.
+        remove_blocks: removes what the backend has of a namespace; None: its blocks cannot be purged by an engine.
 
     Raises:
         ConfigError: the engine's keys change from process to process, or do not fit into a header.
@@ -105,6 +107,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: BlockStore[S],
         options: ThreadOptions,
         clock: Callable[[], float] = time.monotonic,
+        remove_blocks: RemoveBlocks | None = None,
     ) -> None:
         super().__init__(config, primary_kv_view, settings)
         self._name = name = self.get_tier_type()
@@ -130,6 +133,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             negative_ttl_s=options.negative_ttl_s,
         )
         self._encryption = open_tier_encryption(config, settings, name, clock)
+        self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
         self._is_closed = False
@@ -216,6 +220,18 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._namespace = self._open_namespace(epoch)
         self._lookup.clear()
 
+    def begin_purge(self) -> None:
+        if self._purge is None:
+            raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
+        self._purge.begin(self._namespace_name)
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        assert self._purge is not None, "only a purge that has begun goes on"
+        found = self._purge.poll()
+        if isinstance(found, PurgeOutcome):
+            self._lookup.clear()  # what was found before is gone
+        return found
+
     def stats(self) -> dict[str, float]:
         lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
         encryption = {} if self._encryption is None else self._encryption.stats()
@@ -226,6 +242,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
 
     def shutdown(self, timeout_s: float) -> bool:
         end_s = self._clock() + timeout_s
+        # It touches no row, but closes what it has opened.
+        if self._purge is not None and not self._purge.stop(timeout_s):
+            logger.warning("tier %s: a purge has not ended in %.1f s", self._name, timeout_s)
         has_ended = self._pool.shutdown(timeout_s)
         # A lookup touches no row: whether its thread ends in time does not change the answer.
         has_lookup_ended = self._lookup.shutdown(max(0.0, end_s - self._clock()))
@@ -253,6 +272,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         identity = make_namespace(self.config, self._row_bytes, epoch)
         if self._encryption is not None:
             identity = self._encryption.open_namespace(identity)
+        self._namespace_name = identity.name
         return self._block_store.open_namespace(identity, is_new=bool(epoch))
 
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:

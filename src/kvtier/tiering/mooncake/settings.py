@@ -32,6 +32,8 @@ LISTENERS = (
     "private network or behind a firewall, or use valkey with a password and TLS"
 )
 """Why the tier refuses to start unless it is allowed to listen, and what to do."""
+DEFAULT_ADMIN_PORT = 9003
+"""Where a master serves its metrics, unless its --metrics_port says otherwise."""
 
 MAX_TIMEOUT_S = 30.0
 """The library stops waiting for a transfer after 60 seconds without stopping the transfer itself."""
@@ -150,6 +152,14 @@ class MooncakeSettings:
             flag,
             "the tier refuses to start without `true`: the client listens on every interface, and any host that "
             "reaches it may read and write registered memory",
+        ),
+    )
+    admin_port: int = field(
+        default=DEFAULT_ADMIN_PORT,
+        metadata=setting(
+            whole(1, 2**16 - 1),
+            "the master's own, its `--metrics_port`; only `kvtier inspect`, `verify` and `purge` use it",
+            unit="port",
         ),
     )
 

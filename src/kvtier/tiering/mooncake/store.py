@@ -24,9 +24,11 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.purging import Batches
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
+from kvtier.tiering.mooncake.place import remove_namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,10 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._deferred_deletes.add(to_remove)
         self._remove(to_remove)
         return self._count_loaded(keys, failures)
+
+    def remove_all(self, namespace_name: str) -> Batches:
+        """Remove every value of a namespace; see ``remove_namespace``."""
+        return remove_namespace(self._client, namespace_name)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | {"deferred_deletes": len(self._deferred_deletes)}

@@ -16,11 +16,12 @@ from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import ProbedTier, TierFinding
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import TIER_TYPE, knock
+from kvtier.tiering.mooncake.place import MooncakePlace, open_mooncake_place
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
@@ -36,7 +37,7 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
-class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
+class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissExplainer):
     """Blocks in the memory of a Mooncake store.
 
     Args:
@@ -53,6 +54,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
     own_settings: ClassVar = MooncakeSettings
     can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
+    place_setting: ClassVar[str] = "master"
 
     def __init__(
         self,
@@ -82,11 +84,16 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier, MissExplainer):
                 num_threads, max_task_blocks=task_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
             ),
             clock=clock,
+            remove_blocks=store.remove_all,
         )
 
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> MooncakePlace:
+        return open_mooncake_place(own)
 
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:

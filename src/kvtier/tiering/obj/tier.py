@@ -6,6 +6,7 @@ engines and models; each namespace has its own names under a prefix, and what li
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
@@ -16,6 +17,7 @@ from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
@@ -84,6 +86,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
             block_store=store,
             options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_obj_place, own)),
         )
 
     @staticmethod

@@ -351,6 +351,33 @@ class SlotTable:
                     self._lost_slots.remove(pin.slot)
                     self._reusable.add_free((pin.slot,))
 
+    def take_blocks(self, namespace_name: str, num: int) -> list[int]:
+        """Forget up to ``num`` blocks that are not pinned, and return their slots, which ``give_back`` makes free.
+
+        Args:
+            namespace_name: whose blocks are to go; none when it is not the current one.
+            num: how many.
+        """
+        with self._lock:
+            if self._namespace is None or self._namespace.identity.name != namespace_name:
+                return []
+            victims = [self._unused.popitem(last=False) for _ in range(min(num, len(self._unused)))]
+            victims += self._epoch.evict(num - len(victims))
+            keys = [key for key, _ in victims]
+            if self._evicted is not None:
+                for key in keys:
+                    self._evicted.add(key)
+            if self._losses is not None:
+                self._losses.report(keys, Loss.PURGED)
+            return [status.block_id for _, status in victims]
+
+    def give_back(self, erased: Iterable[int], failed: Iterable[int]) -> None:
+        """Make slots of ``take_blocks`` usable again: those that hold nothing, and those that still may."""
+        with self._lock:
+            self._reusable.add_free(erased)
+            for slot in failed:
+                self._reusable.add_failed(slot)
+
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
         """Return the blocks that were evicted or found damaged since the last call and are not back.
 

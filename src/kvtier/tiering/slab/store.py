@@ -12,6 +12,7 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
@@ -20,6 +21,7 @@ from kvtier.tiering.kit.disk import ThreadPages, allocate_pages, checksum_ahead,
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
 from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
 from kvtier.tiering.slab.scan import write_header
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin
@@ -164,6 +166,26 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def remove_all(self, namespace_name: str) -> Batches:
+        """Empty every slot of a namespace that is not pinned, some at a time; no later start finds what was in it.
+
+        Raises:
+            TierError: some slots could not be emptied: their blocks are not found now, but may be after a restart.
+        """
+        opened = self._current.opened
+        while not opened.indexer.wait_complete(INDEX_WAIT_S):
+            yield Removed(0, [])
+        num_failed = 0
+        while slots := opened.slots.take_blocks(namespace_name, BATCH_BLOCKS):
+            failed = [slot for slot in slots if not self._erase_slot(opened, slot)]
+            opened.slots.give_back([slot for slot in slots if slot not in failed], failed)
+            num_failed += len(failed)
+            yield Removed(len(slots) - len(failed), [])
+        if num_failed:
+            raise TierError(
+                "slab", f"{num_failed} slots of {opened.file.path} could not be emptied: see the log"
+            )
+
     def _write(self, opened: OpenSlab, pages: Sequence[memoryview], run: Sequence[Move]) -> list[OffloadKey]:
         """Write neighbouring slots behind their headers; when that fails, each by itself."""
         try:
@@ -223,10 +245,16 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     def _erase(self, opened: OpenSlab, pins: Sequence[SlotPin]) -> None:
         """Make slots empty that only this call has pinned, so that no later start finds what is in them."""
         for pin in pins:
-            try:
-                opened.file.erase(pin.slot)
-            except OSError as error:
-                self._outage.on_failure("store", f"slot {pin.slot} cannot be erased: {error}")
+            self._erase_slot(opened, pin.slot)
+
+    def _erase_slot(self, opened: OpenSlab, slot: int) -> bool:
+        """Make a slot empty; False when the system refuses."""
+        try:
+            opened.file.erase(slot)
+        except OSError as error:
+            self._outage.on_failure("store", f"slot {slot} cannot be erased: {error}")
+            return False
+        return True
 
     def _count_loads(self, num_arrived: int, num_absent: int, failures: Collection[TierFailure]) -> None:
         self._counters.add(

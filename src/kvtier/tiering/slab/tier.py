@@ -107,14 +107,16 @@ class SlabTier(
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
         )
+        store = SlabBlockStore(self._slab, rows, max_task_blocks)
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=SlabBlockStore(self._slab, rows, max_task_blocks),
+            block_store=store,
             # The slot table has every block: no answer is cached beyond the moment of the start.
             options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
             clock=clock,
+            remove_blocks=store.remove_all,
         )
         write_document(slab_settings.path, self._namespace.identity)
         self._slab.opened.indexer.start(self._namespace)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar, TypeAlias
 
+from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.place import (
@@ -261,7 +262,9 @@ def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, str]]) -> Iterator[Place
         for (name, namespace), idle_s, num_bytes in zip(batch, idle, sizes, strict=True):
             if isinstance(num_bytes, int) and num_bytes:
                 used_s = now_s - idle_s if isinstance(idle_s, int) else None
-                yield PlaceBlock(namespace, f"{node} {name.decode()}", num_bytes, used_s)
+                found = parse_block_name(name)
+                key = None if found is None else OffloadKey(found.name)
+                yield PlaceBlock(namespace, f"{node} {name.decode()}", num_bytes, used_s, key=key)
 
 
 def _without_used(node: PlaceNode, blocks: Sequence[PlaceBlock]) -> list[PlaceBlock]:

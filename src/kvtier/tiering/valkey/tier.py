@@ -6,6 +6,7 @@ for a server. One server serves any number of engines and models; it decides wha
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
@@ -15,6 +16,7 @@ from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.errors import TIER_TYPE
@@ -82,6 +84,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
                 cuts_evenly=True,
             ),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_valkey_place, own)),
         )
 
     @staticmethod
