@@ -5,6 +5,7 @@ It reads the latest requests of a living engine, or those of a recording.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.output import make_table
+from kvtier.observe.audit import explain_audit
 from kvtier.observe.control import MAX_RECORDS
 from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
 from kvtier.observe.control_client import read_records as read_engine_records
@@ -66,11 +68,13 @@ def explain_source(source: str | None) -> WhyReport:
     instance = choose_instance(source)
     records = read_engine_records(instance.path, MAX_RECORDS)
     with EngineConnection(instance.path) as connection:
-        num_requests = connection.ask("stats")["stats"].get("connector.recorded_requests")
-    return explain_records(
+        numbers = connection.ask("stats")["stats"]
+    num_requests = numbers.get("connector.recorded_requests")
+    report = explain_records(
         records,
         Situation(f"engine {instance.id}", num_requests=None if num_requests is None else int(num_requests)),
     )
+    return replace(report, findings=[*explain_audit(numbers), *report.findings])
 
 
 def print_report(report: WhyReport, console: Console) -> None:

@@ -17,7 +17,7 @@ from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
 
-COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
+COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
 
 DEFAULT_LEASE_S = 600.0
@@ -190,6 +190,18 @@ class Purge(Command):
         }
 
 
+class Resume(Command):
+    """Loads hits again that an audit has stopped."""
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        if half.audit is None:
+            raise ControlError(
+                "this engine audits no request: audit_ratio is 0, or its KV cannot be compared"
+            )
+        return {"ok": True, "was_stopped": half.audit.resume()}
+
+
 def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:
     """Return the command that a request names, with its arguments checked.
 
@@ -215,6 +227,8 @@ def make_command(name: object, request: Message, hash_prompt: PromptHasher | Non
         return Prefetch(read_prefix(request, hash_prompt))
     if name == "purge":
         return Purge(read_tiers(request))
+    if name == "resume":
+        return Resume()
     raise UnknownNameError("command", name, COMMANDS)
 
 

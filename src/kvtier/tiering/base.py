@@ -348,6 +348,14 @@ class PurgeableTier(ABC):
         """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
 
 
+class DroppingTier(ABC):
+    """Optional contract for tiers that can delete single blocks while their engine runs."""
+
+    @abstractmethod
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Begin to delete ``keys`` of this engine's namespace for good; what is being read or written may go later."""
+
+
 class TierFailure(Enum):
     """Why a block that a tier should have had was not loaded; the names of the counters."""
 

@@ -27,7 +27,7 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.errors import UnknownNameError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import PinnedBlocks, PurgedBlocks
+from kvtier.operating import DroppedBlocks, PinnedBlocks, PurgedBlocks
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -332,6 +332,12 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 else:
                     num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
         return PurgedBlocks(num_purged, num_in_use, tuple(unable))
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` in every tier; see ``DroppingManager``."""
+        self._cascades.on_evicted(self._primary_manager.drop_blocks(keys))
+        unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
+        return DroppedBlocks(self._primary_manager.list_held(keys), unable)
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError
@@ -21,6 +23,7 @@ from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
+    DroppingTier,
     JobMetadata,
     JobResult,
     ReachableTier,
@@ -62,7 +65,7 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
+class ThreadedTier(SecondaryTierManager, ReachableTier, DroppingTier, Generic[S]):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -115,6 +118,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         )
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self._num_drops = 0
         self._is_closed = False
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -133,10 +137,25 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         # For callers that never end a step; for others nothing is left to send.
         self.end_step()
         results = self._pool.get_finished()
+        if self._num_drops:
+            results = [result for result in results if result.job_id >= 0]
         if self._open_stores:
             for result in results:
                 self._open_stores.pop(result.job_id, None)
         return results
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        # A job of the pool among the stores, which the manager knows nothing of: it is not reported.
+        self._num_drops += 1
+        own = JobMetadata(
+            JobId(-self._num_drops),
+            tuple(keys),
+            np.zeros(len(keys), np.int64),
+            is_promotion=False,
+            req_context=ReqContext("drop"),
+        )
+        run = partial(self._drop, self._block_store, self._namespace, self._lookup.generation)
+        self._pool.submit(own, run, self.settings.job_timeout_s)
 
     def end_step(self) -> None:
         lookup = self._lookup
@@ -246,6 +265,22 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             failed = set(keys).difference(outcome.succeeded)
             self._lookup.report(failed, is_held=False, generation=generation)
         return outcome
+
+    def _drop(
+        self,
+        block_store: BlockStore[S],
+        namespace: S,
+        generation: Generation,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
+        del slots
+        try:
+            block_store.drop(namespace, keys)
+        except TierError as error:
+            return self._failed(error)
+        self._lookup.report(keys, is_held=False, generation=generation)
+        return TransferOutcome(keys)
 
     def _failed(self, error: TierError) -> TransferOutcome:
         self._health.on_failure(error)

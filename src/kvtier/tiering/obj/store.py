@@ -114,6 +114,10 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def drop(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> None:
+        # The block, or its pointer into a group, which may hold others and ages by itself.
+        self._client.remove([namespace.block_path(key) for key in keys])
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 

@@ -135,6 +135,13 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def drop(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> None:
+        pins = [pin for pin in self._slot_table.prepare_load(namespace, keys) if pin is not None]
+        try:
+            self._erase(pins)
+        finally:
+            self._slot_table.complete_load(pins, [pin.key for pin in pins])
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | self._slot_table.stats()
 

@@ -233,6 +233,9 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def check_reachable(self) -> None:
         self._servers.check_reachable()
 
+    def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
+        self._remove(namespace, keys)
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 
