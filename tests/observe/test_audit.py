@@ -1,8 +1,12 @@
 """What an audit's numbers say to people."""
 
 from math import inf
+from typing import Any
+
+import pytest
 
 from kvtier.connector.control_arm import SavedInterval
+from kvtier.errors import ControlError
 from kvtier.observe.audit import describe_saved, explain_audit, read_saved
 
 NUMBERS = {
@@ -45,3 +49,30 @@ def test_wrong_blocks_and_stopped_loads_are_findings() -> None:
     assert [found.name for found in explain_audit(wrong)] == ["wrong_blocks"]
     assert [found.name for found in explain_audit({**wrong, "audit.loads_stopped": 1.0})] == ["loads_stopped"]
     assert explain_audit({}) == []
+
+
+class Stopped:
+    """A scheduler half whose audit has stopped loading, or that has none."""
+
+    def __init__(self, *, has_audit: bool) -> None:
+        self.audit = self if has_audit else None
+        self.num_resumed = 0
+
+    def resume(self) -> bool:
+        self.num_resumed += 1
+        return self.num_resumed == 1
+
+
+def test_an_operator_resumes_stopped_loads() -> None:
+    half: Any = Stopped(has_audit=True)  # Any: what the command reads of a half
+    command = make_command("resume", {}, None)
+
+    assert command.advance(half, 0.0) == {"ok": True, "was_stopped": True}
+    assert command.advance(half, 0.0) == {"ok": True, "was_stopped": False}
+
+
+def test_an_engine_without_an_audit_says_so() -> None:
+    half: Any = Stopped(has_audit=False)  # Any: as above
+
+    with pytest.raises(ControlError, match="audits no request"):
+        make_command("resume", {}, None).advance(half, 0.0)
