@@ -8,6 +8,7 @@ import pytest
 from kvtier.connector.control_arm import SavedInterval
 from kvtier.errors import ControlError
 from kvtier.observe.audit import describe_saved, explain_audit, read_saved
+from kvtier.observe.control_commands import make_command
 
 NUMBERS = {
     "audit.requests": 40.0,
