@@ -58,6 +58,9 @@ def test_every_setting_is_read() -> None:
         "spec_module_path": "my.module",
         "lookup_deadline_s": 1,
         "load_if": "faster",
+        "audit_ratio": 0.25,
+        "audit_limit": 0,
+        "audit_seed": 7,
         "cuda_copier": "kernel",
         "instance_id": "one",
         "tenant_salt": "salt",
@@ -83,6 +86,9 @@ def test_every_setting_is_read() -> None:
         spec_module_path="my.module",
         lookup_deadline_s=1.0,
         load_if=LoadIf.FASTER,
+        audit_ratio=0.25,
+        audit_limit=0,
+        audit_seed=7,
         cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
@@ -95,6 +101,12 @@ def test_every_setting_is_read() -> None:
         encryption=EncryptionSettings("/secrets/ring", "acme"),
         secondary_tiers=({"type": "fs"},),
     )
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "0.001", True, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"audit_ratio=.*share of the requests"):
+        parse_settings({"audit_ratio": value})
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:

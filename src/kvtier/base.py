@@ -362,6 +362,8 @@ class TransferResult:
         transfer_size: bytes moved, without padding.
         transfer_time: seconds of the copy itself.
         transfer_type: the media.
+        deviations: of a job that compares instead of copying, how far each block is from what is held, in the order of
+            its slots: 0 for equal bytes, at most 1 within the tolerance.
     """
 
     job_id: TransferJobId
@@ -369,6 +371,7 @@ class TransferResult:
     transfer_size: int | None = None
     transfer_time: float | None = None
     transfer_type: TransferType | None = None
+    deviations: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

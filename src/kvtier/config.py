@@ -48,6 +48,13 @@ DEFAULT_MAX_TRACKER_SIZE = 64_000
 """Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
 bytes."""
 
+DEFAULT_AUDIT_RATIO = 0.001
+"""Share of the requests that are computed although their prefix is held, to compare it. Higher finds wrong blocks and
+slow places sooner; each such request costs what its hit would have saved."""
+
+DEFAULT_AUDIT_LIMIT = 3
+"""Wrong blocks after which nothing is loaded any more. One may be a flipped bit of a memory without ECC; four are a
+fault. Zero stops at the first; more serve wrong bytes for longer."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -170,6 +177,9 @@ class Settings:
         spec_module_path: module of a spec that is not registered; that spec's own settings are not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
         load_if: whether to load a hit that would be faster to recompute.
+        audit_ratio: share of the requests that are computed and compared with what is held; 0: none.
+        audit_limit: blocks that may turn out wrong before loading stops.
+        audit_seed: seed of the draws that choose these requests.
         cuda_copier: how to move bytes between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
@@ -194,6 +204,9 @@ class Settings:
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
     load_if: LoadIf = LoadIf.ALWAYS
+    audit_ratio: float = DEFAULT_AUDIT_RATIO
+    audit_limit: int = DEFAULT_AUDIT_LIMIT
+    audit_seed: int = 0
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = field(default="", repr=False)
@@ -233,6 +246,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
         load_if=read.choice("load_if", LoadIf.ALWAYS),
+        audit_ratio=read.ratio("audit_ratio", DEFAULT_AUDIT_RATIO),
+        audit_limit=read.whole("audit_limit", DEFAULT_AUDIT_LIMIT, minimum=0),
+        audit_seed=read.whole("audit_seed", 0, minimum=0),
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
@@ -333,6 +349,13 @@ class SettingsReader:
             or not 0 <= value <= sys.float_info.max
         ):
             raise ConfigError(name, value, "must be a number of seconds, zero or more")
+        return float(value)
+
+    def ratio(self, name: str, default: float) -> float:
+        """Return a share, 0 to 1."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ConfigError(name, value, "must be a share of the requests from 0 to 1, such as 0.001")
         return float(value)
 
     def size_bytes(self, name: str, default: int | None) -> int | None:

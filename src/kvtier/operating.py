@@ -54,6 +54,18 @@ class Purge:
     num_removed: int = 0
 
 
+class DroppedBlocks(NamedTuple):
+    """What dropping single blocks has done.
+
+    Attributes:
+        in_use: blocks that stay in host memory because a transfer or a waiting request uses them.
+        unable: secondary tiers that cannot delete single blocks.
+    """
+
+    in_use: tuple[OffloadKey, ...] = ()
+    unable: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class PinningManager(Protocol):
     """Keeps blocks in host memory for a time."""
@@ -69,6 +81,18 @@ class PinningManager(Protocol):
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
         """End the leases of ``keys``, or all for None; return how many there were."""
+
+
+@runtime_checkable
+class DroppingManager(Protocol):
+    """Drops single blocks, because their bytes are wrong."""
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` in every tier, and end their leases.
+
+        A secondary tier is not asked for them again by this engine. Those that host memory uses stay there: call again
+        in a later step, and load them no more until then.
+        """
 
 
 @runtime_checkable

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from kvtier.cli.traces import choose_memory, open_trace
 from kvtier.errors import ConfigError
 from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
+from kvtier.observe.audit import explain_audit
 from kvtier.observe.control import MAX_RECORDS
 from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
 from kvtier.observe.control_client import read_records as read_engine_records
@@ -169,11 +171,13 @@ def explain_source(source: str | None) -> WhyReport:
     instance = choose_instance(source)
     records = read_engine_records(instance.path, MAX_RECORDS)
     with EngineConnection(instance.path) as connection:
-        num_requests = connection.ask("stats")["stats"].get("connector.recorded_requests")
-    return explain_records(
+        numbers = connection.ask("stats")["stats"]
+    num_requests = numbers.get("connector.recorded_requests")
+    report = explain_records(
         records,
         Situation(f"engine {instance.id}", num_requests=None if num_requests is None else int(num_requests)),
     )
+    return replace(report, findings=[*explain_audit(numbers), *report.findings])
 
 
 def print_report(report: WhyReport, console: Console) -> None:

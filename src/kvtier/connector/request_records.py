@@ -24,7 +24,7 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
 from kvtier.connector.protocols import Request, RequestRecorder
-from kvtier.connector.request_state import NOTHING_UNWANTED, BegunRequest, EndedRequest, RequestState
+from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, BegunRequest, EndedRequest, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
@@ -53,6 +53,8 @@ MAX_BEHIND = 16
 PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
 NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
 ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
+AUDITED = Miss(MissCause.AUDITED)
+LOADS_STOPPED = Miss(MissCause.AUDITED, "", MappingProxyType({"reason": "loads stopped"}))
 LOAD_LOST = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "evicted before the load"}))
 LOAD_RESET = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "reset"}))
 LOAD_FAILED = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "copy to the device"}))
@@ -136,7 +138,8 @@ class RequestRecords:
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
         """Record that the engine begins a request; only the first time counts. Call it before ``prepare_load``."""
-        if state.begun is not None:
+        # Of a request that is audited the search may go on while it is computed; the audit calls again.
+        if state.begun is not None or (state.audit is not None and state.audit.is_open):
             return
         search, num_prompt_tokens = state.search, state.request.num_prompt_tokens
         num_local_tokens = search.num_local_tokens or 0
@@ -413,7 +416,9 @@ def divide_missed(
     limit = state.limits.max_load_tokens
     allowed = loadable if limit is None else min(loadable, limit // common * common)
     found, segments = state.search.found, list[Segment]()
-    if found is None:
+    if state.audit is not None and state.audit.is_computed:
+        segments += _divide_audited(state, found, allowed)
+    elif found is None:
         segments.append(Segment(allowed, NOT_CONNECTED))
     elif num_external_tokens == 0 and found.end_token > first_token:
         declined = Segment(min(allowed, found.end_token), ENGINE_DECLINED)
@@ -426,6 +431,15 @@ def divide_missed(
         detail = MappingProxyType({"max_load_tokens": limit})
         segments.append(Segment(loadable, Miss(MissCause.LIMITED, "", detail)))
     return segments
+
+
+def _divide_audited(state: RequestState, found: FoundPrefix | None, allowed: int) -> list[Segment]:
+    """Return the segments up to ``allowed`` of a request that is computed whatever is held of it. Pure."""
+    if state.audit is not None and state.audit.arm is Arm.STOPPED:
+        return [Segment(allowed, LOADS_STOPPED)]
+    if found is None:  # it ended before its search did
+        return [Segment(allowed, AUDITED)]
+    return [Segment(min(allowed, found.end_token), AUDITED), *_divide_found(state, found, allowed)]
 
 
 def _divide_found(state: RequestState, found: FoundPrefix, allowed: int) -> list[Segment]:

@@ -1,11 +1,12 @@
 """The scheduler half's state of one request, from its first search to its end.
 
 RequestState keeps the engine's own request object, which it reads in each step because hashes and confirmed tokens
-grow, and the keys of its blocks. The rest is in five parts, each with one writer:
+grow, and the keys of its blocks. The rest is in six parts, each with one writer:
 
     SearchState     get_num_new_matched_tokens      the result of the last search
     LoadState       the start and end of a load     the loaded tokens
     ChoiceState     load_or_compute                 how much is worth loading
+    AuditState      audit                           whether it is computed to be compared, and its first token's time
     BlockTables     the engine's allocations        which device blocks it has
     StoreState      planning                        which blocks were offered to the manager
 
@@ -16,6 +17,7 @@ import heapq
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -119,6 +121,73 @@ class ChoiceState:
     num_begun_tokens: int | None = None
     wanted_end_token: int | None = None
     unwanted: Unwanted = NOTHING_UNWANTED
+
+
+class Arm(Enum):
+    """What is done with the hit of a request, for the sake of measuring it."""
+
+    LOADED = "loaded"
+    AUDITED = "audited"
+    """It is computed, and its blocks are compared with those held."""
+
+    SKIPPED = "skipped"
+    """It is computed, because loads of its length from its tier turned out slower."""
+
+    STOPPED = "stopped"
+    """It is computed, because too many blocks were wrong: nothing is loaded."""
+
+
+class PinnedBlock(NamedTuple):
+    """A block of a request that is computed and was found in host memory.
+
+    Attributes:
+        group_idx: its KV group.
+        block: its index within the request.
+        slot: where it is held.
+    """
+
+    group_idx: int
+    block: int
+    slot: int
+
+
+@dataclass(slots=True)
+class AuditState:
+    """The part of the request in the audit.
+
+    Attributes:
+        arm: what is done with its hit.
+        is_searched: whether the search for its hit is final.
+        is_begun: whether the engine has begun it.
+        is_watched: whether its first token is waited for.
+        tier: where its hit is, "host" or a tier's type.
+        num_tokens: tokens of its hit; 0 before that is known, or when there is none.
+        time_s: seconds from its first search to its first token; None before that.
+        is_counted: whether it is in the trial.
+        is_forced: whether it is loaded although loads of its length are switched off.
+        blocks: what is pinned and not compared yet.
+    """
+
+    arm: Arm
+    is_searched: bool = False
+    is_begun: bool = False
+    is_watched: bool = False
+    tier: str = ""
+    num_tokens: int = 0
+    time_s: float | None = None
+    is_counted: bool = False
+    is_forced: bool = False
+    blocks: dict[OffloadKey, PinnedBlock] = field(default_factory=dict)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the request is computed whatever is held of it."""
+        return self.arm is Arm.AUDITED or self.arm is Arm.STOPPED
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request is computed and the search for its hit goes on."""
+        return self.arm is Arm.AUDITED and not self.is_searched
 
 
 @dataclass(slots=True)
@@ -236,6 +305,7 @@ class RequestState:
         search: what the last search found.
         load: what its loads brought.
         choice: how much of it is worth loading.
+        audit: its part in the audit; None where there is none.
         begun: where its prompt came from, once the engine has begun it.
         ended: the same, once its load has ended.
     """
@@ -250,6 +320,7 @@ class RequestState:
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
     choice: ChoiceState = field(default_factory=ChoiceState)
+    audit: AuditState | None = None
     begun: BegunRequest | None = None
     ended: EndedRequest | None = None
 

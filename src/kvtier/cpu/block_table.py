@@ -394,6 +394,17 @@ class BlockTable:
                 self.policy.remove(key)
         return finished
 
+    def forget_idle(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of ``keys`` that are idle, and free their slots; return them."""
+        idle = {
+            key: block for key in keys if (block := self.get_block(key)) is not None and not block.ref_cnt
+        }
+        for key in idle:
+            self.policy.remove(key)
+        self.num_evictable -= len(idle)
+        self.slots.give_back([block.block_id for block in idle.values()])
+        return list(idle)
+
     def forget_blocks(self) -> list[OffloadKey]:
         """Forget every block and orphan the slots in use; return the keys that were ready."""
         held = self.slots.held_blocks(self.get_block)

@@ -32,7 +32,7 @@ from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
-from kvtier.operating import PinnedBlocks, Purge, PurgedBlocks
+from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
@@ -47,6 +47,7 @@ class HostDeparture(IntEnum):
     ADMISSION = 3
     JOB_FAILED = 4
     PURGED = 5
+    DROPPED = 6
 
 
 HOST_DEPARTURES = (
@@ -56,6 +57,7 @@ HOST_DEPARTURES = (
     not_stored(NotStored.ADMISSION),
     not_stored(NotStored.JOB_FAILED),
     Miss(MissCause.PURGED, HOST_ORIGIN),
+    Miss(MissCause.DAMAGED, HOST_ORIGIN, MappingProxyType({"reason": "audit"})),
 )
 
 
@@ -316,6 +318,24 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.leases.unpin(None)
         num_evictable = self.table.num_evictable
         return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` as far as they are idle; see ``DroppingManager``."""
+        self.drop_blocks(keys)
+        return DroppedBlocks(self.list_held(keys))
+
+    def drop_blocks(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """End the leases of ``keys`` and forget those that are idle; return these."""
+        self.leases.unpin(keys)
+        dropped = self.table.forget_idle(keys)
+        self.departed.add(dropped, HostDeparture.DROPPED)
+        if self._events is not None:
+            self._events.record(dropped, removed=True)
+        return dropped
+
+    def list_held(self, keys: Collection[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """Return those of ``keys`` that are held, ready or in flight. Pure."""
+        return tuple(key for key in keys if self._get_block(key) is not None)
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()

@@ -18,7 +18,7 @@ from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
 
-COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
+COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
 
 DEFAULT_LEASE_S = 600.0
@@ -200,6 +200,18 @@ class Purge(Command):
         return f"{num_removed} blocks are removed so far, and the engine goes on with it"
 
 
+class Resume(Command):
+    """Loads hits again that an audit has stopped."""
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        if half.audit is None:
+            raise ControlError(
+                "this engine audits no request: audit_ratio is 0, or its KV cannot be compared"
+            )
+        return {"ok": True, "was_stopped": half.audit.resume()}
+
+
 def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:
     """Return the command that a request names, with its arguments checked.
 
@@ -225,6 +237,8 @@ def make_command(name: object, request: Message, hash_prompt: PromptHasher | Non
         return Prefetch(read_prefix(request, hash_prompt))
     if name == "purge":
         return Purge(read_tiers(request))
+    if name == "resume":
+        return Resume()
     raise UnknownNameError("command", name, COMMANDS)
 
 

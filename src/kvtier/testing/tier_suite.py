@@ -30,7 +30,7 @@ from kvtier.testing.tier_driver import (
     make_config,
     make_rows,
 )
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import DroppingTier, SecondaryTierManager
 from kvtier.tiering.factory import TIERS
 
 __all__ = [
@@ -302,6 +302,15 @@ class TierSuite(ABC):
             assert miss is not None, "a tier that explains misses knows what it has found damaged"
             assert (miss.cause, miss.tier) == (MissCause.DAMAGED, driver.tier.get_tier_type())
         driver.poll_until(lambda: driver.store([1, 2]).success and driver.load_right([1, 2]) == {1, 2})
+
+    def test_a_dropped_block_is_gone_and_the_others_stay(self, driver: TierDriver) -> None:
+        if not isinstance(driver.tier, DroppingTier):
+            pytest.skip("the tier cannot delete single blocks")
+        driver.store([0, 1, 2])
+        driver.tier.drop([key_of(1), key_of(9)])
+        driver.poll_until(lambda: not driver.lookup(1))
+        assert driver.load_right([0, 2]) == {0, 2}
+        assert driver.load_right([1]) == set()
 
     def test_touch_of_known_and_unknown_keys_is_harmless(self, driver: TierDriver) -> None:
         driver.store([1])

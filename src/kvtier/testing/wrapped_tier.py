@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import (
+    DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
@@ -20,7 +21,9 @@ from kvtier.tiering.base import (
 )
 
 
-class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier):
+class WrappedTier(
+    SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier, DroppingTier
+):
     """Passes everything on to another tier.
 
     An ability that the inner tier lacks is answered as if nothing had happened: its place is there, it has evicted
@@ -103,6 +106,10 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
 
     def purge(self) -> Collection[OffloadKey]:
         return self.inner.purge() if isinstance(self.inner, PurgeableTier) else ()
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        if isinstance(self.inner, DroppingTier):
+            self.inner.drop(keys)
 
 
 class SlowTier(WrappedTier):

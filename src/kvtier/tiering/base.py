@@ -401,6 +401,14 @@ class BackendPurger(ABC):
         """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
 
 
+class DroppingTier(ABC):
+    """Optional contract for tiers that can delete single blocks while their engine runs."""
+
+    @abstractmethod
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Begin to delete ``keys`` of this engine's namespace for good; what is being read or written may go later."""
+
+
 class TierFailure(Enum):
     """Why a block that a tier should have had was not loaded; the names of the counters."""
 

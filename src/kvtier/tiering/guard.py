@@ -19,6 +19,7 @@ from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
     BackendPurger,
+    DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
@@ -82,6 +83,7 @@ class GuardedTier:
         is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
         is_purging: whether its blocks are being purged; no lookup or store of a block reaches it meanwhile.
         open_lookups: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
+        dropped: blocks whose bytes were wrong; they are not looked up any more.
         was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
@@ -114,6 +116,7 @@ class GuardedTier:
         self.is_out_of_service = False
         self.is_purging = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
+        self.dropped: set[OffloadKey] = set()
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.departed = make_departures(self.name, tier.capacity_blocks, clock)
         self.announcements: Announcements | None = None
@@ -150,6 +153,7 @@ class GuardedTier:
         if (
             self.is_out_of_service
             or self.is_purging
+            or key in self.dropped
             or not (breaker.is_closed or breaker.allows(req_context))
             or (key in backoff.pauses and backoff.is_paused(key))
         ):
@@ -330,6 +334,7 @@ class GuardedTier:
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
+        self.dropped.clear()
         self.departed.clear()
         self.open_lookups.clear()
         if self.announcements is not None:
@@ -368,6 +373,19 @@ class GuardedTier:
             is_named = not outcome.error and len(outcome.keys) == outcome.num_blocks
             self.announcements.on_evicted(outcome.keys if is_named else None)
         return outcome
+
+    def drop(self, keys: Collection[OffloadKey]) -> bool:
+        """Look ``keys`` up no more, and make the tier delete them; False when it cannot, or raises.
+
+        Also a tier that deletes them is not trusted with them again: a copy may be on its way, or another engine's.
+        """
+        new = [key for key in keys if key not in self.dropped]
+        self.dropped.update(new)
+        if self.announcements is not None:
+            self.announcements.on_evicted(new)
+        if not isinstance(self.tier, DroppingTier) or self.is_out_of_service:
+            return False
+        return not new or not isinstance(self._call("drop", self.tier.drop, new), CallFailure)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""

@@ -26,7 +26,7 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import PinnedBlocks, Purge
+from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
@@ -331,6 +331,12 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         A block that a tier was still to get is lost to it.
         """
         return self._purges.begin(tiers)
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` in every tier; see ``DroppingManager``."""
+        self._cascades.on_evicted(self._primary_manager.drop_blocks(keys))
+        unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
+        return DroppedBlocks(self._primary_manager.list_held(keys), unable)
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.

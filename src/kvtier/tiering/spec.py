@@ -70,6 +70,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 self.num_blocks,
                 mmap_region=region,
                 cuda_copier=self.config.settings.cuda_copier,
+                audit_format=self.audit_format,
             ),
         )
 

@@ -108,6 +108,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
+        self._usage = directory.usage
         self._counters = directory.counters
         self._evictor = evictor
         self._writer = BlockWriter(directory, rows, evictor, recycled)
@@ -197,6 +198,15 @@ class FSBlockStore(BlockStore[FSNamespace]):
             namespace.synced_folders.discard(prefix)
             is_any_left = namespace.index.forget_prefix(prefix, namespace.format.name) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
+
+    def drop(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            path = namespace.block_path(key)
+            try:
+                self._usage.remove(self._files.remove(path))
+            except OSError as error:
+                logger.warning("tier fs: wrong block %s cannot be removed: %s", path, error)
+        namespace.index.evict(keys, Loss.DAMAGED)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()

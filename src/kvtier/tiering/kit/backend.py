@@ -116,6 +116,17 @@ class BlockStore(ABC, Generic[S]):
         Thread: any of the pool's; may block likewise.
         """
 
+    def drop(self, namespace: S, keys: Sequence[OffloadKey]) -> None:
+        """Delete ``keys``, whose bytes are wrong although their checksums are right; absent ones are no error.
+
+        The default deletes nothing: the engine that found them wrong does not look them up any more, others may.
+
+        Raises:
+            TierError: the backend cannot be reached.
+
+        Thread: any of the pool's; may block likewise.
+        """
+
     def with_deadline(self, end_s: float) -> "BlockStore[S]":
         """Return this store for the calls of one job, which should be over by ``end_s``.
 

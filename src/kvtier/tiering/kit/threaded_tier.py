@@ -17,6 +17,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Generic, NoReturn, TypeVar
 
+import numpy as np
+
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError, describe_foreign
@@ -26,6 +28,7 @@ from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
     BackendPurger,
+    DroppingTier,
     JobMetadata,
     JobResult,
     PurgeOutcome,
@@ -79,7 +82,7 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S]):
+class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingTier, Generic[S]):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -136,6 +139,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self._num_drops = 0
         self._is_closed = False
         self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description
         self._next_check_s = float("-inf")
@@ -180,10 +184,25 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S
         # For callers that never end a step; for others nothing is left to send.
         self.end_step()
         results = self._pool.get_finished()
+        if self._num_drops:
+            results = [result for result in results if result.job_id >= 0]
         if self._open_stores:
             for result in results:
                 self._open_stores.pop(result.job_id, None)
         return results
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        # A job of the pool among the stores, which the manager knows nothing of: it is not reported.
+        self._num_drops += 1
+        own = JobMetadata(
+            JobId(-self._num_drops),
+            tuple(keys),
+            np.zeros(len(keys), np.int64),
+            is_promotion=False,
+            req_context=ReqContext("drop"),
+        )
+        run = partial(self._drop, self._block_store, self._namespace, self._lookup.generation)
+        self._pool.submit(own, run, self.settings.job_timeout_s)
 
     def end_step(self) -> None:
         lookup = self._lookup
@@ -326,6 +345,22 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, Generic[S
             self._lookup.report(failed, is_held=False, generation=generation)
             self._check_emptied(namespace)
         return outcome
+
+    def _drop(
+        self,
+        block_store: BlockStore[S],
+        namespace: S,
+        generation: Generation,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
+        del slots
+        try:
+            block_store.drop(namespace, keys)
+        except Exception as error:  # noqa: BLE001  # foreign: a store may raise anything
+            return self._failed(error)
+        self._lookup.report(keys, is_held=False, generation=generation)
+        return TransferOutcome(keys)
 
     def _check_emptied(self, namespace: S) -> None:
         """Look, every few seconds at most, whether blocks are missing because the whole place was emptied.

@@ -214,6 +214,11 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         """Remove every value of a namespace; see ``remove_namespace``."""
         return remove_namespace(self._client, namespace_name)
 
+    def drop(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> None:
+        names = [namespace.name_of(key) for key in keys]
+        self._deferred_deletes.add(names)  # what is leased to a reader is removed later
+        self._remove(names)
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | {"deferred_deletes": len(self._deferred_deletes)}
 

@@ -148,6 +148,10 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             return False
         return self._client.put_new(namespace.document_path, [namespace.identity.document.encode()])
 
+    def drop(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> None:
+        # The block, or its pointer into a group, which may hold others and ages by itself.
+        self._client.remove([namespace.block_path(key) for key in keys])
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 

@@ -166,6 +166,14 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
 
+    def drop(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> None:
+        with self._current.use() as opened:
+            pins = [pin for pin in opened.slots.prepare_load(namespace, keys) if pin is not None]
+            try:
+                self._erase(opened, pins)
+            finally:
+                opened.slots.complete_load(pins, [pin.key for pin in pins])
+
     def remove_all(self, namespace_name: str) -> Batches:
         """Empty every slot of a namespace that is not pinned, some at a time; no later start finds what was in it.
 

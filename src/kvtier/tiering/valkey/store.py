@@ -255,6 +255,9 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)])
         return isinstance(reply, Reply) and reply.kind == "+"
 
+    def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
+        self._remove(namespace, keys)
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 
