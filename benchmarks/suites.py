@@ -27,6 +27,11 @@ SUITES = (
     Suite("fs", "puts and gets of the fs tier, against raw files", "benchmarks.fs"),
     Suite("slab", "puts and gets of the slab tier, against raw calls on one file", "benchmarks.slab"),
     Suite(
+        "encryption",
+        "puts and gets of fs and slab with encryption, against the same without",
+        "benchmarks.encryption",
+    ),
+    Suite(
         "tiers",
         "puts and gets of the valkey, obj and mooncake tiers, against the plain clients",
         "benchmarks.tiers.suite",

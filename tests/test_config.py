@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.config import (
     CudaCopier,
+    EncryptionSettings,
     GroupKind,
     KVGroup,
     LoadIf,
@@ -16,10 +17,11 @@ from kvtier.config import (
     OffloadingConfig,
     Settings,
     SettingsReader,
-    parse_bytes,
+    parse_encryption,
     parse_settings,
 )
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes
 
 GROUP = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=1024)
 
@@ -56,6 +58,9 @@ def test_every_setting_is_read() -> None:
         "spec_module_path": "my.module",
         "lookup_deadline_s": 1,
         "load_if": "faster",
+        "audit_ratio": 0.25,
+        "audit_limit": 0,
+        "audit_seed": 7,
         "cuda_copier": "kernel",
         "instance_id": "one",
         "tenant_salt": "salt",
@@ -67,6 +72,7 @@ def test_every_setting_is_read() -> None:
         "control_socket": False,
         "metrics_port": 9464,
         "metrics_host": "0.0.0.0",  # noqa: S104 - a user's choice
+        "encryption": {"key_file": "/secrets/ring", "tenant": "acme"},
         "secondary_tiers": [{"type": "fs"}],
     }
     assert set(given) == set(Settings.__dataclass_fields__)
@@ -82,6 +88,9 @@ def test_every_setting_is_read() -> None:
         spec_module_path="my.module",
         lookup_deadline_s=1.0,
         load_if=LoadIf.FASTER,
+        audit_ratio=0.25,
+        audit_limit=0,
+        audit_seed=7,
         cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
@@ -93,8 +102,15 @@ def test_every_setting_is_read() -> None:
         control_socket=False,
         metrics_port=9464,
         metrics_host="0.0.0.0",  # noqa: S104 - as above
+        encryption=EncryptionSettings("/secrets/ring", "acme"),
         secondary_tiers=({"type": "fs"},),
     )
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, "0.001", True, float("nan")])
+def test_a_share_outside_0_to_1_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"audit_ratio=.*share of the requests"):
+        parse_settings({"audit_ratio": value})
 
 
 def test_an_unknown_setting_names_the_nearest() -> None:
@@ -302,3 +318,29 @@ def test_what_an_engine_says_of_itself_can_be_logged_without_a_password() -> Non
         extra_config={"secondary_tiers": tiers},
     )
     assert "hunter2" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "environ", "expected"),
+    [
+        (None, {}, None),
+        (False, {"KVTIER_KEY_FILE": "/ring"}, None),
+        (True, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/ring")),
+        ({"tenant": "a"}, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/ring", "a")),
+        ({"key_file": "/own"}, {"KVTIER_KEY_FILE": "/ring"}, EncryptionSettings("/own")),
+    ],
+)
+def test_the_key_ring_is_named_by_the_setting_or_the_environment(
+    value: object, environ: Mapping[str, str], expected: EncryptionSettings | None
+) -> None:
+    assert parse_encryption(value, environ) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, {}, [], "/ring", 1, {"key_file": "ring"}, {"key_file": ""}, {"key_file": 5}, {"key_file": "/a\0b"},
+     {"key_file": "/ring", "keys": 1}, {"key_file": "/ring", "tenant": ""}, {"key_file": "/ring", "tenant": 1}],
+)  # fmt: skip
+def test_what_names_no_key_ring_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="encryption="):
+        parse_encryption(value, {})

@@ -146,6 +146,7 @@ def test_the_source_distribution_is_the_tree_without_what_tools_made(distributio
     assert {
         "Makefile",
         "constraints.txt",
+        "requirements/dev.txt",
         "LICENSE",
         ".ci/run",
         "docs/guide/settings.md",

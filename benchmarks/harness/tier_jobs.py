@@ -31,10 +31,12 @@ def flat_rows(rows: memoryview) -> list[memoryview]:
     return [flat[number * block_bytes : (number + 1) * block_bytes] for number in range(num_blocks)]
 
 
-def make_config(block_bytes: int) -> OffloadingConfig:
+def make_config(block_bytes: int, extra_config: Mapping[str, object] | None = None) -> OffloadingConfig:
     """Return the configuration of an engine with blocks of that size. Pure."""
     group = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=block_bytes)
-    return OffloadingConfig("bench", ModelIdentity("bench"), (group,), hash_block_size=16)
+    return OffloadingConfig(
+        "bench", ModelIdentity("bench"), (group,), hash_block_size=16, extra_config=extra_config or {}
+    )
 
 
 def make_keys(num_blocks: int, generation: int) -> list[OffloadKey]:

@@ -128,7 +128,9 @@ class Tier:
         num_blocks, block_bytes = np.asarray(rows).shape
         config = make_config(block_bytes)
         self._num_bytes = rows.nbytes
-        self._tier = MooncakeTier(config, rows, master=master, segment_bytes=SEGMENT_BYTES)
+        self._tier = MooncakeTier(
+            config, rows, master=master, segment_bytes=SEGMENT_BYTES, allow_any_interface=True
+        )
         self._tier.check_reachable()
         self._janitor = join(master, 0)
         self._keys = make_keys(num_blocks, 0)

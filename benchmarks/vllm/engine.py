@@ -6,7 +6,7 @@ The engine core runs in that same process, so that its idle steps can be run one
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -44,6 +44,9 @@ class EngineOptions:
         max_model_tokens: longest request, with its answer.
         step_tokens: most tokens computed in a step.
         max_num_seqs: requests that run at a time.
+        arguments: more arguments of vLLM's ``LLM``.
+        environment: more variables of its processes.
+        request: more entries of each request.
     """
 
     model: str
@@ -53,6 +56,9 @@ class EngineOptions:
     max_model_tokens: int = 4096
     step_tokens: int = 4096
     max_num_seqs: int = 8
+    arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
+    environment: dict[str, str] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +111,20 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": options.settings,
             }
-        self._llm = LLM(
-            options.model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype="float32",
-            block_size=options.block_tokens,
-            num_gpu_blocks_override=options.num_device_blocks,
-            max_model_len=options.max_model_tokens,
-            max_num_batched_tokens=options.step_tokens,
-            max_num_seqs=options.max_num_seqs,
-            use_tqdm_on_load=False,
-            kv_transfer_config=transfer_config,
-        )
+        arguments: dict[str, Any] = {  # Any: vLLM's own
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "block_size": options.block_tokens,
+            "num_gpu_blocks_override": options.num_device_blocks,
+            "max_model_len": options.max_model_tokens,
+            "max_num_batched_tokens": options.step_tokens,
+            "max_num_seqs": options.max_num_seqs,
+            "use_tqdm_on_load": False,
+            "kv_transfer_config": transfer_config,
+        }
+        self._llm = LLM(options.model, **(arguments | options.arguments))
+        self._request = options.request
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._has_kvtier = options.settings is not None
 
@@ -132,7 +139,7 @@ class Engine:
             logprobs=0 if has_logprobs else None,
             detokenize=False,
         )
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt), **self._request} for prompt in prompts]
         loaded_before = self._loaded_tokens()
         start_s = time.perf_counter()
         outputs = self._llm.generate(requests, sampling, use_tqdm=False)
@@ -209,7 +216,7 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
         Sends None when the engine has started or ended, and what each method returned; on an error the connection
         ends, and the interpreter prints the error.
     """
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | options.environment)
     with connection:
         engine = Engine(options)
         connection.send(None)

@@ -2,7 +2,7 @@
 
 python examples/cluster/engine.py '{"type": "valkey", "url": "redis://HOST:6379"}'
 python examples/cluster/engine.py '{"type": "mooncake", "master": "HOST:50051", "segment_bytes": "256MiB",
-                                    "local_host": "THIS_HOST"}'
+                                    "local_host": "THIS_HOST", "allow_any_interface": true}'
 
 The first computes the prompt and stores it, the others load it. Without a server it computes, and the log says why.
 """

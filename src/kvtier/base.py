@@ -51,8 +51,7 @@ def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> Offl
         group_idx: KV group, below 256.
         tenant: number of the request's tenant, at most MAX_TENANT_NUMBER; 0 for none.
     """
-    (key,) = make_offload_keys((block_hash,), group_idx, tenant)
-    return key
+    return make_offload_keys((block_hash,), group_idx, tenant)[0]
 
 
 def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
@@ -363,6 +362,8 @@ class TransferResult:
         transfer_size: bytes moved, without padding.
         transfer_time: seconds of the copy itself.
         transfer_type: the media.
+        deviations: of a job that compares instead of copying, how far each block is from what is held, in the order of
+            its slots: 0 for equal bytes, at most 1 within the tolerance.
     """
 
     job_id: TransferJobId
@@ -370,6 +371,7 @@ class TransferResult:
     transfer_size: int | None = None
     transfer_time: float | None = None
     transfer_type: TransferType | None = None
+    deviations: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,42 +4,24 @@ A tier's own settings are arguments of its constructor and not in here. Everythi
 for an unknown setting names the most similar known one, that for an invalid value the remedy.
 """
 
-import operator
-import re
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from fractions import Fraction
-from typing import Any, SupportsIndex, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes, parse_ttl
 
-BYTE_UNITS = {"": 1, "B": 1}
-BYTE_UNITS |= {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6}
-BYTE_UNITS |= {"G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
-BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
-BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
+MAX_WHOLE = 2**63 - 1
+"""More than any count; larger ones overflow where they become times or sizes."""
 
-MAX_BYTES = 2**63 - 1
-"""The largest length of a file and distance of pointers on the systems that kvtier runs on."""
-
-SIZE_FORMS = (
-    'must be a whole number of bytes from 1 to 2^63 - 1, or text with a unit: "8GiB" or "8Gi" '
-    '(1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G" (1000-based: K, M, G, T)'
-)
-
-MIN_TTL_S = 1.0
-"""The shortest time to live. A file system keeps times to two seconds at worst, so less would mean nothing there."""
-
-MAX_TTL_S = 10 * 366 * 86_400.0
-"""The longest time to live, ten years. More is no limit, and would end beyond the times that a file system can hold."""
 
 MAX_GROUPS = 256
 """KV groups of a model: a key has one byte for the group."""
 
-MAX_SIZE_CHARS = 80
-"""Characters of a refused size that a message repeats."""
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
 """Seconds that a request may wait for promotions. Zero waits for one step. Larger values let slow tiers finish but
@@ -49,6 +31,13 @@ DEFAULT_MAX_TRACKER_SIZE = 64_000
 """Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
 bytes."""
 
+DEFAULT_AUDIT_RATIO = 0.001
+"""Share of the requests that are computed although their prefix is held, to compare it. Higher finds wrong blocks and
+slow places sooner; each such request costs what its hit would have saved."""
+
+DEFAULT_AUDIT_LIMIT = 3
+"""Wrong blocks after which nothing is loaded any more. One may be a flipped bit of a memory without ECC; four are a
+fault. Zero stops at the first; more serve wrong bytes for longer."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -137,6 +126,23 @@ DEFAULT_METRICS_HOST = "127.0.0.1"
 MAX_PORT = 65_535
 
 
+KEY_FILE_VARIABLE = "KVTIER_KEY_FILE"
+"""Names the key ring where ``encryption`` does not: a path, as what stands in an environment can be read by others."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionSettings:
+    """How secondary tiers encrypt.
+
+    Attributes:
+        key_file: absolute path of the key ring.
+        tenant: whose entry encrypts blocks without a tenant; None: the default entry.
+    """
+
+    key_file: str
+    tenant: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The parsed settings of ``extra_config`` without those of tiers; ``docs/guide/settings.md`` has the table.
@@ -154,6 +160,9 @@ class Settings:
         spec_module_path: module of a spec that is not registered; that spec's own settings are not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
         load_if: whether to load a hit that would be faster to recompute.
+        audit_ratio: share of the requests that are computed and compared with what is held; 0: none.
+        audit_limit: blocks that may turn out wrong before loading stops.
+        audit_seed: seed of the draws that choose these requests.
         cuda_copier: how to move bytes between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
@@ -165,6 +174,7 @@ class Settings:
         control_socket: whether the scheduler half listens for its operators.
         metrics_port: port on which the engine's metrics are served; 0 takes a free one, None serves none.
         metrics_host: the address to serve them on.
+        encryption: how secondary tiers encrypt; None: not at all.
         secondary_tiers: one mapping per tier, in the order of lookups.
     """
 
@@ -179,9 +189,12 @@ class Settings:
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
     load_if: LoadIf = LoadIf.ALWAYS
+    audit_ratio: float = DEFAULT_AUDIT_RATIO
+    audit_limit: int = DEFAULT_AUDIT_LIMIT
+    audit_seed: int = 0
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
-    tenant_salt: str = ""
+    tenant_salt: str = field(default="", repr=False)
     tenants: Mapping[str, Any] | None = None  # Any: parsed by make_tenants, which knows the tiers
     ttl_s: float | None = None
     record_trace: str | None = None
@@ -190,7 +203,10 @@ class Settings:
     control_socket: bool = True
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
-    secondary_tiers: tuple[Mapping[str, Any], ...] = ()  # Any: each tier checks its own arguments
+    encryption: EncryptionSettings | None = None
+    secondary_tiers: tuple[Mapping[str, Any], ...] = field(
+        default=(), repr=False
+    )  # Any: each tier checks its own
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
@@ -217,6 +233,9 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
         load_if=read.choice("load_if", LoadIf.ALWAYS),
+        audit_ratio=read.ratio("audit_ratio", DEFAULT_AUDIT_RATIO),
+        audit_limit=read.whole("audit_limit", DEFAULT_AUDIT_LIMIT, minimum=0),
+        audit_seed=read.whole("audit_seed", 0, minimum=0),
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
@@ -228,8 +247,31 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         control_socket=read.flag("control_socket", default=True),
         metrics_port=read.port("metrics_port"),
         metrics_host=read.text("metrics_host", DEFAULT_METRICS_HOST),
+        encryption=parse_encryption(extra_config.get("encryption"), os.environ),
         secondary_tiers=parse_tier_list(extra_config.get("secondary_tiers", [])),
     )
+
+
+def parse_encryption(value: object, environ: Mapping[str, str]) -> EncryptionSettings | None:
+    """Return how tiers encrypt, None for not at all. Pure.
+
+    Raises:
+        ConfigError: it is no such setting, or nothing says where the key ring is.
+    """
+    if value is None or value is False:
+        return None
+    found = {} if value is True else value
+    if not isinstance(found, Mapping) or set(found) - {"key_file", "tenant"}:
+        remedy = 'must be {"key_file": "/path"}, with "tenant": "name" if need be, or true or false'
+        raise ConfigError("encryption", value, remedy, max_value_chars=80)
+    path = found.get("key_file", environ.get(KEY_FILE_VARIABLE))
+    if not isinstance(path, str) or not Path(path).is_absolute() or "\0" in path:
+        remedy = f'must be the absolute path of a key ring, in "key_file" or {KEY_FILE_VARIABLE}'
+        raise ConfigError("encryption", path, remedy, max_value_chars=80)
+    tenant = found.get("tenant")
+    if tenant is not None and (not isinstance(tenant, str) or not tenant):
+        raise ConfigError("encryption", tenant, "tenant must be a name", max_value_chars=80)
+    return EncryptionSettings(path, tenant)
 
 
 def parse_tier_list(value: object) -> tuple[Mapping[str, Any], ...]:  # Any: each tier checks its own
@@ -258,6 +300,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be a string")
+        if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
+            raise ConfigError(name, value, "must be text: no zero byte and no half of a surrogate pair")
         return value
 
     def whole(self, name: str, default: int, minimum: int) -> int:
@@ -265,6 +309,8 @@ class SettingsReader:
         value = self._values.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise ConfigError(name, value, f"must be a whole number of at least {minimum}")
+        if value > MAX_WHOLE:
+            raise ConfigError(name, value, "must be below 2^63")
         return value
 
     def port(self, name: str) -> int | None:
@@ -299,6 +345,13 @@ class SettingsReader:
         value = self._values.get(name)
         return None if value is None else parse_ttl(name, value)
 
+    def ratio(self, name: str, default: float) -> float:
+        """Return a share, 0 to 1."""
+        value = self._values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ConfigError(name, value, "must be a share of the requests from 0 to 1, such as 0.001")
+        return float(value)
+
     def size_bytes(self, name: str, default: int | None) -> int | None:
         """Return a size in bytes, see ``parse_bytes``."""
         value = self._values.get(name)
@@ -319,45 +372,6 @@ class SettingsReader:
                 return member
         known = ", ".join(repr(member.value) for member in type(default))
         raise ConfigError(name, value, f"must be one of {known}")
-
-
-def parse_ttl(name: str, value: object) -> float:
-    """Return a time to live in seconds.
-
-    Raises:
-        ConfigError: it is no finite number of seconds from MIN_TTL_S to MAX_TTL_S.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not isinstance(value, int | float) or not MIN_TTL_S <= value <= MAX_TTL_S:
-        remedy = f"must be a number of seconds from {MIN_TTL_S:g} to {MAX_TTL_S:g}; leave it out for no limit"
-        raise ConfigError(name, value, remedy, max_value_chars=MAX_SIZE_CHARS)
-    return float(value)
-
-
-def parse_bytes(name: str, value: object, *, also: str = "") -> int:
-    """Return ``value`` as a number of bytes.
-
-    Args:
-        name: the setting, for the message.
-        value: a whole number, or text with a unit in any case such as ``"64MiB"``, ``"64Mi"``, ``"2 GB"`` or ``"2G"``.
-        also: the end of the message: what else the setting takes.
-
-    Raises:
-        ConfigError: it is neither, less than one byte or more than MAX_BYTES.
-    """
-    num_bytes = None if isinstance(value, bool) else _count_bytes(value)
-    if num_bytes is None or not 1 <= num_bytes <= MAX_BYTES:
-        raise ConfigError(name, value, SIZE_FORMS + also, max_value_chars=MAX_SIZE_CHARS)
-    return num_bytes
-
-
-def _count_bytes(value: object) -> int | None:
-    if not isinstance(value, str | float):
-        return operator.index(value) if isinstance(value, SupportsIndex) else None
-    # So many digits are more than any size has, and few enough for whole numbers of Python.
-    found = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]{0,3})\s*", str(value), re.ASCII)
-    unit = BYTE_UNITS.get(found[2].upper()) if found else None
-    return None if found is None or unit is None else int(Fraction(found[1]) * unit)
 
 
 @dataclass(frozen=True, slots=True)

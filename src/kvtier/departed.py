@@ -3,15 +3,17 @@
 Sixteen bytes for each block at most, in arrays that are made when the first block leaves: a ring of entries in the
 order of their arrival, the oldest overwritten first, and a hash table whose chains run through the ring. An entry has
 32 bits of a fingerprint and 28 bits of time in tenths of a second; the table's index has 20 bits more where it is
-large. So one answer in 10^8 is about another block. Batches are kept as they come and put into the arrays some
-thousand keys at a time, because the call that evicts must stay short.
+large. So one answer in 10^8 is about another block.
+
+Batches are kept as they come, because the call that evicts must stay short. A look-up takes them into a dictionary, and
+the arrays get some thousand keys at a time: putting in a few takes ten microseconds however few they are, and a request
+that misses would pay that each time.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +30,10 @@ the tier itself."""
 MAX_WAITING_KEYS = 2048
 """Keys that wait to be put into the arrays. More hold more keys alive, about 70 bytes each; fewer pay for the start of
 each numpy call more often."""
+
+RECENT_SHARE = 8
+"""A memory keeps an eighth as many keys as it has entries in its dictionary, MAX_WAITING_KEYS at most: less, and a
+small memory would be put into the arrays at each look-up; more, and it would be mostly dictionary."""
 
 MAX_WAITING_BATCHES = 4096
 """Batches of other threads that wait. Each look-up takes them, so only a place that is never asked has more."""
@@ -64,14 +70,14 @@ class Departure(NamedTuple):
 class DepartedBlocks:
     """The blocks that left one place.
 
-    Mutable are the batches that wait, which any thread may append to, and the arrays, which belong to one thread, the
-    only caller of everything but ``report``. There is no lock: a deque passes the batches on.
+    Mutable are the batches that wait, which any thread may append to, and the dictionary and the arrays, which belong
+    to one thread, the only caller of everything but ``report``. There is no lock: a deque passes the batches on.
 
     Args:
         max_blocks: blocks to remember; above MAX_REMEMBERED_BLOCKS it is that many.
         clock: seconds, monotonic.
         kinds: why blocks leave this place, at most 16; a block is added under the position of its reason.
-        stride: of so many added blocks one is remembered; ``explain_run`` finds a run of them by any that is. It takes
+        stride: of so many added blocks one is remembered; ``explain`` finds a run of them by any that is. It takes
             a stride-th of the time and of the memory.
     """
 
@@ -92,18 +98,19 @@ class DepartedBlocks:
         self._kinds = list(kinds)
         self._waiting: deque[tuple[Sequence[OffloadKey], float, int]] = deque()
         self._num_waiting = 0
+        self._recent: dict[OffloadKey, int] = {}
+        self._max_recent = min(MAX_WAITING_KEYS, self._num_entries // RECENT_SHARE)
         self._next = 0
-        self._tags = self._stamps = np.empty(0, np.uint32)
-        self._following = self._heads = np.empty(0, np.int32)
+        self._drop_arrays()
 
     @property
     def num_waiting(self) -> int:
-        """Keys that the next ``fold`` puts into the arrays."""
+        """Keys that were added and that no look-up has taken."""
         return self._num_waiting
 
     @property
     def num_batches(self) -> int:
-        """Batches that the next ``fold`` takes. Thread: any."""
+        """Batches that the next look-up takes. Thread: any."""
         return len(self._waiting)
 
     @property
@@ -139,78 +146,108 @@ class DepartedBlocks:
     def find(self, key: OffloadKey) -> Departure | None:
         """Return why and when ``key`` left for the last time; None when that is not remembered."""
         if self._waiting:
-            self.fold()
-        if not len(self._tags):
-            return None
-        mixed = hash(key) * MIXER % 2**64
-        tag, entry = mixed & TAG_MASK, int(self._heads[mixed >> self._bucket_shift])
-        for _ in range(MAX_CHAIN):
-            if entry == NO_ENTRY:
-                return None
-            if int(self._tags[entry]) == tag:
-                return self._read(entry)
-            entry = int(self._following[entry])
-        return None
+            self._take_waiting()
+        stamp = self._find_stamp(key)
+        return None if stamp is None else self._read(stamp)
 
-    def explain(self, key: OffloadKey) -> Miss | None:
-        """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered."""
-        departure = self.find(key)
-        if departure is None:
-            return None
-        miss, ago_s = departure
-        return Miss(miss.cause, miss.tier, MappingProxyType({**miss.detail, "ago_s": ago_s}))
+    def explain(self, key: OffloadKey, behind: Sequence[OffloadKey] = ()) -> Miss | None:
+        """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered.
 
-    def explain_run(self, key: OffloadKey, behind: Sequence[OffloadKey]) -> Miss | None:
-        """Return why ``key`` is missing, judging by the blocks behind it where it is none of those remembered.
-
+        With a stride a block that is none of those remembered is judged by the blocks ``behind`` it.
         A prefix leaves from its tail, so what is behind a block that left has left too, shortly before.
         """
-        if not (self._waiting or len(self._tags)):
+        if self._waiting:
+            self._take_waiting()
+        elif not (self._recent or self._has_arrays):
             return None
-        found = self.explain(key)
-        for other in behind[: self.stride - 1]:
-            if found is not None:
-                break
-            found = self.explain(other)
-        return found
+        stamp = self._find_stamp(key)
+        if stamp is None and self.stride > 1:
+            for other in behind[: self.stride - 1]:
+                stamp = self._find_stamp(other)
+                if stamp is not None:
+                    break
+        if stamp is None:
+            return None
+        miss, ago_s = self._read(stamp)
+        return Miss(miss.cause, miss.tier, MappingProxyType({**miss.detail, "ago_s": ago_s}))
 
     def clear(self) -> None:
         """Forget every block."""
         self._waiting.clear()
+        self._recent.clear()
         self._num_waiting = self._next = 0
-        self._tags = self._stamps = np.empty(0, np.uint32)
-        self._following = self._heads = np.empty(0, np.int32)
+        self._drop_arrays()
 
-    def _read(self, entry: int) -> Departure:
-        stamp = int(self._stamps[entry])
+    def _find_stamp(self, key: OffloadKey) -> int | None:
+        """Return time and kind of the last departure of ``key``; None when that is not remembered."""
+        stamp = self._recent.get(key)
+        if stamp is not None or not self._has_arrays:
+            return stamp
+        mixed = hash(key) * MIXER % 2**64
+        tag, entry = mixed & TAG_MASK, self._heads_seen[mixed >> self._bucket_shift]
+        for _ in range(MAX_CHAIN):
+            if entry == NO_ENTRY:
+                return None
+            if self._tags_seen[entry] == tag:
+                return self._stamps_seen[entry]
+            entry = self._following_seen[entry]
+        return None
+
+    def _read(self, stamp: int) -> Departure:
         left_s = (stamp >> KIND_BITS) / TICKS
         ago_s = max(0.0, self._clock() - self._began_s - left_s)
         return Departure(self._kinds[stamp & (2**KIND_BITS - 1)], round(ago_s, 1))
 
-    def fold(self) -> None:
-        """Put what waits into the arrays; called where some ten nanoseconds for each key do not delay anything."""
+    def _take_waiting(self) -> None:
+        """Take the batches that wait into the dictionary, and that into the arrays when it is full."""
         self._num_waiting = 0
+        recent = self._recent
         # What other threads append meanwhile waits for the next call.
-        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        num_keys = sum(len(keys) for keys, _, _ in waiting)
-        if not num_keys:
-            return
-        if not len(self._tags):
-            self._tags = np.zeros(self._num_entries, np.uint32)
-            self._stamps = np.zeros(self._num_entries, np.uint32)
-            self._following = np.full(self._num_entries, NO_ENTRY, np.int32)
-            self._heads = np.full(self._num_buckets, NO_ENTRY, np.int32)
-        hashes = _fingerprints(list(chain.from_iterable(keys for keys, _, _ in waiting)))
-        stamps = np.repeat(
-            np.array([self._stamp(left_s, kind) for _, left_s, kind in waiting], np.uint32),
-            [len(keys) for keys, _, _ in waiting],
-        )
+        for _ in range(len(self._waiting)):
+            keys, left_s, kind = self._waiting.popleft()
+            recent.update(dict.fromkeys(keys, self._stamp(left_s, kind)))
+            if len(recent) > self._max_recent:
+                self._put_recent()
+
+    def fold(self) -> None:
+        """Put everything into the arrays."""
+        self._take_waiting()
+        if self._recent:
+            self._put_recent()
+
+    def _put_recent(self) -> None:
+        """Put the dictionary into the arrays."""
+        keys, stamps = list(self._recent), np.fromiter(self._recent.values(), np.uint32, len(self._recent))
+        self._recent.clear()
+        num_keys = len(keys)
+        if not self._has_arrays:
+            self._make_arrays()
+        hashes = _fingerprints(keys)
         # What is overwritten within one call is not written, and a part ends where the ring begins anew.
         begin = max(0, num_keys - self._num_entries)
         while begin < num_keys:
             end = min(num_keys, begin + self._num_entries - self._next)
             self._insert(hashes[begin:end], stamps[begin:end])
             begin = end
+
+    def _drop_arrays(self) -> None:
+        self._tags = self._stamps = np.empty(0, np.uint32)
+        self._following = self._heads = np.empty(0, np.int32)
+        self._has_arrays = False
+        self._view()
+
+    def _make_arrays(self) -> None:
+        self._tags = np.zeros(self._num_entries, np.uint32)
+        self._stamps = np.zeros(self._num_entries, np.uint32)
+        self._following = np.full(self._num_entries, NO_ENTRY, np.int32)
+        self._heads = np.full(self._num_buckets, NO_ENTRY, np.int32)
+        self._has_arrays = True
+        self._view()
+
+    def _view(self) -> None:
+        # An element of a memoryview is a number in a third of the time that one of an array takes.
+        self._tags_seen, self._stamps_seen = self._tags.data, self._stamps.data
+        self._following_seen, self._heads_seen = self._following.data, self._heads.data
 
     def _stamp(self, left_s: float, kind: int) -> int:
         ticks = max(0, min(int((left_s - self._began_s) * TICKS), MAX_TICKS))
@@ -246,12 +283,17 @@ def _fingerprints(keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint64]:
 
 
 class Loss(IntEnum):
-    """Why a tier no longer has a block; positions in the kinds of ``make_losses``."""
+    """Why a tier no longer has a block; positions in the kinds of ``make_losses``.
+
+    EXPIRED is of a tier that removes what has outlived its time to live. Where the backend does that by itself,
+    ``kvtier.tiering.kit.losses`` works it out.
+    """
 
     EVICTED = 0
     DAMAGED = 1
     REMOVED = 2
     EXPIRED = 3
+    PURGED = 4
 
 
 def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
@@ -268,5 +310,6 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         Miss(MissCause.DAMAGED, tier),
         removed,
         Miss(MissCause.EXPIRED, tier),
+        Miss(MissCause.PURGED, tier),
     )
     return DepartedBlocks(max_blocks, clock, kinds)

@@ -5,25 +5,78 @@ the value, what was expected and what to do.
 """
 
 import difflib
+import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+(?=@)")
+_TELLING = (
+    r"passwords?|passwd|secret|(?<![a-z_-])token|(?:access|auth|session|api|bearer)[_-]?token|salt|"
+    r"(?:api|access|secret|account)[_-]?key|credentials?|signature"
+)
+_SECRET_NAME = re.compile(f"(?:{_TELLING})$", re.IGNORECASE)
+"""Names of settings whose values are never shown."""
+
+_IN_URL = re.compile(r"(:/{1,2})\S+@")
+_QUERY = re.compile(r"(:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]+")
+_NAMED = re.compile(rf"""((?:{_TELLING})['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
+"""Where secrets stand in texts: in front of a URL's host, in its query, behind a name that says so."""
+
+HIDDEN = "***"
+
+MAX_SHOWN_CHARS = 80
+"""Characters of a value in a message: enough to recognise it, and few enough for one line of a log."""
+
+MAX_PATH_CHARS = 255
+"""Characters of a path in a message: its end, which names the file."""
+
+MAX_SEARCHED_CHARS = 4096
+"""Characters of a value that are searched for secrets; of a longer one with a URL in it nothing is shown."""
 
 
-def hide_credentials(text: str) -> str:
-    """Return ``text`` without user and password of the URLs in it. Pure."""
-    return _CREDENTIALS.sub("***", text)
+def hide_secrets(text: str) -> str:
+    """Return ``text`` without users and queries of URLs, and without what stands behind a telling name. Pure."""
+    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(rf"\1{HIDDEN}@", text)))
 
 
-def shorten(value: object, max_chars: int = 80) -> str:
-    """Return the ``repr`` of ``value``, cut after ``max_chars``. Pure."""
+def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
+    """Return the ``repr`` of ``value`` without secrets in it, cut after ``max_chars``. Pure."""
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to format integers of thousands of digits
-        text = f"<{type(value).__name__} of thousands of digits>"
+    except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
+        return f"<{type(value).__name__} too large to show>"
+    if len(text) > MAX_SEARCHED_CHARS:
+        if ":/" in text:
+            return f"<{type(value).__name__} of {len(text)} characters>"
+        text = text[:MAX_SEARCHED_CHARS]
+    text = hide_secrets(text)
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
+
+
+def describe_foreign(error: BaseException) -> str:
+    """Return what a foreign exception was and where, without its text: that may quote a secret. Pure."""
+    code = error.errno if isinstance(error, OSError) else None
+    said = type(error).__name__ if code is None else os.strerror(code)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return (
+        said if frame is None else f"{said}, {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+    )
+
+
+def format_foreign(error: BaseException) -> str:
+    """Return the traceback of a foreign exception and of what it came of, without their texts. Pure."""
+    parts: list[str] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        parts.append("".join(traceback.format_tb(current.__traceback__)) + describe_foreign(current))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return "\nwhich led to\n".join(reversed(parts))
 
 
 class KVTierError(Exception):
@@ -52,18 +105,21 @@ class ConfigError(KVTierError, ValueError):
         setting: name of the setting, as the user wrote it.
         value: the refused value.
         remedy: what was expected and what to do.
-        max_value_chars: length after which the message cuts the value; None: never.
+        max_value_chars: length after which the message cuts the value.
     """
 
     def __init__(
-        self, setting: str, value: object, remedy: str, *, max_value_chars: int | None = None
+        self, setting: str, value: object, remedy: str, *, max_value_chars: int = MAX_SHOWN_CHARS
     ) -> None:
         self.setting = setting
         self.value = value
         self.remedy = remedy
         self.max_value_chars = max_value_chars
-        shown = repr(value) if max_value_chars is None else shorten(value, max_value_chars)
-        super().__init__(hide_credentials(f"{setting}={shown}: {remedy}"))
+        is_secret = value is not None and _SECRET_NAME.search(setting) is not None
+        shown = HIDDEN if is_secret else shorten(value, max_value_chars)
+        if isinstance(value, str) and len(value) > max_value_chars:
+            remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
+        super().__init__(f"{setting}={shown}: {hide_secrets(remedy)}")
 
 
 class UnknownNameError(KVTierError, ValueError):
@@ -121,7 +177,9 @@ class NamedClassError(KVTierError, ValueError):
         self.kind = kind
         self.name = name
         self.reason = reason
-        super().__init__(f"{kind} {shorten(name)}: {reason}")
+        if len(name) > MAX_SHOWN_CHARS:
+            reason = reason.replace(name, "...")
+        super().__init__(f"{kind} {shorten(name)}: {hide_secrets(reason)}")
 
 
 class NamespaceDocumentError(KVTierError, ValueError):
@@ -355,7 +413,9 @@ class TraceError(KVTierError, ValueError):
         self.line = line
         self.value = value
         self.remedy = remedy
-        place = self.path if line is None else f"{self.path}:{line}"
+        name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
+        name = hide_secrets(name)
+        place = name if line is None else f"{name}:{line}"
         super().__init__(f"{place}: {shorten(value)}: {remedy}")
 
 

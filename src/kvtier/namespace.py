@@ -120,6 +120,13 @@ def tag_tenant(salt: str) -> str:
     return hashlib.sha256(f"tag {digest_salt(salt)}".encode()).hexdigest()[:TENANT_TAG_CHARS]
 
 
+def hide_tenant(document: str) -> str:
+    """Return the document of a namespace whose blocks are encrypted: nothing in it is made from a salt. Pure."""
+    found = json.loads(document)
+    found.pop("tenant", None)
+    return json.dumps(found | {"encryption": "AES-256-GCM"}, sort_keys=True, indent=1)
+
+
 Document = Mapping[str, Any]  # Any: it came from a disk
 """A namespace's document as JSON has it."""
 

@@ -33,11 +33,36 @@ class PurgedBlocks:
     Attributes:
         num_purged: blocks that are gone, by tier.
         num_in_use: blocks that stay because a transfer or a waiting request uses them, by tier.
-        unable: tiers that were named and cannot purge while their engine runs.
+        unable: tiers that were named and are not purged, or only in part, each with the reason.
     """
 
     num_purged: dict[str, int] = field(default_factory=dict)
     num_in_use: dict[str, int] = field(default_factory=dict)
+    unable: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Purge:
+    """A purge that has begun; who called for it looks at it again after each step.
+
+    Attributes:
+        result: what it has done; None while tiers are still at it.
+        num_removed: blocks that their backends have removed so far.
+    """
+
+    result: PurgedBlocks | None = None
+    num_removed: int = 0
+
+
+class DroppedBlocks(NamedTuple):
+    """What dropping single blocks has done.
+
+    Attributes:
+        in_use: blocks that stay in host memory because a transfer or a waiting request uses them.
+        unable: secondary tiers that cannot delete single blocks.
+    """
+
+    in_use: tuple[OffloadKey, ...] = ()
     unable: tuple[str, ...] = ()
 
 
@@ -59,11 +84,25 @@ class PinningManager(Protocol):
 
 
 @runtime_checkable
+class DroppingManager(Protocol):
+    """Drops single blocks, because their bytes are wrong."""
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` in every tier, and end their leases.
+
+        A secondary tier is not asked for them again by this engine. Those that host memory uses stay there: call again
+        in a later step, and load them no more until then.
+        """
+
+
+@runtime_checkable
 class PurgingManager(Protocol):
     """Forgets blocks, for good."""
 
-    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
-        """Forget every block that is not in use, and end its lease.
+    def purge(self, tiers: Collection[str] | None) -> Purge:
+        """Begin to forget every block that is not in use, and end its lease; it goes on whether or not anyone waits.
+
+        While another purge is under way both are one, with the tiers of both.
 
         Args:
             tiers: names of tiers, "host" for host memory; None: all.

@@ -17,8 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from kvtier.config import SettingsReader, parse_bytes, parse_ttl
+from kvtier.config import SettingsReader
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes, parse_ttl
 
 
 class IsDataclass(Protocol):

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.config import Settings, parse_bytes
+from kvtier.config import Settings
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
 from kvtier.hints.values import TENANT as TENANT_PARAMETER
 from kvtier.namespace import digest_salt
+from kvtier.quantities import parse_bytes
 
 OTHERS = "*"
 """The name under which ``tenants`` has the settings of all names that it does not list. It is no tenant's own."""

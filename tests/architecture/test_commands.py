@@ -15,13 +15,27 @@ CI = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize(
     "target",
-    ["demo", "test", "test-all", "test-vllm", "check", "bench", "docs", "venv", "wheel", "clean", "help"],
+    [
+        "demo",
+        "test",
+        "test-all",
+        "storm",
+        "mutants",
+        "test-vllm",
+        "check",
+        "bench",
+        "docs",
+        "venv",
+        "wheel",
+        "clean",
+        "help",
+    ],
 )
 def test_the_makefile_has_the_target(target: str) -> None:
     assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "test-all", "check", "bench", "docs"])
+@pytest.mark.parametrize("target", ["demo", "test", "test-all", "storm", "mutants", "check", "bench", "docs"])
 def test_the_target_makes_its_environment(target: str) -> None:
     assert re.search(rf"^{target}: \$\(STAMP\)", MAKEFILE, flags=re.MULTILINE)
 
@@ -33,10 +47,11 @@ def test_readme_s_commands_are_targets() -> None:
     assert all(re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE) for command in commands)
 
 
-def test_the_machine_runs_every_test_then_the_checks_the_documents_and_real_engines() -> None:
+def test_the_machine_runs_every_test_a_storm_the_checks_the_documents_and_real_engines() -> None:
     commands = re.findall(r'^make (.*)$|^sh -c "\$\(twice (.*)\)"$', CI, flags=re.MULTILINE)
 
-    assert [once or twice for once, twice in commands] == ["test-all", "check", "site", "test-vllm"]
+    storm = "storm ARGS='--minutes 1 --summary'"
+    assert [once or twice for once, twice in commands] == ["test-all", storm, "check", "site", "test-vllm"]
 
 
 def test_the_machine_runs_readme_s_commands_on_a_bare_debian_before_it_installs_what_newcomers_lack() -> None:

@@ -52,7 +52,7 @@ def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> 
         (with_tier(type="fs", root_dir="/dev/null", capacity_bytes=1), "tier 0 (fs)", "no directory"),
         (with_tier(type="slab", path="/no/such/blocks.slab", capacity_bytes="1MiB"), "tier 0 (slab)", "make it first"),
         (with_tier(type=OWN_TIER, where="away"), f"tier 0 ({OWN_TIER})", "looked"),
-        (with_tier(type=OWN_TIER, where="crash"), f"tier 0 ({OWN_TIER})", "a bug"),
+        (with_tier(type=OWN_TIER, where="crash"), f"tier 0 ({OWN_TIER})", "RuntimeError, places.py"),
     ],
 )  # fmt: skip
 def test_what_would_keep_an_engine_from_starting_is_broken(

@@ -114,7 +114,7 @@ def test_the_table_of_the_guide_is_what_the_command_prints(capsys: pytest.Captur
         (["Llama-3.1-8B", "--host", ","], "--host=',': give at least one size"),
         (["Llama-3.1-8B", "--json", "--markdown"], "--markdown='--json': print one of them"),
         (["/"], "MODEL='/': is a folder without config.json"),
-        (["/dev/null"], "MODEL='/dev/null': is not JSON"),
+        (["/dev/null"], "MODEL='/dev/null': is no regular file"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(

@@ -63,4 +63,4 @@ def test_a_request_that_never_waits_is_not_counted() -> None:
 
 
 def test_counters_are_read_by_dotted_name() -> None:
-    assert SchedulerCounters(load_jobs=3).snapshot()["connector.load_jobs"] == 3.0
+    assert SchedulerCounters(load_jobs=3).stats()["connector.load_jobs"] == 3.0

@@ -19,6 +19,8 @@ from tests.connector.fakes import (
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import GroupKind, KVGroup
+from kvtier.connector.request_records import make_record
+from kvtier.connector.request_state import EndedRequest
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.misses import Miss, MissCause, MissedRun, MissExplainer, RequestRecord
@@ -97,6 +99,20 @@ def test_a_prompt_of_which_nothing_is_held_is_missed_for_the_managers_cause() ->
     assert bench.latest == RequestRecord(
         "a", 1000.0, 18, {}, (MissedRun(0, 16, EVICTED), MissedRun(16, 2, PARTIAL)), 0.0, keys_of(PROMPT)[0]
     )
+
+
+def test_a_request_that_misses_nothing_asks_for_no_cause_and_divides_nothing() -> None:
+    manager = ExplainingManager()
+    bench = Bench(manager)
+    bench.store(PROMPT)
+    request = FakeRequest("a", PROMPT)
+    bench.begin(request)
+
+    begun = bench.half._requests["a"].begun
+    assert begun is not None
+    assert (manager.asked, begun.missed) == ([], ())
+    bench.end_load()
+    assert bench.latest.missed == (MissedRun(16, 2, PARTIAL),)
 
 
 def test_the_manager_is_asked_once_for_the_first_block_that_is_missing() -> None:
@@ -270,11 +286,9 @@ def test_what_one_group_holds_and_another_does_not_is_group_short() -> None:
 
     short = Miss(MissCause.GROUP_SHORT, "", {"group": 1, "cause": "never_seen"})
     assert state.begun is not None
-    assert state.begun.missed == (
-        MissedRun(4, 8, short),
-        MissedRun(12, 4, NEVER_SEEN),
-        MissedRun(16, 2, PARTIAL),
-    )
+    assert state.begun.missed == (MissedRun(4, 8, short), MissedRun(12, 4, NEVER_SEEN))
+    ended = EndedRequest("a", len(PROMPT), state.begun, {"CPU": 4}, None)
+    assert make_record(ended).missed[-1] == MissedRun(16, 2, PARTIAL)
 
 
 def test_blocks_that_a_request_kept_from_being_stored_are_named_for_the_next_one() -> None:

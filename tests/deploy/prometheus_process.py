@@ -115,6 +115,15 @@ class PrometheusProcess:
         found: list[dict[str, Any]] = answer["data"]["result"]  # Any: as above
         return found
 
+    def ask_range(
+        self, expression: str, begin_s: float, end_s: float, step_s: float
+    ) -> list[dict[str, Any]]:  # Any: JSON
+        """Return the series that an expression had between two times, seconds since 1970."""
+        arguments = {"start": f"{begin_s:.3f}", "end": f"{end_s:.3f}", "step": f"{step_s:g}"}
+        answer = self._get("/api/v1/query_range", query=expression, **arguments)
+        found: list[dict[str, Any]] = answer["data"]["result"]  # Any: as above
+        return found
+
     def ask_until_known(self, expressions: Sequence[str]) -> list[str]:
         """Ask until each expression has had data; return those that had none in the end."""
         end_s = time.monotonic() + DATA_TIMEOUT_S

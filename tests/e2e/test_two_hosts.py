@@ -117,7 +117,12 @@ def test_a_second_host_loads_what_the_first_stored_in_mooncake(
     check_second_host_loads(
         hosts,
         "mooncake",
-        lambda host: {"master": master, "segment_bytes": 0, "local_host": host.address},
+        lambda host: {
+            "master": master,
+            "segment_bytes": 0,
+            "local_host": host.address,
+            "allow_any_interface": True,
+        },
         tmp_path,
     )
 

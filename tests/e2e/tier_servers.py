@@ -191,7 +191,12 @@ def start_mooncake(order: ServerOrder) -> TierServer:
         for server in (store.master, *store.providers):
             server.thaw()
 
-    config = {"type": "mooncake", "master": store.address, "timeout_s": TIMEOUT_S}
+    config = {
+        "type": "mooncake",
+        "master": store.address,
+        "timeout_s": TIMEOUT_S,
+        "allow_any_interface": True,
+    }
     return TierServer(config, kill, store.restart, hang, wake, store.close)
 
 

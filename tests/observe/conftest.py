@@ -1,4 +1,4 @@
-"""Folders for control sockets, and engines that close at the end of their test."""
+"""Folders for control sockets, engines and sites that close at the end of their test."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from tests.observe.controlled import Engine
+from tests.observe.site import MakeSite, MakeTier, Site
 
 MakeControlled = Callable[..., Engine]
 
@@ -29,3 +30,17 @@ def make_controlled(folder: Path) -> Iterator[MakeControlled]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def make_site() -> Iterator[MakeSite]:
+    """Build engines, and end them."""
+    sites: list[Site] = []
+
+    def make(*make_tiers: MakeTier, **options: object) -> Site:
+        sites.append(Site(make_tiers=make_tiers, **options))  # type: ignore[arg-type]  # the fields of Site
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.close()

@@ -17,11 +17,12 @@ from tests.connector.fakes import (
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.misses import RequestRecord
+from kvtier.misses import Miss, MissCause, NotStored, RequestRecord, not_stored
 from kvtier.observe.why import WhyReport, explain_records
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.fs.tier import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -35,6 +36,9 @@ CONFIG = OffloadingConfig(
     HASH_TOKENS,
     hash_seed="0",
 )
+MakeSite = Callable[..., "Site"]
+NUM_RETURNS = 4
+
 MAX_POLLS = 200_000
 """Only a guard against waiting for ever for a thread of a tier."""
 
@@ -109,8 +113,9 @@ class Site:
         salt: str | None = None,
         key_salt: bytes = b"",
         num_answer_tokens: int = 1,
+        settles: bool = True,
     ) -> None:
-        """Serve a request to its end, its stores in all tiers included."""
+        """Serve a request to its end, its stores in all tiers included, those in tiers only where it ``settles``."""
         request = SaltedRequest(f"r{next(self._names)}", list(tokens), params, cache_salt=salt)
         found = None
         for _ in range(MAX_POLLS):
@@ -120,15 +125,27 @@ class Site:
             self.half.build_connector_meta(FakeStep())
         assert found is not None, "a tier never answered"
         table = list(range((len(tokens) + num_answer_tokens) // HASH_TOKENS + 1))
-        self.half.update_state_after_alloc(request, FakeBlocks((table,)), found)
+        tables = (table,) * len(self.config.groups)
+        self.half.update_state_after_alloc(request, FakeBlocks(tables), found)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
         num_computed = num_device_tokens + found
-        step = FakeStep([FakeNewRequest(request.request_id, (table,), num_computed)])
+        step = FakeStep([FakeNewRequest(request.request_id, tables, num_computed)])
         step.num_scheduled_tokens[request.request_id] = request.num_tokens - num_computed
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         request.tokens = [*request.tokens, *range(900, 900 + num_answer_tokens)]
         self.half.request_finished(request)
-        self.settle()
+        if settles:
+            self.settle()
+        else:
+            self.half.build_connector_meta(FakeStep())
+
+    def serve_excluded(self, tokens: Sequence[int], reason: str) -> None:
+        """Serve a request that its engine does not let kvtier look up, as vLLM's adapter does."""
+        request = FakeRequest(f"r{next(self._names)}", list(tokens))
+        miss = Miss(MissCause.LIMITED, "", {"reason": reason})
+        self.half.records.exclude(request, 0, miss)
+        self.half.update_state_after_alloc(request, FakeBlocks(([],)), 0)
+        self.half.request_finished(request)
 
     def settle(self) -> None:
         """Let every tier end what it has accepted."""
@@ -140,13 +157,40 @@ class Site:
         self.half.shutdown()
 
 
-def fs(root: Path, num_blocks: int = 1000, settings: TierSettings | None = None) -> MakeTier:
+def fill_host(site: Site, first: int = 50) -> None:
+    """Serve as many other prompts as host memory holds, so that nothing else is there any more."""
+    for number in range(first, first + site.num_blocks // 16):
+        site.serve(chat(number), {"skip_load": True})
+
+
+def serve_again(site: Site, num: int = NUM_RETURNS) -> None:
+    """Let the prompt come back so often that why it misses is the largest cause."""
+    for _ in range(num):
+        site.serve(PROMPT, {"skip_store": True})
+
+
+def miss_in(site: Site) -> Miss:
+    """Return the cause of the first missing block of the last request."""
+    return site.last.missed[0].miss
+
+
+def not_stored_now(reason: NotStored, tier: str) -> Miss:
+    """Return the miss of a block that was not kept and is missed at the same time of the manual clock."""
+    miss = not_stored(reason, tier)
+    return miss._replace(detail={**miss.detail, "ago_s": 0.0})
+
+
+def fs(
+    root: Path, num_blocks: int = 1000, settings: TierSettings | None = None, calls: SystemCalls = REAL_CALLS
+) -> MakeTier:
     """Return what builds a tier in a directory."""
     capacity_bytes = num_blocks * (ROW_BYTES + 4096)
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        return FSTier(config, view, common, clock=clock, root_dir=str(root), capacity_bytes=capacity_bytes)
+        return FSTier(
+            config, view, common, clock=clock, calls=calls, root_dir=str(root), capacity_bytes=capacity_bytes
+        )
 
     return make
 
@@ -164,3 +208,6 @@ def with_settings(**settings: object) -> OffloadingConfig:
 def chat(number: int, num_tokens: int = 64) -> list[int]:
     """Return a prompt that shares nothing with others."""
     return [number, *range(1000 * number, 1000 * number + num_tokens - 1)]
+
+
+PROMPT = chat(1)

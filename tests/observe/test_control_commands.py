@@ -16,7 +16,15 @@ from kvtier.errors import ControlError
 from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
 from kvtier.observe.control_wire import Message
 from kvtier.testing.tiering_driver import TieringDriver
-from kvtier.tiering.base import CascadeMode, JobMetadata, JobResult, SecondaryTierManager, TierSettings
+from kvtier.tiering.base import (
+    BackendPurger,
+    CascadeMode,
+    JobMetadata,
+    JobResult,
+    PurgeOutcome,
+    SecondaryTierManager,
+    TierSettings,
+)
 from kvtier.tiering.example import ExampleSecondaryTier
 
 PROMPT = list(range(17))
@@ -126,7 +134,7 @@ def test_a_purge_forgets_host_memory(engine: Engine) -> None:
         "ok": True,
         "num_purged": {"host": 4},
         "num_in_use": {"host": 0},
-        "unable": [],
+        "unable": {},
     }
     assert engine.half.get_num_new_matched_tokens(FakeRequest("b", [*PROMPT, 9]), 0) == (0, False)
 
@@ -152,7 +160,7 @@ def test_a_purge_of_all_reaches_the_tiers_that_can(tiered: Engine, driver: Tieri
     list(driver.manager.take_events())
     reply = carry_out(tiered, "purge", all=True)
 
-    assert (reply["num_purged"], reply["unable"]) == ({"host": 4, "example": 4}, [])
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4, "example": 4}, {})
     removed = [event for event in driver.manager.take_events() if event.removed]
     assert sorted((event.medium, sorted(event.keys)) for event in removed) == [
         ("CPU", sorted(keys_of(PROMPT))),
@@ -206,8 +214,37 @@ def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> Non
     engine.store("a", PROMPT)
     reply = carry_out(engine, "purge", all=True)
 
-    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, ["stubborn"])
-    assert carry_out(engine, "purge", tiers=["stubborn"])["unable"] == ["stubborn"]
+    reason = "a tier of this type cannot purge while its engine runs"
+    assert (reply["num_purged"], reply["unable"]) == ({"host": 4}, {"stubborn": reason})
+    assert carry_out(engine, "purge", tiers=["stubborn"])["unable"] == {"stubborn": reason}
+
+
+def test_a_purge_that_takes_long_goes_on_without_its_client(
+    make_controlled: MakeControlled,
+) -> None:
+    class SlowTier(ExampleSecondaryTier, BackendPurger):
+        """Removes until the test says that it has ended."""
+
+        purge = None  # type: ignore[assignment]  # a tier is purged in one of two ways
+        outcome: PurgeOutcome | int = 3
+
+        def begin_purge(self) -> None:
+            return
+
+        def poll_purge(self) -> PurgeOutcome | int:
+            return self.outcome
+
+    driver = TieringDriver(40, lambda view: [SlowTier(make_config(), view)])
+    engine = make_controlled("engine", driver.manager)
+    client = Background(lambda: engine.ask("purge", 0.2, tiers=["example"]))
+    while client.is_running:
+        engine.step()
+        time.sleep(0)
+    assert "3 blocks are removed so far, and the engine goes on with it" in str(client.join())
+    (tier,) = driver.tiers
+    assert isinstance(tier, SlowTier)
+    tier.outcome = PurgeOutcome(4)
+    assert carry_out(engine, "purge", tiers=["example"])["num_purged"] == {"example": 4}
 
 
 def test_a_prefetch_brings_a_prefix_from_a_tier(tiered: Engine, driver: TieringDriver) -> None:

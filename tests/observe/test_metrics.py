@@ -1,12 +1,15 @@
 """Each number that kvtier gives is read by one declared family, and each family reads one."""
 
+import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from kvtier.connector.control_arm import MIN_REQUESTS, ControlArm
 from kvtier.connector.metrics import SchedulerCounters
+from kvtier.connector.request_state import Arm
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES
 from kvtier.misses import MissCause
 from kvtier.observe.family import Family, Kind, SampleFinder, unread
@@ -40,7 +43,7 @@ TIER_COUNTS = {
 }
 """What the tiers count themselves, those included that are tested with servers."""
 
-CONNECTOR_COUNTS = SchedulerCounters(loaded_tokens={"CPU": 1}, not_loaded_tokens={"fs": 1}).snapshot()
+CONNECTOR_COUNTS = SchedulerCounters(loaded_tokens={"CPU": 1}, not_loaded_tokens={"fs": 1}).stats()
 
 
 def names_of(tier: str, names: Iterable[str]) -> list[str]:
@@ -57,7 +60,10 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> frozenset[str]:
         serve_some(engine)
         names = {*engine.stats(), *engine.histograms()}
     counted = [name for tier, own in TIER_COUNTS.items() for name in names_of(tier, own)]
-    return frozenset({*names, *counted, *CONNECTOR_COUNTS})
+    arm = ControlArm(random.Random(0))
+    for kind in (Arm.LOADED, Arm.AUDITED) * MIN_REQUESTS:
+        arm.add("fs", 300, 1.0, kind)
+    return frozenset({*names, *counted, *CONNECTOR_COUNTS, *arm.stats()})
 
 
 def test_each_number_is_read_by_a_family(numbers: frozenset[str]) -> None:
@@ -99,7 +105,7 @@ def test_names_follow_prometheus(family: Family) -> None:
         assert family.name.endswith(f"_{family.unit}")
     if family.kind is Kind.HISTOGRAM:
         assert family.bounds == tuple(sorted(family.bounds))
-    assert set(family.labels) <= {"tier", "tier_index", "cause", "origin", "tenant"}
+    assert set(family.labels) <= {"tier", "tier_index", "cause", "origin", "tenant", "bound", "length"}
     assert family.help[0].isupper() or family.help[0].isdigit()
     assert family.help.endswith(".")
 

@@ -2,42 +2,41 @@
 
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.observe.site import CONFIG, MakeTier, Site, chat, fs, with_model, with_settings
+from tests.observe.site import (
+    CONFIG,
+    NUM_RETURNS,
+    PROMPT,
+    MakeSite,
+    MakeTier,
+    chat,
+    fill_host,
+    fs,
+    miss_in,
+    not_stored_now,
+    serve_again,
+    with_model,
+    with_settings,
+)
 
 from kvtier.base import OffloadKey
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.cpu.policies.learning import AdmissionControl
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import ConfigError
-from kvtier.misses import Miss, MissCause
+from kvtier.misses import Detail, Miss, MissCause, NotStored
 from kvtier.observe.why import Situation, explain_records
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults, FaultyTier
-from kvtier.tiering.base import CascadeMode, SecondaryTierManager, TierSettings
+from kvtier.testing.tiering_driver import ROW_BYTES
+from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
-MakeSite = Callable[..., Site]
 ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
-PROMPT = chat(1)
-
-
-@pytest.fixture
-def make_site() -> Iterator[MakeSite]:
-    """Build engines, and end them."""
-    sites: list[Site] = []
-
-    def make(*make_tiers: MakeTier, **options: object) -> Site:
-        sites.append(Site(make_tiers=make_tiers, **options))  # type: ignore[arg-type]  # the fields of Site
-        return sites[-1]
-
-    yield make
-    for site in sites:
-        site.close()
 
 
 class RefusingPolicy(LRUCachePolicy, AdmissionControl):
@@ -56,25 +55,14 @@ def example(settings: TierSettings = ROOMY, max_blocks: int = 1000) -> MakeTier:
     return make
 
 
-def faulty(faults: Faults) -> MakeTier:
+def faulty(faults: Faults, settings: TierSettings = ROOMY) -> MakeTier:
     """Return what builds an example tier with faults, which a test may change later."""
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
-        inner = ExampleSecondaryTier(config, view, 1000, settings=ROOMY, clock=clock)
+        inner = ExampleSecondaryTier(config, view, 1000, settings=settings, clock=clock)
         return FaultyTier(inner, faults, random.Random(1))
 
     return make
-
-
-def fill_host(site: Site, first: int = 50) -> None:
-    """Serve as many other prompts as host memory holds, so that nothing else is there any more."""
-    for number in range(first, first + site.num_blocks // 16):
-        site.serve(chat(number), {"skip_load": True})
-
-
-def miss_in(site: Site) -> Miss:
-    """Return the cause of the first missing block of the last request."""
-    return site.last.missed[0].miss
 
 
 # What makes two engines strangers to each other.
@@ -296,13 +284,11 @@ def test_a_tier_whose_writes_fail_is_named(make_site: MakeSite) -> None:
     site = make_site(faulty(faults), num_blocks=16)
     site.serve(PROMPT)
     faults.fail_ratio = 0.0
-    for number in range(2, 4):
-        site.serve(chat(number), {"skip_store": True})
     fill_host(site)
-    site.serve(PROMPT)
+    serve_again(site)
 
-    assert miss_in(site).detail["reason"] in ("job_failed", "no_room")
-    assert any(name in site.findings for name in ("not_stored:job_failed", "not_stored:no_room"))
+    assert miss_in(site) == not_stored_now(NotStored.JOB_FAILED, "faulty")
+    assert site.findings[0] == "not_stored:job_failed"
 
 
 def test_a_removed_directory_is_named(tmp_path: Path, make_site: MakeSite) -> None:
@@ -310,12 +296,14 @@ def test_a_removed_directory_is_named(tmp_path: Path, make_site: MakeSite) -> No
     site.serve(PROMPT)
     fill_host(site)
     shutil.rmtree(tmp_path / "cache")
-    site.serve(PROMPT)
-    site.serve(PROMPT, {"skip_store": True})
+    serve_again(site)
 
-    causes = {run.miss.cause for record in site.half.records.latest for run in record.missed}
-    assert causes & {MissCause.PURGED, MissCause.EVICTED}
-    assert any(run.miss.tier == "fs" for record in site.half.records.latest for run in record.missed)
+    removed: Detail = {"reason": "removed by another program", "ago_s": 0.0}
+    returns = list(site.half.records.latest)[-NUM_RETURNS:]
+    assert [record.missed[0].miss for record in returns] == [
+        Miss(MissCause.PURGED, "fs", removed)
+    ] * NUM_RETURNS
+    assert site.findings[0] == "purged:removed by another program"
 
 
 def test_a_damaged_block_is_named(tmp_path: Path, make_site: MakeSite) -> None:
@@ -333,15 +321,19 @@ def test_a_damaged_block_is_named(tmp_path: Path, make_site: MakeSite) -> None:
 
 
 def test_a_tier_that_cannot_take_blocks_in_time_is_named(make_site: MakeSite) -> None:
-    slow = TierSettings(max_in_flight_store_bytes=1, cascade=CascadeMode.ON_STORE)
-    site = make_site(example(slow), num_blocks=16)
-    for number in range(1, 6):
-        request = chat(number)
-        site.serve(request, {"skip_load": True})
-    declined = site.manager.stats()["tier.0.example.declined_cascades"]
-    site.serve(PROMPT)
+    faults = Faults(delay_ratio=1.0)
+    few = TierSettings(max_in_flight_store_bytes=2 * ROW_BYTES)
+    site = make_site(faulty(faults, few), num_blocks=32)
+    site.serve(PROMPT, settles=False)
+    for number in range(2, 5):
+        site.serve(chat(number), {"skip_load": True, "max_store_tokens": 48}, settles=False)
+    faults.delay_ratio = 0.0
+    site.settle()
+    serve_again(site, 10)
 
-    assert declined == 0 or "not_stored:declined" in site.findings
+    assert site.manager.stats()["tier.0.faulty.declined_cascades"] > 0
+    assert miss_in(site) == not_stored_now(NotStored.DECLINED, "faulty")
+    assert site.findings[0] == "not_stored:declined"
 
 
 def test_a_reset_is_named(make_site: MakeSite) -> None:

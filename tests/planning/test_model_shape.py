@@ -222,7 +222,7 @@ def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
         "float8_e4m3fn",
         ("keys and values are stored as fp8; their scales take no bytes",),
     )
-    for text, message in (("{", "is not JSON"), ("[]", "is not a JSON object")):
+    for text, message in (("{", "is no JSON"), ("[]", "is not a JSON object")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_shape(path)

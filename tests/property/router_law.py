@@ -5,13 +5,13 @@ the block. A wipe by another program is not known until then. The router reads t
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.indexer import BlockIndexer
 from kvtier.testing.tier_suite import key_of
-from kvtier.testing.tiering_driver import TieringDriver, TierMaker
+from kvtier.testing.tiering_driver import DeviceStore, TieringDriver, TierMaker
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.example import ExampleSecondaryTier
 
@@ -24,6 +24,8 @@ class WatchedTier(FaultyTier):
     Attributes:
         inner: what really keeps the blocks.
         wiped: blocks that another program has deleted and that the tier has not told yet.
+        stored: blocks that it was ever given to store.
+        loaded: blocks that it was ever asked to load.
     """
 
     inner: ExampleSecondaryTier
@@ -31,6 +33,8 @@ class WatchedTier(FaultyTier):
     def __init__(self, inner: ExampleSecondaryTier, faults: Faults, rng: random.Random) -> None:
         super().__init__(inner, faults, rng)
         self.wiped: set[OffloadKey] = set()
+        self.stored: set[OffloadKey] = set()
+        self.loaded: set[OffloadKey] = set()
         self._loads: dict[JobId, JobMetadata] = {}
 
     def wipe(self) -> None:
@@ -44,7 +48,12 @@ class WatchedTier(FaultyTier):
             self.wiped.discard(key)
         return answer
 
+    def submit_store(self, job: JobMetadata) -> None:
+        self.stored.update(job.keys)
+        super().submit_store(job)
+
     def submit_load(self, job: JobMetadata) -> None:
+        self.loaded.update(job.keys)
         super().submit_load(job)
         self._loads[job.job_id] = job
 
@@ -69,6 +78,9 @@ class WatchedDriver(TieringDriver):
 
     Attributes:
         num_steps: steps after which the law was checked.
+        offered: blocks that the engine ever wanted to store.
+        reserved: those that ever got a slot for it.
+        num_failed_stores: stores of the device that failed.
     """
 
     def __init__(
@@ -84,6 +96,19 @@ class WatchedDriver(TieringDriver):
         )
         self.router = router
         self.num_steps = 0
+        self.offered: set[OffloadKey] = set()
+        self.reserved: set[OffloadKey] = set()
+        self.num_failed_stores = 0
+
+    def begin_store(self, numbers: Sequence[int], req_context: ReqContext) -> DeviceStore | None:
+        self.offered.update(map(key_of, numbers))
+        store = super().begin_store(numbers, req_context)
+        self.reserved.update(map(key_of, store.numbers if store is not None else ()))
+        return store
+
+    def end_store(self, store: DeviceStore, *, success: bool = True) -> None:
+        self.num_failed_stores += not success
+        super().end_store(store, success=success)
 
     def step(self) -> None:
         super().step()

@@ -199,7 +199,7 @@ class CPUManagerMachine(RuleBasedStateMachine):
         if job.is_before_reset:
             self.manager.table.orphans.settle_slots(list(job.slots.values()), is_write=job.is_write)
         elif job.is_write:
-            finished = self.manager.finish_writes(list(job.slots), success=success, may_settle_orphans=False)
+            finished = self.manager.finish_writes(list(job.slots), success=success, is_promotion=True)
             assert finished == list(job.slots)
             self.finish_write(job, success=success)
         else:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kvtier.tiering.fs import evictor, shared_usage
 from kvtier.tiering.fs import store as fs_store
+from kvtier.tiering.slab import reopening
 from kvtier.tiering.slab import store as slab_store
 
 PATIENT_S = 60.0
@@ -17,7 +18,8 @@ WAITS: dict[object, dict[str, float]] = {
     evictor: {"ROOM_WAIT_S": PATIENT_S},
     shared_usage: {"LOCK_ATTEMPTS": int(PATIENT_S / shared_usage.MAX_LOCK_PAUSE_S)},
     fs_store: {"CLOSE_TIMEOUT_S": PATIENT_S},
-    slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S, "CLOSE_TIMEOUT_S": PATIENT_S},
+    slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S},
+    reopening: {"CLOSE_TIMEOUT_S": PATIENT_S},
 }
 
 

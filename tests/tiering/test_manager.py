@@ -13,6 +13,7 @@ from tests.tiering.drivers import (
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import BlockNotReadyError
+from kvtier.misses import MissCause
 from kvtier.testing.manager_suite import ManagerSuite
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import ArrayRegion, TieringDriver, number_of
@@ -266,6 +267,21 @@ def test_a_block_that_failed_to_come_up_wakes_who_waits_and_counts_as_stored_whe
     driver.store([1])
     assert driver.search([1], request) == 1
     assert driver.manager.promoted_for(request) == {}
+
+
+def test_host_memory_does_not_remember_a_block_that_failed_to_come_up_as_one_that_was_not_stored() -> None:
+    driver, tier = make_faulty_driver()
+    driver.store([1])
+    driver.step()
+    driver.evict_everything()
+    tier.faults.fail_ratio = ALWAYS
+    driver.search_until_known([1], ReqContext("a"))
+
+    remembered = driver.primary.manager.departed.explain(key_of(1))
+    assert remembered is None or remembered.cause is MissCause.EVICTED
+    missed = driver.manager.explain(key_of(1), ReqContext("b"))
+    assert missed is not None
+    assert (missed.cause, missed.tier) == (MissCause.LOAD_FAILED, "faulty")
 
 
 def test_a_key_that_is_gone_at_prepare_load_is_an_error_and_ends_the_wait() -> None:

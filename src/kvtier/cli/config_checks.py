@@ -3,8 +3,8 @@
 No engine is built: a tier is asked by the contract ``ProbedTier``, and leaves nothing behind.
 """
 
+import importlib
 import importlib.metadata
-import json
 import os
 import resource
 import shutil
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.output import Check, CheckResult, size_in_words
-from kvtier.config import HostSize, Settings, parse_settings
+from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
+from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
 from kvtier.tenants import make_tenants
-from kvtier.tiering.factory import check_tier_config
+from kvtier.tiering.factory import check_tier_config, require_encryption
+from kvtier.tiering.kit.key_ring import read_ring, require_entry
 from kvtier.tiering.kit.place import ProbedTier
 
 EXTRA_CONFIG = "kv_connector_extra_config"
@@ -39,6 +41,7 @@ LIBRARIES = (
     "transformers",
     "obstore",
     "redis",
+    "cryptography",
     "mooncake-transfer-engine",
 )
 """Distributions whose versions are reported, those that are installed."""
@@ -55,14 +58,10 @@ def read_config(path: Path) -> Mapping[str, Any]:  # Any: JSON of the user
     Raises:
         ConfigError: it cannot be read, or is no JSON object.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--config", str(path), f"cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("--config", str(path), f"is no JSON: {error}") from error
+    form = 'must hold an object such as {"cpu_bytes_to_use": "8GiB"}'
+    found = parse_json("--config", str(path), read_text_file("--config", path), form)
     if not isinstance(found, dict):
-        raise ConfigError("--config", str(path), 'must hold an object such as {"cpu_bytes_to_use": "8GiB"}')
+        raise ConfigError("--config", str(path), form)
     return found
 
 
@@ -75,13 +74,13 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
     """
     own = find_own(config)
     if own is None:
-        found = f"{config.get('kv_connector')!r} is another connector: its settings are not kvtier's"
+        found = f"{shorten(config.get('kv_connector'))} is another connector: its settings are not kvtier's"
         yield Check("kv_connector", CheckResult.BROKEN, found)
         return
     extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
     if own.get("kv_role", NEEDED_ROLE) != NEEDED_ROLE:
         remedy = f"must be {NEEDED_ROLE!r}: kvtier stores and loads in every engine"
-        yield Check("kv_role", CheckResult.BROKEN, f"{own['kv_role']!r} {remedy}")
+        yield Check("kv_role", CheckResult.BROKEN, f"{shorten(own['kv_role'])} {remedy}")
     yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_numa(NODES, os.sched_getaffinity(0))
@@ -97,8 +96,11 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
     if isinstance(settings.cpu_bytes_to_use, int) and CUDA_DEVICE.exists():
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         yield check_locked_memory(limit, settings.cpu_bytes_to_use)
+    if settings.encryption is not None:
+        yield check_encryption(settings.encryption)
     for number, entry in enumerate(settings.secondary_tiers):
-        yield from check_tier(f"tier {number} ({entry.get('type', '?')})", entry)
+        subject = f"tier {number} ({shorten(entry.get('type', '?')).strip(chr(39))})"
+        yield from check_tier(subject, entry, is_encrypting=settings.encryption is not None)
 
 
 def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
@@ -203,10 +205,28 @@ def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check
     yield Check(subject, CheckResult.GOOD, f"{size_in_words(wanted)} fits")
 
 
-def check_tier(subject: str, entry: Mapping[str, Any]) -> Iterator[Check]:  # Any: as above
+def check_encryption(settings: EncryptionSettings) -> Check:
+    """Read the key ring as an engine would at its start."""
+    try:
+        ring = read_ring(Path(settings.key_file))
+        require_entry(ring, settings.tenant)
+        importlib.import_module("kvtier.tiering.kit.encryption")
+    except KVTierError as error:
+        return Check("encryption", CheckResult.BROKEN, str(error))
+    found = f"{len(ring.entries)} entries in {settings.key_file}"
+    if ring.current(None) is None:
+        found += ", none of them the default: blocks of tenants without an entry are not stored"
+    return Check("encryption", CheckResult.GOOD, found)
+
+
+def check_tier(
+    subject: str, entry: Mapping[str, Any], *, is_encrypting: bool = False
+) -> Iterator[Check]:  # Any: as above
     """Yield what one tier says of its settings and of its backend."""
     try:
-        _, tier_class, _, own = check_tier_config(entry)
+        _, tier_class, common, own = check_tier_config(entry)
+        if is_encrypting:
+            require_encryption(entry.get("type", "?"), tier_class, common)
         if not issubclass(tier_class, ProbedTier):
             yield Check(
                 subject, CheckResult.NOTE, "its settings are understood; whether it works shows at the start"
@@ -217,7 +237,7 @@ def check_tier(subject: str, entry: Mapping[str, Any]) -> Iterator[Check]:  # An
         yield Check(subject, CheckResult.BROKEN, str(error))
         return
     except Exception as error:  # noqa: BLE001  # foreign tier: what it raises is its answer
-        yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {error}")
+        yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {describe_foreign(error)}")
         return
     for finding in findings:
         result = CheckResult.NOTE if finding.is_note else CheckResult.GOOD

@@ -28,7 +28,8 @@ from rich.text import Text
 
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.compiled import REMEDY
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.input_files import is_dir
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
@@ -92,7 +93,7 @@ def doctor(
 
     Exit status 1 when something that is needed does not work.
     """
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not is_dir(directory):
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
     of_engine = [] if config is None else list(check_engine(config))
     checks = [*run_checks(directory), *of_engine]
@@ -122,6 +123,7 @@ def run_checks(directory: Path | None) -> Iterator[Check]:
     """Yield every check of this machine, and of ``directory`` if given."""
     yield check_python(sys.version_info[:3])
     yield check_cores(find_usable_cores())
+    yield check_formats()
     yield check_numpy()
     yield check_torch()
     yield check_shared_memory(SHARED_MEMORY)
@@ -162,6 +164,23 @@ def check_cores(usable: UsableCores) -> Check:
     if usable.source == AFFINITY:
         return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by affinity; no smaller CPU quota")
     return Check("cores", CheckResult.GOOD, f"{usable.num_cores}, by the CPU quota in {usable.source}")
+
+
+def check_formats() -> Check:
+    """Name the formats that this version writes: two versions with equal numbers read each other's blocks."""
+    from kvtier.namespace import LAYOUT_VERSION
+    from kvtier.recording import trace_line
+
+    numbers = {"namespace": LAYOUT_VERSION, "trace": trace_line.VERSION}
+    with contextlib.suppress(ImportError, MissingExtraError):  # without xxhash no block is read or written
+        from kvtier.tiering.kit import envelope
+        from kvtier.tiering.slab import superblock
+
+        numbers = {"block header": envelope.VERSION, "slab": superblock.VERSION, **numbers}
+    named = ", ".join(f"{name} {number}" for name, number in numbers.items())
+    return Check(
+        "formats", CheckResult.GOOD, f"{named}: versions with equal numbers read each other's blocks"
+    )
 
 
 def check_numpy() -> Check:

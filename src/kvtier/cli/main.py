@@ -36,6 +36,7 @@ EXTRA_OF_MODULE = {
     "msgspec": "record",
     "zmq": "record",
     "prometheus_client": "observe",
+    "cryptography": "encryption",
 }
 """Optional module -> the extra of the package that installs it."""
 
@@ -65,11 +66,13 @@ class Command:
 
 
 COMMANDS = (
+    Command("audit", "kvtier.cli.live.audit", "Show whether a living engine's hits are right, and worth it."),
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
     Command("drain", "kvtier.cli.live.steer", "Wait until a living engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
+    Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a living engine's host memory for a time."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
@@ -155,7 +158,10 @@ def help_of(function: Callable[..., Any]) -> str:
 
 def report(error: KVTierError) -> int:
     """Print ``error`` as one line on stderr and return the status for wrong input."""
-    sys.stderr.write(f"kvtier: {' '.join(str(error).split())}\n")
+    line = " ".join(str(error).split())
+    # What a terminal would obey, or cannot be encoded, is shown as an escape.
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    sys.stderr.write(f"kvtier: {shown}\n")
     return WRONG_INPUT_STATUS
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -98,9 +99,12 @@ def check_writable(option: str, path: Path) -> None:
         ConfigError: it cannot be written. Its content is kept until ``write_result``.
     """
     try:
-        path.open("a").close()
-    except OSError as error:
-        remedy = f"cannot be written ({error.strerror}): give a file in an existing directory"
+        # O_NONBLOCK: opening a pipe that nothing reads would block.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        os.close(os.open(path, flags, 0o666))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file"
+        remedy = f"cannot be written ({reason}): give a file in an existing directory"
         raise ConfigError(option, str(path), remedy) from error
 
 
@@ -111,7 +115,8 @@ def write_result(option: str, path: Path, text: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        # A word of the command line may have bytes that are no text.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(option, str(path), f"cannot be written: {error.strerror}") from error
 

@@ -1,10 +1,15 @@
 """``kvtier why``: where prompts came from, why the rest was computed, and what to do.
 
-It reads the latest requests of a living engine, or those of a recording.
+It reads the latest requests of a living engine, or those of a recording, or it simulates a trace and takes
+its records.
 """
 
+import importlib.metadata
 import json
 import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,25 +17,65 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.cli.output import make_table
+from kvtier.cli import traces
+from kvtier.cli.output import command_line, make_table
+from kvtier.cli.simulate import options
+from kvtier.cli.simulate.command import show_progress
+from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
+from kvtier.cli.traces import choose_memory, open_trace
+from kvtier.errors import ConfigError
+from kvtier.input_files import is_file
+from kvtier.misses import RequestRecord
+from kvtier.observe.audit import explain_audit
 from kvtier.observe.control import MAX_RECORDS
 from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
 from kvtier.observe.control_client import read_records as read_engine_records
 from kvtier.observe.why import Situation, WhyReport, explain_records
 from kvtier.sim.formats.kvtier import read_records
+from kvtier.sim.simulate import simulate
+from kvtier.sim.trace import Trace
+
+OWN_PARAMETERS = frozenset({"source", "is_json", "is_simulated"})
+"""Parameters of the command that have a meaning without ``--simulate``."""
 
 
 def why(
+    context: typer.Context,
     source: Annotated[
         str | None,
         typer.Argument(
             metavar="[ID | TRACE]",
             help="An engine, by its instance or process id, or a recording of kvtier (record_trace). "
-            "Not needed where one engine runs.",
+            "Not needed where one engine runs. With --simulate any trace.",
             show_default=False,
         ),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    is_simulated: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Simulate a trace, and explain that; the options below are kvtier simulate's."
+        ),
+    ] = False,
+    trace_format: traces.TraceFormat = None,
+    example: traces.Example = None,
+    seed: traces.Seed = 0,
+    device: options.Device = None,
+    host: options.Host = None,
+    tier: options.Tiers = None,
+    tier_setting: options.TierSettings = None,
+    policy: Annotated[
+        str, typer.Option(help="Eviction policy of host memory; also package.module:Class.")
+    ] = options.DEFAULT_POLICY,
+    store_threshold: options.StoreThreshold = 0,
+    load_if: options.LoadIfText = options.DEFAULT_LOAD_IF,
+    hints: options.Hints = options.DEFAULT_HINTS,
+    hint_noise: options.HintNoiseText = "",
+    kv_bytes: options.KVBytes = options.DEFAULT_KV_BYTES,
+    prefill: options.Prefill = None,
+    decode: options.Decode = options.DEFAULT_DECODE,
+    max_running: options.MaxRunning = options.DEFAULT_MAX_RUNNING,
+    requests: traces.Requests = None,
 ) -> None:
     """Say why prompt tokens were computed, and what to do about it.
 
@@ -39,15 +84,75 @@ def why(
     Raises:
         ControlError: several engines run and none is named, or the engine cannot be reached.
         UnknownNameError: there is neither such an engine nor such a file.
-        TraceError: the recording cannot be read.
+        TraceError: the recording or the trace cannot be read.
+        ConfigError: a value of the simulation is not valid, or is given without ``--simulate``.
     """
-    report = explain_source(source)
-    if is_json:
-        typer.echo(json.dumps(report.to_json(), indent=1))
+    if is_simulated:
+        path = None if source is None else Path(source)
+        name, trace = open_trace(path, trace_format, example, seed, requests)
+        device_size, host_size = choose_memory(example, device, host)
+        engine_options = EngineOptions(device_size, kv_bytes, max_running, prefill, decode)
+        host_options = HostOptions(
+            host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
+        )
+        report = explain_simulation(name, trace, engine_options, host_options)
     else:
-        print_report(report, Console())
+        require_simulation(context)
+        report = explain_source(source)
+    show(report, command_line(context, "why"), is_json=is_json)
     if not report.num_requests:
         raise typer.Exit(1)
+
+
+def show(report: WhyReport, command: Sequence[str], *, is_json: bool) -> None:
+    """Print a report, as JSON with the version and the words of the command line."""
+    if is_json:
+        origin = {"kvtier": importlib.metadata.version("kvtier"), "command": shlex.join(command)}
+        typer.echo(json.dumps({**origin, **report.to_json()}, indent=1))
+    else:
+        print_report(report, Console())
+
+
+def require_simulation(context: typer.Context) -> None:
+    """Refuse an option of a simulation where none is asked for.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        given = context.get_parameter_source(name)
+        if name not in OWN_PARAMETERS and given is not None and given.name == "COMMANDLINE":
+            remedy = "describes a simulation: add --simulate and a trace, or leave it out"
+            raise ConfigError(parameter.opts[0], context.params.get(name), remedy)
+
+
+def explain_simulation(
+    name: str, trace: Trace, engine_options: EngineOptions, host_options: HostOptions
+) -> WhyReport:
+    """Simulate a trace and return why its prompts were computed.
+
+    Args:
+        name: the trace, for people.
+        trace: its requests.
+        engine_options: the engine.
+        host_options: its memory, with one policy.
+
+    Raises:
+        ConfigError: a value is not valid, or several policies are named.
+        UnknownNameError: a policy, tier or setting does not exist.
+        NamedClassError: the class that the policy names cannot be used.
+    """
+    if len(host_options.policies) > 1:
+        raise ConfigError(
+            "--policy", host_options.policy, "name one policy: kvtier simulate compares several"
+        )
+    engine, host = make_machine(trace, engine_options, host_options)
+    records: list[RequestRecord] = []
+    with show_progress("1 simulation", len(trace.requests), Console(stderr=True)) as note:
+        found = simulate(trace, engine, host, on_request=lambda: note(1, None), on_record=records.append)
+    situation = Situation(f"a simulation of {Path(name).name}", num_rejected=found.num_rejected)
+    return explain_records(records, situation)
 
 
 def explain_source(source: str | None) -> WhyReport:
@@ -58,7 +163,7 @@ def explain_source(source: str | None) -> WhyReport:
         UnknownNameError: there is neither such an engine nor such a file.
         TraceError: the recording cannot be read.
     """
-    if source is not None and (os.sep in source or Path(source).exists()):
+    if source is not None and (os.sep in source or is_file(Path(source))):
         trace = Path(source)
         return explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
     if source is None and not find_instances():
@@ -66,11 +171,13 @@ def explain_source(source: str | None) -> WhyReport:
     instance = choose_instance(source)
     records = read_engine_records(instance.path, MAX_RECORDS)
     with EngineConnection(instance.path) as connection:
-        num_requests = connection.ask("stats")["stats"].get("connector.recorded_requests")
-    return explain_records(
+        numbers = connection.ask("stats")["stats"]
+    num_requests = numbers.get("connector.recorded_requests")
+    report = explain_records(
         records,
         Situation(f"engine {instance.id}", num_requests=None if num_requests is None else int(num_requests)),
     )
+    return replace(report, findings=[*explain_audit(numbers), *report.findings])
 
 
 def print_report(report: WhyReport, console: Console) -> None:

@@ -63,6 +63,18 @@ class TransferJob:
     is_layerwise: bool = False
 
 
+class AuditReport(NamedTuple):
+    """What one worker found when it compared blocks with what is held.
+
+    Attributes:
+        job_id: the job, which that worker has ended well.
+        deviations: of each block, in the order of the job's keys: 0 for equal bytes, at most 1 within the tolerance.
+    """
+
+    job_id: TransferJobId
+    deviations: tuple[float, ...]
+
+
 class LostLoadStoreSpec(LoadStoreSpec):
     """The source of a load whose blocks were evicted before it could pin them.
 
@@ -108,6 +120,7 @@ class OffloadingWorkerMetadata:
         load_time_s: seconds that copying them took; workers copy at the same time, so it is the longest of them.
         measured_step: number of the step that this reports; None when its time is not measured.
         transfers: the copies that ended well, each of a job in ``completed_jobs``.
+        audits: the comparisons that ended well, likewise.
     """
 
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
@@ -119,6 +132,7 @@ class OffloadingWorkerMetadata:
     measured_step: int | None = None
     # Left out of comparisons: two reports of the same jobs are equal however long these took.
     transfers: tuple[TransferSample, ...] = field(default=(), compare=False)
+    audits: tuple[AuditReport, ...] = ()
 
     def mark_completed(self, job_id: TransferJobId, success: bool = True) -> None:
         """Count that one worker has ended ``job_id``."""
@@ -140,6 +154,7 @@ class OffloadingWorkerMetadata:
             max(self.load_time_s, other.load_time_s),
             other.measured_step if self.measured_step is None else self.measured_step,
             self.transfers + other.transfers,
+            self.audits + other.audits,
         )
 
     def is_empty(self) -> bool:

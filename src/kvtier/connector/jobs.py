@@ -22,6 +22,8 @@ class JobKind(Enum):
 
     LOAD = "load"
     STORE = "store"
+    AUDIT = "audit"
+    """It compares device blocks with host memory, and is counted and fenced as a store is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +62,7 @@ class TransferJobs:
 
     Attributes:
         by_id: the open jobs.
-        num_stores: how many of them are stores.
+        num_stores: how many of them are stores or audits.
         loading: for each key that is being loaded the load.
         fenced: for each fenced device block the stores that read it.
         void_keys: keys of open jobs that a reset made void. They are not stored again before those jobs end: a job's
@@ -96,14 +98,16 @@ class TransferJobs:
         return job_id
 
     def open_store(
-        self, state: RequestState, keys: list[OffloadKey], device_blocks: list[int]
+        self,
+        state: RequestState,
+        keys: list[OffloadKey],
+        device_blocks: list[int],
+        kind: JobKind = JobKind.STORE,
     ) -> TransferJobId:
-        """Add a store that reads ``device_blocks``, fence these, and return its number."""
+        """Add a store, or another job that reads ``device_blocks``, fence these, and return its number."""
         job_id = TransferJobId(self._num_jobs)
         self._num_jobs += 1
-        self.by_id[job_id] = OpenTransfer(
-            job_id, JobKind.STORE, state, keys, self._num_workers, device_blocks
-        )
+        self.by_id[job_id] = OpenTransfer(job_id, kind, state, keys, self._num_workers, device_blocks)
         self.num_stores += 1
         alone, fenced = (job_id,), self.fenced
         for block_id in device_blocks:
@@ -130,7 +134,7 @@ class TransferJobs:
                 continue
             ended.append(job)
             del self.by_id[job_id]
-            self.num_stores -= job.kind is JobKind.STORE
+            self.num_stores -= job.kind is not JobKind.LOAD
             if job.fenced_blocks:
                 self._lift_fence(job)
             if job.is_void:
@@ -139,6 +143,13 @@ class TransferJobs:
                 for key in job.keys:
                     self.loading.pop(key, None)
         return ended
+
+    def stats(self) -> dict[str, float]:
+        """Return how many jobs are open, and how many stores fence device blocks, by dotted name. Thread: any."""
+        return {
+            "connector.open_jobs": float(len(self.by_id)),
+            "connector.fenced_jobs": float(self.num_fenced_stores),
+        }
 
     def find_load_of(self, keys: Iterable[OffloadKey]) -> TransferJobId | None:
         """Return an open load that reads one of ``keys``, or None."""

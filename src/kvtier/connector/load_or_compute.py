@@ -12,12 +12,13 @@ added at half its weight. The choice with the lowest sum wins; of equal ones the
 not measured yet counts as zero, so the blocks are loaded and the time is measured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.base import OffloadingManager, OffloadingSpec
 from kvtier.config import LoadIf
-from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import split_by_need
@@ -38,6 +39,13 @@ OTHERS_WEIGHT = 0.5
 At 0 no request counts the others, and an engine that is behind computes what a tier could give it: measured on a
 recorded trace, with a tier at three quarters of its break-even, the median first token then came 11 % later than with
 everything loaded. At 1 a request may wait long for the sake of others that never come."""
+
+
+class HitFilter(Protocol):
+    """Knows which hits turned out slower to load than to compute (``audit.Audit``)."""
+
+    def skips(self, state: RequestState, tokens_by_tier: Mapping[str, int]) -> bool:
+        """Return whether to compute the hit of a request, given as tokens by medium or type of their tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,7 @@ class LoadOrCompute:
         locator: where the blocks are.
         requests: the scheduler half's requests by name; its own mapping, read only.
         clock: seconds, monotonic.
+        measured: knows which hits turned out slower to load; None: they are not measured.
     """
 
     def __init__(
@@ -157,7 +166,9 @@ class LoadOrCompute:
         locator: BlockLocator,
         requests: Mapping[str, RequestState],
         clock: Callable[[], float],
+        measured: HitFilter | None = None,
     ) -> None:
+        self._measured = measured
         self._locator = locator
         self._requests = requests
         self._clock = clock
@@ -196,6 +207,13 @@ class LoadOrCompute:
         run = self._locator.locate(keys, state.context)
         if run is None:
             return None
+        if (
+            self._measured is not None
+            and run.places
+            and self._measured.skips(state, self._count_tokens(run, 0))
+        ):
+            choice.unwanted = self._describe_unwanted(state, run, first_block, 0)
+            return first_token
         if all(place.tier is None for place in run.places):
             return max_end_token
         costs = self._costs_of(state, first_token, prefill, run.deadline_s)
@@ -228,8 +246,15 @@ class LoadOrCompute:
         for tier, keys in unwanted.to_probe.items():
             self._locator.probe(tier, keys)
 
-    def begin_step(self, output: SchedulerOutput) -> int | None:
-        """Record the start of a step; return the number under which workers report its duration."""
+    def begin_step(self, output: SchedulerOutput, loads: Collection[TransferJob] = ()) -> int | None:
+        """Record the start of a step; return the number under which workers report its duration.
+
+        Args:
+            output: what it computes.
+            loads: what begins with it. The time that a step waits for a load is not compute time: then it is not timed.
+        """
+        if any(load.is_layerwise for load in loads):
+            return None
         num_tokens = 0
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id) if num_scheduled > 1 else None
@@ -289,10 +314,7 @@ class LoadOrCompute:
     def _describe_unwanted(
         self, state: RequestState, run: LocatedRun, first_block: int, num_wanted: int
     ) -> Unwanted:
-        tokens: dict[str, int] = {}
-        for place in run.places[num_wanted:]:
-            name = CPULoadStoreSpec.medium() if place.tier is None else run.tiers[place.tier].name
-            tokens[name] = tokens.get(name, 0) + self._layout.block_tokens
+        tokens = self._count_tokens(run, num_wanted)
         keys = state.keys[self._layout.idx][first_block:]
         return Unwanted(
             tokens,
@@ -302,12 +324,21 @@ class LoadOrCompute:
             },
         )
 
+    def _count_tokens(self, run: LocatedRun, first_block: int) -> dict[str, int]:
+        """Return the tokens of a run from a block on by medium or type of their tier. Pure."""
+        tokens: dict[str, int] = {}
+        for place in run.places[first_block:]:
+            name = CPULoadStoreSpec.medium() if place.tier is None else run.tiers[place.tier].name
+            tokens[name] = tokens.get(name, 0) + self._layout.block_tokens
+        return tokens
+
 
 def make_load_or_compute(
     spec: OffloadingSpec,
     manager: OffloadingManager,
     requests: Mapping[str, RequestState],
     clock: Callable[[], float],
+    measured: HitFilter | None = None,
 ) -> LoadOrCompute | None:
     """Return the chooser; None when every hit is loaded.
 
@@ -316,10 +347,11 @@ def make_load_or_compute(
         manager: where the blocks are.
         requests: the scheduler half's requests by name; its own mapping, read only.
         clock: seconds, monotonic.
+        measured: knows which hits turned out slower to load; None: they are not measured.
     """
     is_wanted = spec.config.settings.load_if is LoadIf.FASTER
     if not is_wanted or not isinstance(manager, LocatingManager):
         return None
     if not split_by_need(make_group_layouts(spec)).full:
         return None
-    return LoadOrCompute(spec, manager.locator, requests, clock)
+    return LoadOrCompute(spec, manager.locator, requests, clock, measured)

@@ -105,7 +105,7 @@ class SchedulerCounters:
         for tier, num_tokens in tokens_by_tier.items():
             self.not_loaded_tokens[tier] = self.not_loaded_tokens.get(tier, 0) + num_tokens
 
-    def snapshot(self) -> Mapping[str, float]:
+    def stats(self) -> dict[str, float]:
         """Return the counts by dotted name."""
         by_tier = ("loaded_tokens", "not_loaded_tokens")
         jobs = [item.name for item in fields(self) if item.name not in by_tier]

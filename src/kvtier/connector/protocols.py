@@ -172,8 +172,19 @@ class LatestRecords(Protocol):
         """The latest, oldest first. Thread: any."""
 
 
+class StoppedLoads(Protocol):
+    """What stops loading when blocks are wrong."""
+
+    def resume(self) -> bool:
+        """Load hits again; return whether loading was stopped."""
+
+
 class ControlledHalf(Protocol):
     """The scheduler half of a connector, as its operators see it."""
+
+    @property
+    def audit(self) -> StoppedLoads | None:
+        """What may have stopped loading; None when nothing can."""
 
     @property
     def manager(self) -> OffloadingManager:
@@ -241,6 +252,17 @@ class RegionOwner(Protocol):
 
     def seal_region(self) -> None:
         """Unlink the region's name: all processes have mapped it."""
+
+
+@runtime_checkable
+class AuditedSpec(Protocol):
+    """Optional contract of a spec whose handlers can compare device blocks with host memory.
+
+    They take a transfer from ``GPULoadStoreSpec`` to ``AuditLoadStoreSpec`` and report the deviations of its blocks.
+    """
+
+    def audited_namespace(self) -> str | None:
+        """Return the namespace of the blocks that they can compare, for people; None when they compare none."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
 from kvtier.connector.protocols import Request, RequestRecorder
-from kvtier.connector.request_state import NOTHING_UNWANTED, BegunRequest, EndedRequest, RequestState
+from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, BegunRequest, EndedRequest, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
@@ -55,6 +55,8 @@ PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
 NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
 ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
 UNKNOWN_TENANT = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": UNKNOWN_TENANT_REASON}))
+AUDITED = Miss(MissCause.AUDITED)
+LOADS_STOPPED = Miss(MissCause.AUDITED, "", MappingProxyType({"reason": "loads stopped"}))
 LOAD_LOST = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "evicted before the load"}))
 LOAD_RESET = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "reset"}))
 LOAD_FAILED = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "copy to the device"}))
@@ -138,18 +140,23 @@ class RequestRecords:
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
         """Record that the engine begins a request; only the first time counts. Call it before ``prepare_load``."""
-        if state.begun is not None:
+        # Of a request that is audited the search may go on while it is computed; the audit calls again.
+        if state.begun is not None or (state.audit is not None and state.audit.is_open):
             return
         search, num_prompt_tokens = state.search, state.request.num_prompt_tokens
         num_local_tokens = search.num_local_tokens or 0
         last_token = num_prompt_tokens - 1 if num_prompt_tokens else 0
         first_token = min(num_local_tokens + num_external_tokens, last_token)
         missed: tuple[MissedRun, ...] = ()
-        if first_token < num_prompt_tokens:
-            missed = self._explain(state, first_token, num_external_tokens)
+        # A request that misses nothing pays for no cause: the partial block is added where the record is made.
+        common_tokens = self._groups.common_tokens
+        loadable = last_token // common_tokens * common_tokens
+        if first_token < loadable:
+            missed = self._explain(state, first_token, loadable, num_external_tokens)
         state.begun = BegunRequest(
             self._wall_clock(),
             min(num_local_tokens, first_token),
+            first_token,
             missed,
             self._clock() - search.began_s,
             search.first_missing,
@@ -180,7 +187,7 @@ class RequestRecords:
         missed: tuple[MissedRun, ...] = ()
         if num_device_tokens < num_prompt_tokens:
             missed = (MissedRun(num_device_tokens, num_prompt_tokens - num_device_tokens, miss),)
-        begun = BegunRequest(self._wall_clock(), num_device_tokens, missed, 0.0, None)
+        begun = BegunRequest(self._wall_clock(), num_device_tokens, num_device_tokens, missed, 0.0, None)
         self._unread.append(EndedRequest(request.request_id, num_prompt_tokens, begun, {}, None))
 
     def on_finished(self, state: RequestState) -> None:
@@ -217,16 +224,28 @@ class RequestRecords:
             return counts
 
     def _explain(
-        self, state: RequestState, first_token: int, num_external_tokens: int
+        self, state: RequestState, first_token: int, loadable: int, num_external_tokens: int
     ) -> tuple[MissedRun, ...]:
-        """Return why each token from ``first_token`` on is computed.
+        """Return why each token from ``first_token`` to ``loadable`` is computed.
 
         Effects:
             ``state.search.first_missing``.
         """
+        found = state.search.found
+        if (
+            found is not None
+            and found.first_end_token <= found.end_token <= first_token
+            and state.limits.max_load_tokens is None
+            and state.choice.unwanted is NOTHING_UNWANTED
+        ):  # nearly every miss: everything behind what is held is missing for one cause
+            return (
+                MissedRun(first_token, loadable - first_token, self._ask(state, first_token, loadable, None)),
+            )
         runs: list[MissedRun] = []
         at = first_token
-        for end_token, given in divide_missed(state, self._groups, first_token, num_external_tokens):
+        for end_token, given in divide_missed(
+            state, self._groups, first_token, loadable, num_external_tokens
+        ):
             if end_token <= at:
                 continue
             is_known = given is not None and given.cause is not MissCause.GROUP_SHORT
@@ -351,6 +370,9 @@ def make_record(ended: EndedRequest) -> RequestRecord:
     """Return the record of a request. Pure."""
     begun = ended.begun
     missed, first_token = begun.missed, begun.num_device_tokens
+    explained_end = missed[-1].first_token + missed[-1].num_tokens if missed else begun.first_token
+    if explained_end < ended.num_prompt_tokens:
+        missed = (*missed, MissedRun(explained_end, ended.num_prompt_tokens - explained_end, PARTIAL_BLOCK))
     num_missed_tokens = sum(run.num_tokens for run in missed)
     num_left = ended.num_prompt_tokens - first_token - num_missed_tokens
     origins = {DEVICE_ORIGIN: first_token} if first_token else {}
@@ -379,22 +401,26 @@ def record_request(recorder: RequestRecorder, state: RequestState, stop: StopRea
 
 
 def divide_missed(
-    state: RequestState, groups: SearchGroups, first_token: int, num_external_tokens: int
+    state: RequestState, groups: SearchGroups, first_token: int, loadable: int, num_external_tokens: int
 ) -> list[Segment]:
-    """Return why each token from ``first_token`` to the end of the prompt is computed, as segments in order. Pure.
+    """Return why each loadable token from ``first_token`` on is computed, as segments in order. Pure.
+
+    What is behind them is the partial block.
 
     Args:
         state: the request, whose search has its final answer.
         groups: the KV groups.
         first_token: tokens before it are on the device or loaded.
+        loadable: tokens that could be loaded: whole blocks, without the last token.
         num_external_tokens: tokens that the engine loads.
     """
-    num_prompt_tokens, common = state.request.num_prompt_tokens, groups.common_tokens
-    loadable = max(0, num_prompt_tokens - 1) // common * common
+    common = groups.common_tokens
     limit = state.limits.max_load_tokens
     allowed = loadable if limit is None else min(loadable, limit // common * common)
-    found, segments = state.search.found, []
-    if found is None:
+    found, segments = state.search.found, list[Segment]()
+    if state.audit is not None and state.audit.is_computed:
+        segments += _divide_audited(state, found, allowed)
+    elif found is None:
         segments.append(Segment(allowed, NOT_CONNECTED))
     elif num_external_tokens == 0 and found.end_token > first_token:
         declined = Segment(min(allowed, found.end_token), ENGINE_DECLINED)
@@ -407,7 +433,16 @@ def divide_missed(
         detail = MappingProxyType({"max_load_tokens": limit})
         limited = UNKNOWN_TENANT if state.tenant is None else Miss(MissCause.LIMITED, "", detail)
         segments.append(Segment(loadable, limited))
-    return [*segments, Segment(num_prompt_tokens, PARTIAL_BLOCK)]
+    return segments
+
+
+def _divide_audited(state: RequestState, found: FoundPrefix | None, allowed: int) -> list[Segment]:
+    """Return the segments up to ``allowed`` of a request that is computed whatever is held of it. Pure."""
+    if state.audit is not None and state.audit.arm is Arm.STOPPED:
+        return [Segment(allowed, LOADS_STOPPED)]
+    if found is None:  # it ended before its search did
+        return [Segment(allowed, AUDITED)]
+    return [Segment(min(allowed, found.end_token), AUDITED), *_divide_found(state, found, allowed)]
 
 
 def _divide_found(state: RequestState, found: FoundPrefix, allowed: int) -> list[Segment]:

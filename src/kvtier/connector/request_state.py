@@ -1,11 +1,12 @@
 """The scheduler half's state of one request, from its first search to its end.
 
 RequestState keeps the engine's own request object, which it reads in each step because hashes and confirmed tokens
-grow, and the keys of its blocks. The rest is in five parts, each with one writer:
+grow, and the keys of its blocks. The rest is in six parts, each with one writer:
 
     SearchState     get_num_new_matched_tokens      the result of the last search
     LoadState       the start and end of a load     the loaded tokens
     ChoiceState     load_or_compute                 how much is worth loading
+    AuditState      audit                           whether it is computed to be compared, and its first token's time
     BlockTables     the engine's allocations        which device blocks it has
     StoreState      planning                        which blocks were offered to the manager
 
@@ -15,45 +16,26 @@ A reset changes all of them: ``RequestState.on_reset``.
 import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.config import OffloadingConfig
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.connector.request_limits import (
+    RequestLimits,
+    limits_of,
+)
 from kvtier.connector.tenant_finder import TenantFinder
 from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
 from kvtier.tenants import NO_TENANT, Tenant, make_tenants, salt_hash
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How many tokens may be loaded and stored, by the client's hints and the settings.
-
-    Attributes:
-        max_load_tokens: tokens from this position on are not loaded; None sets no limit.
-        max_store_tokens: tokens from this position on are not stored; None sets no limit.
-    """
-
-    max_load_tokens: int | None = None
-    max_store_tokens: int | None = None
-
-    def within_prompt(self, num_prompt_tokens: int) -> "RequestLimits":
-        """Return the same limits with nothing stored beyond the prompt. Pure."""
-        limit = num_prompt_tokens
-        if self.max_store_tokens is not None:
-            limit = min(limit, self.max_store_tokens)
-        return replace(self, max_store_tokens=limit)
-
-
-NO_LIMITS = RequestLimits()
-NOTHING_ALLOWED = RequestLimits(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +107,73 @@ class ChoiceState:
     unwanted: Unwanted = NOTHING_UNWANTED
 
 
+class Arm(Enum):
+    """What is done with the hit of a request, for the sake of measuring it."""
+
+    LOADED = "loaded"
+    AUDITED = "audited"
+    """It is computed, and its blocks are compared with those held."""
+
+    SKIPPED = "skipped"
+    """It is computed, because loads of its length from its tier turned out slower."""
+
+    STOPPED = "stopped"
+    """It is computed, because too many blocks were wrong: nothing is loaded."""
+
+
+class PinnedBlock(NamedTuple):
+    """A block of a request that is computed and was found in host memory.
+
+    Attributes:
+        group_idx: its KV group.
+        block: its index within the request.
+        slot: where it is held.
+    """
+
+    group_idx: int
+    block: int
+    slot: int
+
+
+@dataclass(slots=True)
+class AuditState:
+    """The part of the request in the audit.
+
+    Attributes:
+        arm: what is done with its hit.
+        is_searched: whether the search for its hit is final.
+        is_begun: whether the engine has begun it.
+        is_watched: whether its first token is waited for.
+        tier: where its hit is, "host" or a tier's type.
+        num_tokens: tokens of its hit; 0 before that is known, or when there is none.
+        time_s: seconds from its first search to its first token; None before that.
+        is_counted: whether it is in the trial.
+        is_forced: whether it is loaded although loads of its length are switched off.
+        blocks: what is pinned and not compared yet.
+    """
+
+    arm: Arm
+    is_searched: bool = False
+    is_begun: bool = False
+    is_watched: bool = False
+    tier: str = ""
+    num_tokens: int = 0
+    time_s: float | None = None
+    is_counted: bool = False
+    is_forced: bool = False
+    blocks: dict[OffloadKey, PinnedBlock] = field(default_factory=dict)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the request is computed whatever is held of it."""
+        return self.arm is Arm.AUDITED or self.arm is Arm.STOPPED
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request is computed and the search for its hit goes on."""
+        return self.arm is Arm.AUDITED and not self.is_searched
+
+
 @dataclass(slots=True)
 class BlockTables:
     """The device blocks of the request.
@@ -193,13 +242,15 @@ class BegunRequest(NamedTuple):
     Attributes:
         began_s: when it began, seconds since 1970.
         num_device_tokens: tokens that the device had.
-        missed: what is computed, unless the load fails.
+        first_token: tokens before it are on the device or loaded, unless the load fails.
+        missed: why tokens from there on are computed; those behind the last of them are the partial block.
         waited_s: seconds since its first search.
         first_key: key of the first block that is missing.
     """
 
     began_s: float
     num_device_tokens: int
+    first_token: int
     missed: tuple[MissedRun, ...]
     waited_s: float
     first_key: OffloadKey | None
@@ -239,6 +290,7 @@ class RequestState:
         search: what the last search found.
         load: what its loads brought.
         choice: how much of it is worth loading.
+        audit: its part in the audit; None where there is none.
         begun: where its prompt came from, once the engine has begun it.
         ended: the same, once its load has ended.
     """
@@ -254,6 +306,7 @@ class RequestState:
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
     choice: ChoiceState = field(default_factory=ChoiceState)
+    audit: AuditState | None = None
     begun: BegunRequest | None = None
     ended: EndedRequest | None = None
 
@@ -315,16 +368,18 @@ def make_request_state(
     params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
     if envelope is not None:
         params = add_envelope(params, envelope)
-    limits = parse_request_limits(params) if params else NO_LIMITS
     context = ReqContext(request.request_id, params)
     tenant: Tenant | None = NO_TENANT
     if tenants is not None:
         tenant = tenants.find(request, params, context.hints)
-        limits = limits if tenant is not None else NOTHING_ALLOWED
     return RequestState(
         request=request,
         context=context,
-        limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
+        limits=limits_of(
+            params,
+            is_served=tenant is not None,
+            num_prompt_tokens=request.num_prompt_tokens if is_prompt_only else None,
+        ),
         key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
         blocks=BlockTables([[] for _ in range(num_groups)]),
@@ -346,16 +401,6 @@ def make_state_maker(config: OffloadingConfig, num_groups: int) -> Callable[...,
         is_prompt_only=config.settings.offload_prompt_only,
         tenants=None if tenants is None else TenantFinder(tenants),
     )
-
-
-def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
-    """Read the limits of one request; an invalid value is logged and ignored.
-
-    A client's mistake must not end the engine, and no limit is always right, only slower or faster.
-    """
-    if not params:
-        return NO_LIMITS
-    return RequestLimits(_read_limit(params, "load"), _read_limit(params, "store"))
 
 
 def follow_allocations(requests: Mapping[str, RequestState], output: SchedulerOutput) -> None:
@@ -428,14 +473,3 @@ def list_uncomputed_blocks(
         for layout, table in zip(layouts, block_ids, strict=True)
         for block_id in table[num_computed_tokens // layout.device_block_tokens :]
     ]
-
-
-def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any: a client's JSON
-    if params.get(f"skip_{direction}") is True:
-        return 0
-    name = f"max_{direction}_tokens"
-    value = params.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
-    return None

@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
-It never blocks. ``protocols`` has the order of a step. The decisions of one step are in the modules beside this one:
-how much of a prefix can be loaded (prefix_search) and how much is worth it (load_or_compute), which keys and device
-blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded (layerwise), whether
-transfers may start at all (handshake). Optional ones are None when they are off.
+It never blocks. ``protocols`` has the order of a step. Its decisions are in the modules beside this one: how much of a
+prefix can be loaded (prefix_search) and is worth it (load_or_compute), which hits are computed to check them (audit),
+which keys and device blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded
+(layerwise), whether transfers may start at all (handshake). Optional ones are None when they are off.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -11,9 +11,11 @@ Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 
-from kvtier.base import OffloadingSpec, OffloadKey, ReqContext, TransferJobId, TransferSpec
+from kvtier.base import OffloadingSpec, TransferJobId, TransferSpec
+from kvtier.connector.audit import make_audit
 from kvtier.connector.common import (
     BlockRemoved,
     BlockStored,
@@ -83,6 +85,7 @@ class OffloadingConnectorScheduler:
         counters: what was decided so far.
         layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
+        audit: computes some hits to compare them with what is held; None when it is off.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
         control: what serves the operators; None when nothing does.
         records: where the prompts of the latest requests came from, and counts of all.
@@ -105,15 +108,20 @@ class OffloadingConnectorScheduler:
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
         self.layerwise = make_layerwise_choice(spec)
-        self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock)
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.layouts = make_group_layouts(spec)
         self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock)
+        self._jobs = TransferJobs(spec.config.world_size)
+        self.audit = make_audit(spec, self.manager, self._jobs, self.records, clock, self._find_end)
+        self._find = self._find_end if self.audit is None else self.audit.find_end
+        self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock, self.audit)
+        # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
+        self._maximal_prefix_lookup = partial(maximal_prefix_lookup, self.manager)
+        self._sliding_window_lookup = partial(sliding_window_lookup, self.manager)
         self._search_groups = split_by_need(self.layouts)
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
-        self._jobs = TransferJobs(spec.config.world_size)
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
@@ -162,7 +170,7 @@ class OffloadingConnectorScheduler:
         if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
         began_s = self._clock()
-        end_token = self._find_end(state, num_computed_tokens)
+        end_token = self._find(state, num_computed_tokens)
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
@@ -193,6 +201,8 @@ class OffloadingConnectorScheduler:
         self.records.on_begun(state, num_external_tokens)
         if num_external_tokens:
             self._begin_load(state, blocks, num_external_tokens)
+        if self.audit is not None:
+            self.audit.on_begun(state, num_external_tokens)
         if self.load_or_compute is not None:
             self.load_or_compute.on_begun(state, num_external_tokens, self.counters)
 
@@ -225,18 +235,15 @@ class OffloadingConnectorScheduler:
         if self._handshake is not None:
             self._handshake.on_step()
         else:
-            requests = self._requests
             for req_id, num_tokens in num_scheduled_tokens.items():
-                state = requests.get(req_id)
-                if (
-                    state is not None
-                    and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens
-                ):
+                state = self._requests.get(req_id)
+                if state and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens:
                     self._prepare_stores(state, num_tokens, store_jobs)
+            if self.audit is not None:
+                store_jobs |= self.audit.on_step(num_scheduled_tokens)
         measured_step = None
-        # The time that a step waits for a load is not compute time.
-        if self.load_or_compute is not None and not any(job.is_layerwise for job in self._load_jobs.values()):
-            measured_step = self.load_or_compute.begin_step(scheduler_output)
+        if self.load_or_compute is not None:
+            measured_step = self.load_or_compute.begin_step(scheduler_output, self._load_jobs.values())
         metadata = OffloadingConnectorMetadata(
             self._load_jobs,
             store_jobs,
@@ -262,18 +269,21 @@ class OffloadingConnectorScheduler:
             self._handshake.record(report.region_identities)
             if self._handshake.is_open:
                 self._handshake = None
-        if self.layerwise is not None and report.layerwise_workers:
+        if self.layerwise is not None:
             self.layerwise.count_workers(report.layerwise_workers)
         if not report.completed_jobs:
             return
         if report.transfers:
             self._transfers.add(report.transfers)
-        for job in self._jobs.count(report):
+        ended = self._jobs.count(report)
+        for job in ended:
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
-            else:
+            elif job.kind is JobKind.STORE:
                 self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
                 self.counters.failed_store_jobs += job.has_failed
+        if self.audit is not None:
+            self.audit.on_reports(report, ended)
 
     def request_finished(
         self, request: Request, stop: StopReason = StopReason.UNKNOWN, *, is_traffic: bool = True
@@ -292,6 +302,8 @@ class OffloadingConnectorScheduler:
         if state is None:
             self.records.forget_excluded(request.request_id)
         else:
+            if self.audit is not None:
+                self.audit.on_finished(state)
             if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
                 self.records.on_finished(state)
             self.manager.request_finished(state.context)
@@ -335,6 +347,8 @@ class OffloadingConnectorScheduler:
         self._jobs_to_fail |= loads - self._load_jobs.keys()
         for state in self._requests.values():
             state.on_reset()
+        if self.audit is not None:
+            self.audit.on_reset()
         self.manager.reset()
 
     def stats(self) -> dict[str, float]:
@@ -342,15 +356,12 @@ class OffloadingConnectorScheduler:
 
         Thread: any. Numbers that change meanwhile may be of slightly different moments.
         """
-        gauges = {
-            "connector.open_jobs": float(len(self._jobs.by_id)),
-            "connector.fenced_jobs": float(self._jobs.num_fenced_stores),
-            "connector.requests": float(len(self._requests)),
-        }
-        recorded = {} if self.recorder is None else self.recorder.stats()
-        chosen = {} if self.load_or_compute is None else self.load_or_compute.stats()
-        counts = {**self.counters.snapshot(), **self.records.stats(), **self._transfers.stats()}
-        return {**self.manager.stats(), **counts, **gauges, **chosen, **recorded}
+        numbers = {**self.manager.stats(), "connector.requests": float(len(self._requests))}
+        optional = (self.recorder, self.load_or_compute, self.audit)
+        always = (self.counters, self.records, self._transfers, self._jobs)
+        for part in (*always, *[part for part in optional if part is not None]):
+            numbers |= part.stats()
+        return numbers
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         """Return the histograms of the connector and of its manager, by dotted name. Thread: any."""
@@ -366,15 +377,6 @@ class OffloadingConnectorScheduler:
             for state in self._requests.values():
                 record_request(self.recorder, state, StopReason.UNKNOWN)
             self.recorder.close()
-
-    # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
-    def _maximal_prefix_lookup(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int | None:
-        return maximal_prefix_lookup(self.manager, keys, req_context)
-
-    def _sliding_window_lookup(
-        self, keys: Sequence[OffloadKey], sliding_window_size: int, req_context: ReqContext
-    ) -> int | None:
-        return sliding_window_lookup(self.manager, keys, sliding_window_size, req_context)
 
     def _add_request(self, request: Request, key_salt: bytes) -> RequestState:
         state = self._requests[request.request_id] = self._make_state(request, key_salt=key_salt)
@@ -460,8 +462,7 @@ class OffloadingConnectorScheduler:
         """Add stores to ``store_jobs`` as far as the manager has room."""
         storable = list_storable_blocks(self.layouts, state, num_scheduled_tokens)
         if storable and self._jobs.void_keys:
-            void_keys = self._jobs.void_keys
-            storable = list(takewhile(lambda block: block.key not in void_keys, storable))
+            storable = list(takewhile(lambda block: block.key not in self._jobs.void_keys, storable))
             state.stores.next_tokens = 0  # the others are offered when those jobs have ended
         if not storable:
             return
@@ -492,6 +493,5 @@ class OffloadingConnectorScheduler:
 
     def _touch(self, state: RequestState, end_token: int) -> None:
         """Touch the request's blocks, the first most recent, so that its tail is evicted first."""
-        keys = state.keys_by_position(self.layouts, end_token)
-        if keys:
+        if keys := state.keys_by_position(self.layouts, end_token):
             self.manager.touch(keys, state.context)

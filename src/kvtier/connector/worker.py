@@ -21,6 +21,7 @@ from kvtier.base import (
 )
 from kvtier.config import LoadIf
 from kvtier.connector.common import (
+    AuditReport,
     LostLoadStoreSpec,
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -248,6 +249,8 @@ class OffloadingConnectorWorker:
                 self._record(result)
                 self._stores.remove(result.job_id)
                 self._report.mark_completed(result.job_id, result.success)
+                if result.deviations:
+                    self._report.audits += (AuditReport(result.job_id, result.deviations),)
             else:
                 logger.error("a handler reported job %d, which is not open: ignored", result.job_id)
         return set(), ended

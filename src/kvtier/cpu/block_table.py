@@ -290,13 +290,6 @@ class BlockTable:
             evicted += self._give_back(victims)
         return evicted
 
-    def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Forget idle blocks as if they had never been stored."""
-        blocks = [(key, self.get_block(key)) for key in keys]
-        for key in keys:
-            self.policy.remove(key)
-        self._give_back([(key, block) for key, block in blocks if block is not None])
-
     def finish_writes(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
         """Make the in-flight ones of ``keys`` ready, or forget them; return those that were in flight.
 
@@ -330,6 +323,15 @@ class BlockTable:
         """Tell the listeners what ``finish_writes`` has returned; called right after it where there are some."""
         for listener in self.listeners:
             (listener.on_ready if success else listener.on_gone)(keys)
+
+    def forget_idle(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of ``keys`` that are idle, and free their slots; return them."""
+        idle = {
+            key: block for key in keys if (block := self.get_block(key)) is not None and not block.ref_cnt
+        }
+        for key in idle:
+            self.policy.remove(key)
+        return self._give_back(list(idle.items()))
 
     def forget_blocks(self) -> list[OffloadKey]:
         """Forget every block and orphan the slots in use; return the keys that were ready."""

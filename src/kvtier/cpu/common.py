@@ -13,6 +13,14 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return "CPU"
 
 
+class AuditLoadStoreSpec(BlockIDsLoadStoreSpec):
+    """Slots whose bytes device blocks are compared with: a transfer there writes nothing."""
+
+    @staticmethod
+    def medium() -> str:
+        return "AUDIT"
+
+
 MAX_UNTAKEN_KEYS = 262_144
 """Keys in events that were not taken yet, about 20 MB, before they are merged. Fewer merge more often for a reader that
 takes them once a minute at two thousand stores and evictions a second; more only cost memory."""

@@ -19,9 +19,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.base import (
+    BlockIds,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
@@ -33,7 +36,9 @@ from kvtier.base import (
     TransferType,
 )
 from kvtier.config import CudaCopier
+from kvtier.cpu.audit_handler import AuditHandler
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.compare import KVFormat
 from kvtier.cpu.cuda.copy_autotune import Choice
 from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
 from kvtier.cpu.cuda.start import StreamQueue, choose_copiers, map_rows, pin_region
@@ -103,6 +108,7 @@ class CpuGpuOffloadingHandlers:
         num_cpu_blocks: slots.
         mmap_region: the rows; None: private ones.
         cuda_copier: how to move bytes of CUDA tensors.
+        audit_format: what the bytes mean, to compare blocks with rows; None compares none.
 
     Raises:
         KVCacheLayoutError: the tensors cannot be placed in rows.
@@ -114,6 +120,7 @@ class CpuGpuOffloadingHandlers:
     Attributes:
         gpu_to_cpu_handler: stores.
         cpu_to_gpu_handler: loads.
+        audit_handler: comparisons; None without ``audit_format``.
         layout: the bytes within a row.
         rows: this worker's part of the rows, shape (num_cpu_blocks, layout.part_bytes), int8, CPU.
     """
@@ -125,6 +132,7 @@ class CpuGpuOffloadingHandlers:
         num_cpu_blocks: int,
         mmap_region: SharedOffloadRegion | None = None,
         cuda_copier: CudaCopier = CudaCopier.AUTO,
+        audit_format: KVFormat | None = None,
     ) -> None:
         self.layout = plan_layout(kv_caches, block_size_factor)
         pages = _take_pages(kv_caches)
@@ -143,6 +151,9 @@ class CpuGpuOffloadingHandlers:
         )
         self.gpu_to_cpu_handler: OffloadingHandler = self._directions[0]
         self.cpu_to_gpu_handler: OffloadingHandler = self._directions[1]
+        self.audit_handler = (
+            None if audit_format is None else AuditHandler(self.layout, self.rows.numpy(), audit_format)
+        )
         self._use(pages)
 
     @property
@@ -175,6 +186,8 @@ class CpuGpuOffloadingHandlers:
         """
         for direction in self._directions:
             direction.detach()
+        if self.audit_handler is not None:
+            self.audit_handler.detach()
         for copier in self._copiers:
             copier.release()
         self._copiers = ()
@@ -184,6 +197,8 @@ class CpuGpuOffloadingHandlers:
         self._has_ended = True
         for direction in self._directions:
             direction.shutdown()
+        if self.audit_handler is not None:
+            self.audit_handler.shutdown()
         # Before the rows are dropped: they may be what keeps the pinned mapping alive.
         if self._pinned is not None:
             self._pinned.unpin()
@@ -203,6 +218,8 @@ class CpuGpuOffloadingHandlers:
         storing, loading = self._directions
         storing.attach(self._copiers[0].store)
         loading.attach(self._copiers[1].load, self._copiers[1].load)
+        if self.audit_handler is not None:
+            self.audit_handler.attach(partial(_read_pages, pages))
 
 
 class RowHandler(OffloadingHandler, LayerwiseHandler):
@@ -333,6 +350,18 @@ def _as_pages(index: int, cache: CanonicalKVCacheTensor) -> torch.Tensor:
             "to the bytes of a block, padding included; a ref's page_size_bytes leaves padding out"
         )
     return pages
+
+
+def _read_pages(
+    pages: Sequence[torch.Tensor], tensor_idx: int, blocks: BlockIds
+) -> Callable[[], npt.NDArray[np.int8]]:
+    """Begin to read device blocks for a comparison (``audit_handler.ReadPages``)."""
+    tensor = pages[tensor_idx]
+    if tensor.device.type == "cpu":
+        return lambda: tensor.numpy()[blocks]
+    # In the order of the compute stream, so that what computes the blocks has ended; blocks for the copy.
+    found = tensor[torch.from_numpy(blocks).to(tensor.device)].cpu().numpy()
+    return lambda: found
 
 
 def _common_device(pages: Sequence[torch.Tensor]) -> torch.device:

@@ -35,7 +35,7 @@ from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
-from kvtier.operating import PinnedBlocks, PurgedBlocks
+from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
 from kvtier.tenants import Tenants
 
 MIN_STORE_THRESHOLD = 2
@@ -51,7 +51,8 @@ class HostDeparture(IntEnum):
     ADMISSION = 3
     JOB_FAILED = 4
     PURGED = 5
-    EXPIRED = 6
+    DROPPED = 6
+    EXPIRED = 7
 
 
 HOST_DEPARTURES = (
@@ -61,6 +62,7 @@ HOST_DEPARTURES = (
     not_stored(NotStored.ADMISSION),
     not_stored(NotStored.JOB_FAILED),
     Miss(MissCause.PURGED, HOST_ORIGIN),
+    Miss(MissCause.DAMAGED, HOST_ORIGIN, MappingProxyType({"reason": "audit"})),
     Miss(MissCause.EXPIRED, HOST_ORIGIN),
 )
 
@@ -226,17 +228,18 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.finish_writes(keys, success=success)
 
     def finish_writes(
-        self, keys: Collection[OffloadKey], *, success: bool, may_settle_orphans: bool = True
+        self, keys: Collection[OffloadKey], *, success: bool, is_promotion: bool = False
     ) -> list[OffloadKey]:
         """Do what complete_store does and return those of ``keys`` whose write has ended by it, in their order.
 
         Args:
             keys: the blocks.
             success: whether their bytes are whole.
-            may_settle_orphans: False when the caller knows that the writes began after the last reset.
+            is_promotion: whether a tier has written them: such writes began after the last reset, and why one failed is
+                the tier's to remember.
         """
         table = self.table
-        if may_settle_orphans and table.orphans.by_slot:
+        if not is_promotion and table.orphans.by_slot:
             keys = table.orphans.settle_keys(keys, is_write=True)
         finished = table.finish_writes(keys, success=success)
         if table.listeners:
@@ -247,7 +250,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
                 self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
-            self.departed.add(finished, HostDeparture.JOB_FAILED)
+            if not is_promotion:
+                self.departed.add(finished, HostDeparture.JOB_FAILED)
         return finished
 
     def reserve(
@@ -335,9 +339,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             return []
         if self.leases.ends_s:
             self.leases.unpin(expired)
-        get = self._get_block
-        idle = [key for key in expired if (block := get(key)) is not None and block.ref_cnt == 0]
-        self.table.drop(idle)
+        idle = self.table.forget_idle(expired)
         self._num_expired += len(idle)
         self.departed.add(idle, HostDeparture.EXPIRED)
         if self._events is not None:
@@ -352,16 +354,16 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
+    def purge(self, tiers: Collection[str] | None) -> Purge:
         """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
                 if name != HOST_ORIGIN:
                     raise UnknownNameError("tier", name, [HOST_ORIGIN])
             if not tiers:
-                return PurgedBlocks()
+                return Purge(PurgedBlocks())
         num_purged = len(self.purge_blocks())
-        return PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held})
+        return Purge(PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held}))
 
     def purge_blocks(self) -> list[OffloadKey]:
         """End every lease and evict every block that is not in use; return their keys."""
@@ -369,13 +371,31 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         num_evictable = self.table.num_evictable
         return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
 
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` as far as they are idle; see ``DroppingManager``."""
+        self.drop_blocks(keys)
+        return DroppedBlocks(self.list_held(keys))
+
+    def drop_blocks(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """End the leases of ``keys`` and forget those that are idle; return these."""
+        self.leases.unpin(keys)
+        dropped = self.table.forget_idle(keys)
+        self.departed.add(dropped, HostDeparture.DROPPED)
+        if self._events is not None:
+            self._events.record(dropped, removed=True)
+        return dropped
+
+    def list_held(self, keys: Collection[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """Return those of ``keys`` that are held, ready or in flight. Pure."""
+        return tuple(key for key in keys if self._get_block(key) is not None)
+
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
         if self._get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
-        return self.departed.explain_run(key, behind)
+        return self.departed.explain(key, behind)
 
     def reset(self) -> None:
         self.leases.unpin(None)

@@ -20,7 +20,7 @@ import re
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -94,12 +94,19 @@ class RegionFile:
         fd: its descriptor; the lock lives as long as it or a duplicate.
         identity: (device, inode).
         is_creator: whether this process created it.
+        pid: this process; a child that it forks shares the lock, and must not use or give it back.
     """
 
     path: Path
     fd: int
     identity: tuple[int, int]
     is_creator: bool
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a child of the one that opened the file."""
+        return os.getpid() != self.pid
 
 
 class _Step(Enum):
@@ -176,9 +183,9 @@ def remove_name(path: Path, identity: tuple[int, int]) -> None:
 
 
 def leave_region_file(file: RegionFile) -> None:
-    """Close the descriptor; the last process removes the name."""
+    """Close the descriptor; the last process removes the name, and a forked child neither that nor the lock."""
     try:
-        if _try_lock(file.fd, fcntl.LOCK_EX):
+        if not file.is_inherited and _try_lock(file.fd, fcntl.LOCK_EX):
             remove_name(file.path, file.identity)
     finally:
         os.close(file.fd)

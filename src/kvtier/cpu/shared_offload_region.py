@@ -148,8 +148,12 @@ class SharedOffloadRegion:
         return memoryview(self.mapping()).cast("b", shape=[self.num_blocks, self.row_stride])
 
     def seal(self) -> None:
-        """Unlink the name, so that the kernel frees the memory however the processes die; idempotent."""
-        remove_name(self._file.path, self.identity)
+        """Unlink the name, so that the kernel frees the memory however the processes die; idempotent.
+
+        Without effect in a forked child.
+        """
+        if not self._file.is_inherited:
+            remove_name(self._file.path, self.identity)
 
     def cleanup(self) -> None:
         """Release the mapping, the descriptor and, in the last process, the name; idempotent.

@@ -19,14 +19,16 @@ from kvtier.base import (
 )
 from kvtier.config import HostSize, OffloadingConfig
 from kvtier.cpu.auto_size import AutoSize, find_auto_size
-from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
+from kvtier.cpu.compare import FORMATS, KVFormat, find_format
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
-from kvtier.errors import ConfigError, RegionError, RegionMemoryError
+from kvtier.errors import ConfigError, RegionError, RegionMemoryError, shorten
+from kvtier.namespace import make_namespace
 from kvtier.tenants import Tenants, make_tenants
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         eviction_policy: name of the policy.
         store_threshold: accesses before a key is stored; below 2 it is stored at once.
         max_tracker_size: access counts kept.
+        audit_format: what the bytes mean, to compare blocks; None: blocks are not compared.
     """
 
     row_alignment_bytes: ClassVar[int] = 1
@@ -75,6 +78,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.num_blocks = _count_blocks(self.auto_size or settings.cpu_bytes_to_use, self.row_stride)
         if self.auto_size is not None and config.rank is None:  # the scheduler's half speaks for all
             logger.info('"cpu_bytes_to_use": "auto" is %s', self.auto_size)
+        self.audit_format = self._find_audit_format() if settings.audit_ratio else None
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
         self._instance_lock: InstanceLock | None = None
@@ -97,6 +101,12 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers.attach(kv_caches)
         yield HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler)
         yield HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
+        if self._handlers.audit_handler is not None:
+            yield HandlerEntry(GPULoadStoreSpec, AuditLoadStoreSpec, self._handlers.audit_handler)
+
+    def audited_namespace(self) -> str | None:
+        """Return the namespace of the blocks that the handlers can compare; None when they compare none."""
+        return None if self.audit_format is None else make_namespace(self.config, self.row_stride).name
 
     def detach_kv_caches(self) -> None:
         """Drop the registered tensors when started copies have ended; rows keep their bytes. Idempotent.
@@ -122,7 +132,11 @@ class CPUOffloadingSpec(OffloadingSpec):
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
         """Build the worker side with private rows; a subclass gives it a region."""
         return CpuGpuOffloadingHandlers(
-            kv_caches, self.block_size_factor, self.num_blocks, cuda_copier=self.config.settings.cuda_copier
+            kv_caches,
+            self.block_size_factor,
+            self.num_blocks,
+            cuda_copier=self.config.settings.cuda_copier,
+            audit_format=self.audit_format,
         )
 
     def make_region(self, rank: int | None) -> SharedOffloadRegion:
@@ -166,6 +180,14 @@ class CPUOffloadingSpec(OffloadingSpec):
     @property
     def _instance_id(self) -> str:
         return self.config.settings.instance_id or self.config.engine_id
+
+    def _find_audit_format(self) -> KVFormat | None:
+        found = find_format(self.config.kv_dtype)
+        is_told = bool(self.config.kv_dtype) and self.config.rank is None
+        if found is None and is_told:  # the scheduler's half speaks for all
+            kv_dtype, known = shorten(self.config.kv_dtype), ", ".join(FORMATS)
+            logger.info("no request is audited: KV dtype %s is none of %s", kv_dtype, known)
+        return found
 
     def _find_auto_size(self) -> AutoSize:
         mount = self.system_root / SHARED_MEMORY_DIRECTORY.relative_to("/") if self.has_region else None

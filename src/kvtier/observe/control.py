@@ -342,5 +342,13 @@ def describe_engine(config: OffloadingConfig, started_s: float) -> Message:
         "started_s": started_s,
         "block_tokens": [group.block_size_tokens * config.block_size_factor for group in config.groups],
         "eviction_policy": settings.eviction_policy,
+        "metrics": describe_metrics_page(config),
         "tiers": [str(tier.get("type", "")) for tier in settings.secondary_tiers],
     }
+
+
+def describe_metrics_page(config: OffloadingConfig) -> str:
+    """Return the address of the engine's own metrics page; empty where the settings name no port. Pure."""
+    settings = config.settings
+    # 0 is a free port that nothing here knows; with data parallelism other ranks have the ports behind the first.
+    return f"http://{settings.metrics_host}:{settings.metrics_port}/metrics" if settings.metrics_port else ""

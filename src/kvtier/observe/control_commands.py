@@ -17,9 +17,10 @@ from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
+from kvtier.operating import Purge as PurgeUnderWay
 from kvtier.tenants import NO_TENANT, Tenant, Tenants
 
-COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge")
+COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
 
 DEFAULT_LEASE_S = 600.0
@@ -184,19 +185,40 @@ class Purge(Command):
 
     def __init__(self, tiers: Sequence[str] | None) -> None:
         self._tiers = tiers
+        self._purge: PurgeUnderWay | None = None
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
         manager = half.manager
-        if not isinstance(manager, PurgingManager):
-            raise _unable(manager, "purge")
-        purged = manager.purge(self._tiers)
+        if self._purge is None:
+            if not isinstance(manager, PurgingManager):
+                raise _unable(manager, "purge")
+            self._purge = manager.purge(self._tiers)
+        purged = self._purge.result
+        if purged is None:
+            return None
         return {
             "ok": True,
             "num_purged": purged.num_purged,
             "num_in_use": purged.num_in_use,
-            "unable": list(purged.unable),
+            "unable": purged.unable,
         }
+
+    def describe_progress(self) -> str:
+        num_removed = 0 if self._purge is None else self._purge.num_removed
+        return f"{num_removed} blocks are removed so far, and the engine goes on with it"
+
+
+class Resume(Command):
+    """Loads hits again that an audit has stopped."""
+
+    def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
+        del now_s
+        if half.audit is None:
+            raise ControlError(
+                "this engine audits no request: audit_ratio is 0, or its KV cannot be compared"
+            )
+        return {"ok": True, "was_stopped": half.audit.resume()}
 
 
 def make_command(
@@ -227,6 +249,8 @@ def make_command(
         return Prefetch(read_prefix(request, hash_prompt, tenants))
     if name == "purge":
         return Purge(read_tiers(request))
+    if name == "resume":
+        return Resume()
     raise UnknownNameError("command", name, COMMANDS)
 
 

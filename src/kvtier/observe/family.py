@@ -17,7 +17,7 @@ from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES, HistogramSnaps
 _LABEL = re.compile(r"\{(?P<label>\w+)(?::(?P<values>[\w|]+))?\}")
 _CHOICE = re.compile(r"<([\w|]+)>")
 
-LABEL_FORMS = {"tier_index": r"[0-9]+", "cause": r"[^.]+"}
+LABEL_FORMS = {"tier_index": r"[0-9]+", "cause": r"[^.]+", "bound": r"[^.]+", "length": r"[0-9]+"}
 """What a label's value looks like, where it is not any text: a tier's type may have dots."""
 
 LABEL_WORDS = {"CPU": "host"}

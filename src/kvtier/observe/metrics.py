@@ -183,6 +183,74 @@ CONNECTOR = (
     counter("kvtier_recorded_bytes", "recorder.bytes", "Size of the recorded trace.", "bytes"),
 )
 
+AUDIT = (
+    counter(
+        "kvtier_audited_requests",
+        "audit.requests",
+        "Requests that were computed although their prefix was held, to compare it (`audit_ratio`).",
+        "requests",
+    ),
+    counter(
+        "kvtier_audit_equal_blocks", "audit.equal_blocks", "Compared blocks with the same bytes.", "blocks"
+    ),
+    counter(
+        "kvtier_audit_close_blocks",
+        "audit.close_blocks",
+        "Compared blocks that differ by no more than computing them in another batch does.",
+        "blocks",
+    ),
+    counter(
+        "kvtier_audit_wrong_blocks",
+        "audit.wrong_blocks",
+        "Compared blocks that are wrong. They are dropped; after more than `audit_limit` of them nothing is loaded.",
+        "blocks",
+    ),
+    counter(
+        "kvtier_audit_lost_blocks",
+        "audit.lost_blocks",
+        "Blocks that were to be compared and were not: the request ended before its tier delivered, or a job failed.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_audit_largest_deviation",
+        "audit.largest_deviation",
+        "The largest deviation of a compared block, in tolerances: above 1 it was wrong.",
+        "tolerances",
+    ),
+    gauge(
+        "kvtier_loads_stopped",
+        "audit.loads_stopped",
+        "1 while no hit is loaded because too many blocks were wrong.",
+        "0 or 1",
+    ),
+    gauge(
+        "kvtier_saved_seconds_per_token",
+        "audit.saved_s.{bound}.{length}.{tier}",
+        "Seconds that a loaded token saves of the time to the first token: `bound` is `mean`, or `low` or `high` for "
+        "the ends of the 95 % interval; `length` is where the class of hit lengths begins, in tokens. Below zero "
+        "loading is slower than computing.",
+        "seconds per token",
+    ),
+    counter(
+        "kvtier_trial_loaded_requests",
+        "audit.loaded_requests.{length}.{tier}",
+        "Requests behind that number that loaded their hit.",
+        "requests",
+    ),
+    counter(
+        "kvtier_trial_computed_requests",
+        "audit.computed_requests.{length}.{tier}",
+        "Requests behind it that computed their hit.",
+        "requests",
+    ),
+    gauge(
+        "kvtier_loads_switched_off",
+        "audit.switched_off.{length}.{tier}",
+        'Whether that interval lies below zero: with `load_if: "faster"` such hits are computed.',
+        "0 or 1",
+    ),
+)
+
 HOST = (
     gauge("kvtier_host_capacity_blocks", "primary.capacity_blocks", "Slots of host memory.", "blocks"),
     gauge("kvtier_host_held_blocks", "primary.held_blocks", "Blocks that host memory holds.", "blocks"),
@@ -327,6 +395,7 @@ DEVICE = (
 SECTIONS = {
     "Prompt tokens": TOKENS,
     "Between device and host memory": CONNECTOR,
+    "Audit: are hits right, and worth it": AUDIT,
     "Host memory and requests that wait": HOST,
     "Secondary tiers: traffic": TIER_TRAFFIC,
     "Secondary tiers: content": TIER_CONTENT,

@@ -55,7 +55,11 @@ REMEDIES: dict[MissCause, str] = {
         "Computing them was faster than loading them from this tier, so all is as it should be. A faster tier would "
         "bring hits."
     ),
-    MissCause.AUDITED: "The request was computed on purpose, to compare it with what is stored.",
+    MissCause.AUDITED: (
+        "The request was computed on purpose, to compare it with what is stored (audit_ratio). With the reason "
+        '"loads stopped" too many blocks were wrong, and nothing is loaded: the log names them. When the cause is '
+        "gone, restart or run kvtier audit --resume."
+    ),
     MissCause.PARTIAL_BLOCK: (
         "Less than a block is left, or the last token, which every engine computes. A smaller block_size leaves less; "
         "nothing else helps."

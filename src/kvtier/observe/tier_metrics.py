@@ -163,6 +163,12 @@ TIER_CONTENT = (
     counter(
         "kvtier_tier_evicted_blocks", TIER + "evicted_blocks", "Blocks that the tier has evicted.", "blocks"
     ),
+    counter(
+        "kvtier_tier_keyless_blocks",
+        TIER + "keyless_blocks",
+        "Blocks that were neither stored nor loaded because their tenant has no key in the ring.",
+        "blocks",
+    ),
     counter("kvtier_tier_evicted_bytes", TIER + "evicted_bytes", "Bytes that the tier has evicted.", "bytes"),
     counter("kvtier_tier_evicted_objects", TIER + "evicted", "Objects that the tier has removed.", "objects"),
     counter(

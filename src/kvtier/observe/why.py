@@ -42,11 +42,13 @@ class Situation:
         source: where the records are from, for the headline.
         has_engine: whether there is an engine at all.
         num_requests: requests in all, of which only the latest may have records; None: as many as there are records.
+        num_rejected: requests of a simulation that need more device blocks than there are; they have no record.
     """
 
     source: str = ""
     has_engine: bool = True
     num_requests: int | None = None
+    num_rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,12 @@ def _explain_nothing(situation: Situation) -> Finding:
             "recording."
         )
         return Finding("no_engine", text)
+    if situation.num_rejected:
+        text = (
+            f"No request could be served: each of {situation.num_rejected:,} needs more device blocks than there are. "
+            "Give the simulated engine more --device."
+        )
+        return Finding("all_rejected", text)
     text = (
         "No request has begun yet. Send one; if an engine serves requests, they do not reach kvtier: is its connector "
         "configured?"

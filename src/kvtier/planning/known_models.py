@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.input_files import is_dir, is_there
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_config
 
 CONFIG_FILE = "config.json"
@@ -62,11 +63,11 @@ def find_model(model: str, kv_dtype: str | None = None) -> SizedModel:
         UnknownNameError: there is no such file, and no such name in the table.
     """
     path = Path(model)
-    if path.is_dir():
+    if is_dir(path):
         path /= CONFIG_FILE
         if not path.exists():
             raise ConfigError("MODEL", model, f"is a folder without {CONFIG_FILE}: give a model's folder")
-    if path.exists():
+    if is_there(path):
         return SizedModel(model, read_shape(path, kv_dtype, GUIDE))
     table = _read_table()
     name = {_normalise(known): known for known in table}.get(_normalise(model))

@@ -10,7 +10,6 @@ Each assumption about a missing value is kept as a sentence. Models that this ca
 recurrent states, are refused: a wrong number of bytes would make the whole plan wrong.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import ConfigError
+from kvtier.input_files import parse_json, read_text_file
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -308,14 +308,8 @@ def read_shape(path: Path, kv_dtype: str | None = None, guide: str = GUIDE) -> M
     Raises:
         ConfigError: the file cannot be read, or describes no supported KV cache.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("--config", str(path), f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ConfigError(
-            "--config", str(path), f"is not JSON ({error}): give a model's config.json"
-        ) from error
+    text = read_text_file("--config", path)
+    found = parse_json("--config", str(path), text, "give a model's config.json")
     if not isinstance(found, dict):
         raise ConfigError("--config", str(path), "is not a JSON object: give a model's config.json")
     return shape_of_config(found, kv_dtype, guide)

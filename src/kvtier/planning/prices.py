@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cost_model import LinkRate, make_link_rate
-from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.errors import ConfigError, UnknownNameError, shorten
+from kvtier.input_files import read_text_file
 from kvtier.sim.link import LinkSpeed
 
 GIB = 2**30
@@ -203,12 +204,11 @@ def read_prices(path: Path | None = None) -> PriceList:
         if path is None:
             text = resources.files("kvtier.planning").joinpath("prices.toml").read_text(encoding="utf-8")
         else:
-            text = path.read_text(encoding="utf-8")
+            text = read_text_file("--prices", path)
         return parse_prices(tomllib.loads(text))
-    except OSError as error:
-        raise ConfigError("--prices", shown, f"cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("--prices", shown, f"is not TOML ({error})") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ConfigError("--prices", shown, f"is not TOML ({reason})") from error
 
 
 def parse_prices(found: Mapping[str, Any]) -> PriceList:
@@ -242,7 +242,7 @@ def parse_prices(found: Mapping[str, Any]) -> PriceList:
 def _parse_medium(entry: Mapping[str, Any]) -> Medium:
     needed = {field.name for field in fields(Medium) if field.default is MISSING}
     name = entry.get("name")
-    label = f"medium {name!r}" if isinstance(name, str) else "medium"
+    label = f"medium {shorten(name)}" if isinstance(name, str) else "medium"
     _check_fields(label, entry, needed, {field.name for field in fields(Medium)})
     for field in fields(Medium):
         value = entry.get(field.name)

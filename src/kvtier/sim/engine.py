@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
+from kvtier.connector.common import StopReason
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
@@ -35,6 +36,43 @@ costs time without benefit; longer blurs the deadline of a waiting request."""
 NOTHING = StepOutput()
 
 
+class RecordReporter:
+    """Stands for the connector's recorder of traces: passes on what is known of each request that has ended.
+
+    Args:
+        on_record: called with where its prompt came from.
+    """
+
+    def __init__(self, on_record: Callable[[RequestRecord], object]) -> None:
+        self._on_record = on_record
+
+    def on_arrival(self, req_id: str) -> None:
+        """Do nothing: a trace has the arrivals."""
+
+    def on_end(
+        self,
+        req_id: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        keys: Sequence[bytes],
+        stop: StopReason = StopReason.UNKNOWN,
+        record: RequestRecord | None = None,
+    ) -> None:
+        """Pass on the record of a request that was computed."""
+        if record is not None:
+            self._on_record(record)
+
+    def forget(self, req_id: str) -> None:
+        """Do nothing."""
+
+    def stats(self) -> dict[str, float]:
+        """Return nothing, so that a simulation has the same counters with and without records."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class SimulatedEngine:
     """Serves requests. Used from one thread, once.
 
@@ -44,6 +82,7 @@ class SimulatedEngine:
         on_finished: called with each request that has its whole answer, and each that never fits.
         num_keys: full blocks that the requests have, at most; None: unknown.
         on_advance: called, before time advances, with the time until which nothing changes.
+        on_record: called with where the prompt of each finished request came from; None: nothing is recorded.
 
     Attributes:
         timeline: the time.
@@ -60,6 +99,7 @@ class SimulatedEngine:
         on_finished: Callable[[SimulatedRequest], object],
         num_keys: int | None = None,
         on_advance: Callable[[float], object] | None = None,
+        on_record: Callable[[RequestRecord], object] | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.spec = SimulatedSpec(model, host, self.timeline, self._wake, num_keys) if host else None
@@ -71,7 +111,12 @@ class SimulatedEngine:
         self._on_advance = on_advance
         self._model = model
         self._connector = (
-            OffloadingConnectorScheduler(self.spec, clock=self.timeline, wall_clock=self.timeline)
+            OffloadingConnectorScheduler(
+                self.spec,
+                None if on_record is None else RecordReporter(on_record),
+                clock=self.timeline,
+                wall_clock=self.timeline,
+            )
             if self.spec
             else None
         )

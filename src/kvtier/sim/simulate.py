@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from kvtier.errors import ConfigError
+from kvtier.misses import RequestRecord
 from kvtier.sim.bound import count_bound_tokens
 from kvtier.sim.clients import Clients
 from kvtier.sim.engine import SimulatedEngine
@@ -42,6 +43,7 @@ def simulate(
     *,
     period_s: float = DEFAULT_PERIOD_S,
     on_request: Callable[[], object] | None = None,
+    on_record: Callable[[RequestRecord], object] | None = None,
     finds_bound: bool = False,
 ) -> Simulation:
     """Serve ``trace`` on ``engine``.
@@ -52,6 +54,8 @@ def simulate(
         host: host memory and the tiers behind it; None: an engine without offloading.
         period_s: length of the periods of the result; longer where there would be over MAX_PERIODS.
         on_request: called after each request, for a progress bar.
+        on_record: called for each served request, in the order in which they end, with where its prompt came from; it
+            is never called without ``host``.
         finds_bound: whether to compute the upper bound of hits; takes about a tenth longer.
 
     Raises:
@@ -84,7 +88,7 @@ def simulate(
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
     simulated = SimulatedEngine(
-        _bound_device(engine, requests), host, note, num_unique, recorder.record_until
+        _bound_device(engine, requests), host, note, num_unique, recorder.record_until, on_record
     )
     with _old_objects_frozen():
         simulated.run(requests)

@@ -96,7 +96,7 @@ class SimulatedTier(SecondaryTierManager, RequestAware, MissExplainer):
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
-        miss = self._directory.departed.explain_run(key, behind)
+        miss = self._directory.departed.explain(key, behind)
         return None if miss is None else miss._replace(tier=self.get_tier_type())
 
     def submit_store(self, job: JobMetadata) -> None:

@@ -17,6 +17,7 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
+from kvtier.misses import MissCause, MissExplainer
 from kvtier.observe.family import unread
 from kvtier.observe.tier_metrics import TIER_FAMILIES
 from kvtier.testing.tier_driver import (
@@ -29,7 +30,7 @@ from kvtier.testing.tier_driver import (
     make_config,
     make_rows,
 )
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import DroppingTier, SecondaryTierManager
 from kvtier.tiering.factory import TIERS
 
 __all__ = [
@@ -64,9 +65,11 @@ class TierSuite(ABC):
     Attributes:
         hang_guard_s: seconds of wall clock after which an answer that has not come fails a test. Far more than a
             tier needs: a machine under load is slow, and only a hang lasts so long.
+        names_siblings: whether the tier says of a missing block that another namespace of its place holds it.
     """
 
     hang_guard_s: ClassVar[float] = HANG_GUARD_S
+    names_siblings: ClassVar[bool] = False
 
     @abstractmethod
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
@@ -268,6 +271,25 @@ class TierSuite(ABC):
             assert other.load_right([1]) == set()
         assert driver.load_right([1]) == {1}
 
+    def test_a_block_that_another_namespace_holds_is_said_to_be_there(
+        self, driver: TierDriver, tmp_path: Path
+    ) -> None:
+        if not self.names_siblings:
+            pytest.skip("this tier knows nothing of other namespaces, says its suite")
+        foreign = FOREIGN["another model"]
+        with self.drive(tmp_path, foreign) as other:
+            assert other.store([1, 2]).success
+        assert not driver.lookup(1)
+        assert isinstance(driver.tier, MissExplainer)
+        miss = driver.tier.explain(key_of(1), driver.request)
+        assert miss is not None, "another namespace of this place holds the block"
+        assert (miss.cause, miss.tier) == (MissCause.OTHER_NAMESPACE, driver.tier.get_tier_type())
+        assert miss.detail["model.name"] == "model-b (here model-a)"
+        assert driver.store([1]).success
+        assert driver.lookup(1)
+        found = driver.tier.explain(key_of(1), driver.request)
+        assert found is None or found.cause is not MissCause.OTHER_NAMESPACE, "the block is here by now"
+
     def test_a_damaged_block_is_a_miss_and_makes_way(self, driver: TierDriver) -> None:
         assert driver.store([1, 2]).success
         if not self.damage(driver.tier, key_of(1)):
@@ -275,7 +297,20 @@ class TierSuite(ABC):
         driver.rows[:] = SPOILT
         assert 1 not in driver.load_right([1, 2])
         assert driver.load_right([1]) == set(), "a block that was damaged came back by itself"
+        if isinstance(driver.tier, MissExplainer):
+            miss = driver.tier.explain(key_of(1), driver.request)
+            assert miss is not None, "a tier that explains misses knows what it has found damaged"
+            assert (miss.cause, miss.tier) == (MissCause.DAMAGED, driver.tier.get_tier_type())
         driver.poll_until(lambda: driver.store([1, 2]).success and driver.load_right([1, 2]) == {1, 2})
+
+    def test_a_dropped_block_is_gone_and_the_others_stay(self, driver: TierDriver) -> None:
+        if not isinstance(driver.tier, DroppingTier):
+            pytest.skip("the tier cannot delete single blocks")
+        driver.store([0, 1, 2])
+        driver.tier.drop([key_of(1), key_of(9)])
+        driver.poll_until(lambda: not driver.lookup(1))
+        assert driver.load_right([0, 2]) == {0, 2}
+        assert driver.load_right([1]) == set()
 
     def test_touch_of_known_and_unknown_keys_is_harmless(self, driver: TierDriver) -> None:
         driver.store([1])

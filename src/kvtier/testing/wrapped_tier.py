@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import (
+    DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
@@ -20,7 +21,9 @@ from kvtier.tiering.base import (
 )
 
 
-class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier):
+class WrappedTier(
+    SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier, DroppingTier
+):
     """Passes everything on to another tier.
 
     An ability that the inner tier lacks is answered as if nothing had happened: its place is there, it has evicted
@@ -91,6 +94,9 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
     def drain_unanswered(self) -> int:
         return self.inner.drain_unanswered() if isinstance(self.inner, ReachableTier) else 0
 
+    def drain_emptied(self) -> bool:
+        return self.inner.drain_emptied() if isinstance(self.inner, ReachableTier) else False
+
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if isinstance(self.inner, RequestAware):
             self.inner.note_request(chains, req_context)
@@ -100,6 +106,10 @@ class WrappedTier(SecondaryTierManager, ReachableTier, RequestAware, EvictionRep
 
     def purge(self) -> Collection[OffloadKey]:
         return self.inner.purge() if isinstance(self.inner, PurgeableTier) else ()
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        if isinstance(self.inner, DroppingTier):
+            self.inner.drop(keys)
 
 
 class SlowTier(WrappedTier):

@@ -21,7 +21,7 @@ from kvtier.settings import (
     choice,
     flag,
     parse_settings,
-    seconds,
+    seconds_up_to,
     setting,
     size_bytes,
     text,
@@ -33,6 +33,9 @@ DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
 hangs; longer lets a slow one finish large batches. Waiting requests are bounded by ``lookup_deadline_s``."""
 
+
+MAX_JOB_TIMEOUT_S = 86_400.0
+"""Seconds. A day is longer than any transfer; far longer times overflow the clocks of threads that wait."""
 
 FAILURES_TO_OPEN = 5
 """Consecutive failures after which a tier is left out: lookups and submits that raise, lookups without an answer,
@@ -72,6 +75,7 @@ class TierSettings:
         policy: name of the policy that orders the tier; None leaves it to the tier.
         admission: how likely a block must be used again to be written; None writes each.
         emit_events: whether what the tier gains and loses is reported as OffloadingEvents of its own medium.
+        encryption: whether the tier encrypts where the engine's setting of that name says how.
     """
 
     required: bool = field(
@@ -98,7 +102,7 @@ class TierSettings:
     job_timeout_s: float = field(
         default=DEFAULT_JOB_TIMEOUT_S,
         metadata=setting(
-            seconds,
+            seconds_up_to(MAX_JOB_TIMEOUT_S),
             "a job that hangs gives its slots back; waiting requests are bounded by `lookup_deadline_s`",
             unit="seconds",
         ),
@@ -143,6 +147,15 @@ class TierSettings:
             flag,
             "`true` adds what the engine can load from the tier to its [events](events.md); `slab`, `fs` and `example` "
             "report what they evict themselves, the others what a lookup or a load turned out to miss",
+        ),
+    )
+
+    encryption: bool = field(
+        default=True,
+        metadata=setting(
+            flag,
+            "where the engine's [`encryption`](encryption.md) is set every tier encrypts; `false` leaves the blocks of "
+            "this one as they are",
         ),
     )
 
@@ -206,6 +219,7 @@ class SecondaryTierManager(ABC):
         supported_settings: common settings that this tier supports beyond the default set: "policy".
         own_settings: the dataclass of the tier's own settings (``kvtier.settings``); None: the settings are the other
             arguments of the constructor.
+        can_encrypt: whether it keeps to the engine's setting ``encryption``; otherwise it is refused where that is set.
         locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
@@ -213,6 +227,7 @@ class SecondaryTierManager(ABC):
 
     supported_settings: ClassVar[frozenset[str]] = frozenset()
     own_settings: ClassVar[type[IsDataclass] | None] = None
+    can_encrypt: ClassVar[bool] = False
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
 
@@ -316,6 +331,10 @@ class ReachableTier(ABC):
     def drain_unanswered(self) -> int:
         """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
 
+    def drain_emptied(self) -> bool:
+        """Return whether the backend has lost every block since the last call, for events; a tier may never know."""
+        return False
+
 
 class RequestAware(ABC):
     """Optional contract for tiers that order their blocks by what they learn from requests."""
@@ -346,6 +365,48 @@ class PurgeableTier(ABC):
     @abstractmethod
     def purge(self) -> Collection[OffloadKey]:
         """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeOutcome:
+    """How the purge of a tier ended.
+
+    Attributes:
+        num_blocks: blocks that it has removed.
+        keys: those of them that the tier does not remember itself, as far as their names tell.
+        error: why it ended before all were removed; empty when it did not.
+    """
+
+    num_blocks: int
+    keys: Sequence[OffloadKey] = ()
+    error: str = ""
+
+
+class BackendPurger(ABC):
+    """Optional contract for tiers that drop every block while their engine runs, on a thread: a backend takes its time.
+
+    No job of the tier is open when a purge begins, and none is submitted before it has ended.
+    """
+
+    @abstractmethod
+    def begin_purge(self) -> None:
+        """Start to drop every block of this engine's namespace for good.
+
+        Raises:
+            TierError: this tier, or its place, cannot do that, and what can.
+        """
+
+    @abstractmethod
+    def poll_purge(self) -> PurgeOutcome | int:
+        """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
+
+
+class DroppingTier(ABC):
+    """Optional contract for tiers that can delete single blocks while their engine runs."""
+
+    @abstractmethod
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Begin to delete ``keys`` of this engine's namespace for good; what is being read or written may go later."""
 
 
 class TierFailure(Enum):

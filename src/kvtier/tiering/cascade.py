@@ -280,6 +280,12 @@ class CascadePlanner:
         for backlog in self._backlogs:
             backlog.on_evicted(keys)
 
+    def drop_pending(self, tier: GuardedTier) -> None:
+        """Forget what a tier was still to get, and would get as soon as it can be stored again."""
+        for backlog in self._backlogs:
+            if backlog.tier is tier and not backlog.is_write_back:
+                backlog.on_evicted(list(backlog.pending))
+
     def take(self, req_context: ReqContext, *, is_step_over: bool) -> list[PlannedCascade]:
         """Return what the tiers get now, and remove it from their backlogs.
 

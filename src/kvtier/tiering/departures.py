@@ -1,11 +1,11 @@
 """Why a block that the tiering manager was asked for is missing.
 
-Each tier has a memory of what it lost, refused or failed to deliver. ``choose_miss`` puts what the orchestrator, the
-tiers and host memory know into one order, the most certain first: what is on its way, what this request could not get,
-a tier that is down, what a tier remembers, what host memory remembers, and a sibling namespace last.
+Each tier has a memory of what it lost, refused or failed to deliver. The manager asks in one order, the most certain
+first: what is on its way, what this request could not get, a tier that is down, what a tier remembers, what host memory
+remembers, and a sibling namespace last.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -29,6 +29,7 @@ class TierDeparture(IntEnum):
     JOB_FAILED = 4
     NO_ROOM = 5
     LOAD_FAILED = 6
+    PURGED = 7
 
 
 def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], float]) -> DepartedBlocks:
@@ -47,6 +48,7 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
         not_stored(NotStored.JOB_FAILED, tier),
         not_stored(NotStored.NO_ROOM, tier),
         Miss(MissCause.LOAD_FAILED, tier),
+        Miss(MissCause.PURGED, tier),
     )
     return DepartedBlocks(capacity_blocks or DEFAULT_REMEMBERED_BLOCKS, clock, kinds)
 
@@ -56,11 +58,6 @@ def down(tier: str, reason: str) -> Miss:
     return Miss(MissCause.TIER_DOWN, tier, MappingProxyType({"reason": reason}))
 
 
-def choose_miss(candidates: Iterable[Miss | None]) -> Miss | None:
-    """Return the first that is known, or a sibling namespace's when nothing else is; None when nothing is. Pure."""
-    last: Miss | None = None
-    for miss in candidates:
-        if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
-            return miss
-        last = last or miss
-    return last
+def being_purged(tier: str) -> Miss:
+    """Return the miss of a block of a tier that is just being purged. Pure."""
+    return Miss(MissCause.PURGED, tier, MappingProxyType({"reason": "a purge is under way"}))

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
+from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError, describe_foreign
 from kvtier.registry import CLASS_FORM, Registry
 from kvtier.settings import settings_of
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
@@ -78,12 +78,26 @@ def create_secondary_tier(
         MissingExtraError: the tier's client library is not installed.
     """
     name, tier_class, settings, own = check_tier_config(tier_config)
+    if config.settings.encryption is not None:
+        require_encryption(name, tier_class, settings)
     try:
         return tier_class(config, primary_kv_view, settings=settings, **own)
     except KVTierError:
         raise
-    except Exception as error:  # a foreign tier may raise anything: it cannot start
-        raise TierError(name, f"cannot start: {error}") from error
+    except Exception as error:  # noqa: BLE001  # foreign: it may raise anything, and cannot start
+        # Neither its text nor its causes: they may quote a setting, and a setting may be a password.
+        raise TierError(name, f"cannot start: {describe_foreign(error)}") from None
+
+
+def require_encryption(name: str, tier_class: type[SecondaryTierManager], settings: TierSettings) -> None:
+    """Refuse a tier that would keep plain blocks where the engine says that tiers encrypt.
+
+    Raises:
+        ConfigError: it cannot encrypt, and its settings do not say that it need not.
+    """
+    if settings.encryption and not tier_class.can_encrypt:
+        remedy = f'tier {name!r} cannot encrypt: give it "encryption": false, or leave it out'
+        raise ConfigError("encryption", value=True, remedy=remedy)
 
 
 def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as above

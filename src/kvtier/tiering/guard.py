@@ -13,20 +13,24 @@ from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
 from kvtier.cpu.common import EventLog
+from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
+    BackendPurger,
+    DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
     PurgeableTier,
+    PurgeOutcome,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
-from kvtier.tiering.departures import down, make_departures
+from kvtier.tiering.departures import TierDeparture, being_purged, down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +81,9 @@ class GuardedTier:
 
     Attributes:
         is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
+        is_purging: whether its blocks are being purged; no lookup or store of a block reaches it meanwhile.
         open_lookups: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
+        dropped: blocks whose bytes were wrong; they are not looked up any more.
         was_active: whether jobs or lookups of the tier were open before the last poll.
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
@@ -108,7 +114,9 @@ class GuardedTier:
         self.backoff = LoadBackoff(clock)
         self.load_times = LoadTimes(clock) if measures_loads else None
         self.is_out_of_service = False
+        self.is_purging = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
+        self.dropped: set[OffloadKey] = set()
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.departed = make_departures(self.name, tier.capacity_blocks, clock)
         self.announcements: Announcements | None = None
@@ -144,6 +152,8 @@ class GuardedTier:
         breaker, backoff = self.breaker, self.backoff
         if (
             self.is_out_of_service
+            or self.is_purging
+            or key in self.dropped
             or not (breaker.is_closed or breaker.allows(req_context))
             or (key in backoff.pauses and backoff.is_paused(key))
         ):
@@ -169,8 +179,8 @@ class GuardedTier:
         return None
 
     def num_storable_rows(self) -> int:
-        """Return how many blocks more the tier's unfinished stores may hold; 0 once it is out of service. Pure."""
-        if self.is_out_of_service:
+        """Return how many blocks more the tier's unfinished stores may hold; 0 where it can get none. Pure."""
+        if self.is_out_of_service or self.is_purging:
             return 0
         return max(0, self.max_in_flight_store_bytes - self.in_flight_store_bytes) // self.row_bytes
 
@@ -273,7 +283,9 @@ class GuardedTier:
         if self._reporter is not None:
             evicted = self._call("drain_evicted", drain_evicted_keys, self._reporter)
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
-        if self.is_out_of_service or not self.breaker.is_closed:
+        if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
+            announcements.on_evicted(None)
+        if self.is_out_of_service or self.is_purging or not self.breaker.is_closed:
             announcements.hide(forgets=self._reporter is None)
         else:
             announcements.show()
@@ -299,18 +311,22 @@ class GuardedTier:
         if self._aware is not None and not self.is_out_of_service:
             self._call("note_request", self._aware.note_request, chains, req_context)
 
-    def explain(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
         """Return why the tier lacks ``key``, or why it could not be looked up; None when nothing is known."""
         if self.is_out_of_service:
             return down(self.name, "out of service")
+        if self.is_purging:
+            return being_purged(self.name)
         if not self.breaker.is_closed:
             return down(self.name, "circuit breaker open")
-        own = (
-            None
-            if self._explainer is None
-            else self._call("explain", self._explainer.explain, key, req_context)
-        )
-        known = None if isinstance(own, CallFailure) else own
+        known = None
+        if self._explainer is not None:
+            try:
+                known = self._explainer.explain(key, req_context, behind)
+            except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; a cause is not worth a step
+                self._count_failure(CallFailure("explain", error))
         if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
             return known
         return self.departed.explain(key) or known
@@ -318,6 +334,7 @@ class GuardedTier:
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
         self.backoff.clear()
+        self.dropped.clear()
         self.departed.clear()
         self.open_lookups.clear()
         if self.announcements is not None:
@@ -325,15 +342,50 @@ class GuardedTier:
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
-    def purge(self) -> int | None:
-        """Make the tier drop every block and return how many there were; None when it cannot, or raises."""
+    def begin_purge(self) -> PurgeOutcome | None:
+        """Make the tier drop every block; return how that ended if it has ended at once, or could not begin."""
         tier = self.tier
-        if not isinstance(tier, PurgeableTier) or self.is_out_of_service:
-            return None
+        if self.is_out_of_service:
+            return PurgeOutcome(0, error="it is out of service: restart the engine")
+        if isinstance(tier, BackendPurger):
+            begun = self._call("begin_purge", tier.begin_purge)
+            return PurgeOutcome(0, error=str(begun.error)) if isinstance(begun, CallFailure) else None
+        if not isinstance(tier, PurgeableTier):
+            return PurgeOutcome(0, error="a tier of this type cannot purge while its engine runs")
         dropped = self._call("purge", lambda: list(tier.purge()))
+        if isinstance(dropped, CallFailure):
+            return self._end_purge(PurgeOutcome(0, error=str(dropped.error)))
+        return self._end_purge(PurgeOutcome(len(dropped), dropped))
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        """Return how the purge of the tier ended, or how many blocks it has removed so far."""
+        tier = self.tier
+        assert isinstance(tier, BackendPurger), "only such a tier is still at it"
+        found = self._call("poll_purge", tier.poll_purge)
+        if isinstance(found, CallFailure):
+            return self._end_purge(PurgeOutcome(0, error=str(found.error)))
+        return self._end_purge(found) if isinstance(found, PurgeOutcome) else found
+
+    def _end_purge(self, outcome: PurgeOutcome) -> PurgeOutcome:
+        self.departed.add(outcome.keys, TierDeparture.PURGED)
         if self.announcements is not None:
-            self.announcements.on_evicted(None if isinstance(dropped, CallFailure) else dropped)
-        return None if isinstance(dropped, CallFailure) else len(dropped)
+            # What a tier does not name may have been any of its blocks.
+            is_named = not outcome.error and len(outcome.keys) == outcome.num_blocks
+            self.announcements.on_evicted(outcome.keys if is_named else None)
+        return outcome
+
+    def drop(self, keys: Collection[OffloadKey]) -> bool:
+        """Look ``keys`` up no more, and make the tier delete them; False when it cannot, or raises.
+
+        Also a tier that deletes them is not trusted with them again: a copy may be on its way, or another engine's.
+        """
+        new = [key for key in keys if key not in self.dropped]
+        self.dropped.update(new)
+        if self.announcements is not None:
+            self.announcements.on_evicted(new)
+        if not isinstance(self.tier, DroppingTier) or self.is_out_of_service:
+            return False
+        return not new or not isinstance(self._call("drop", self.tier.drop, new), CallFailure)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for the tier's jobs; one that is out of service has nothing to wait for."""
@@ -400,11 +452,11 @@ class GuardedTier:
             return self._count_failure(CallFailure(name, error))
 
     def _count_failure(self, failure: CallFailure) -> CallFailure:
-        """Count a failure; the first is logged with its traceback, more would fill the log."""
+        """Count a failure; the first is logged with its traceback and no text of its own, more would fill the log."""
         self.num_errors += 1
         if not self._has_logged_error:
-            message = "tier %r failed in %s; further errors are only counted"
-            logger.error(message, self.name, failure.call, exc_info=failure.error)
+            message = "tier %r failed in %s; further errors are only counted\n%s"
+            logger.error(message, self.name, failure.call, format_foreign(failure.error))
             self._has_logged_error = True
         return failure
 

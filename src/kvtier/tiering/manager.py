@@ -24,17 +24,17 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
-from kvtier.errors import UnknownNameError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import PinnedBlocks, PurgedBlocks
+from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
-from kvtier.tiering.departures import MAX_NO_ROOM, choose_miss
+from kvtier.tiering.departures import MAX_NO_ROOM
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
+from kvtier.tiering.purging import TierPurges
 from kvtier.tiering.transfers import TierTransfers
 from kvtier.tiering.waiting import Waiter, WaitingRequests
 
@@ -110,6 +110,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
         self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
+        self._purges = TierPurges(self._primary_manager, self._tiers, self._cascades, self._transfers)
         own_admission = self._primary_manager.admission
         self._admission = (
             PassThroughAdmission(own_admission, self._cascades.wanted)
@@ -225,22 +226,37 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
-        deadline = MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s})
+        expected = self._explain_expected(key, req_context)
+        if expected is not None:
+            return expected
+        # The most certain first: what a tier remembers, what host memory remembers, and a sibling namespace last.
+        sibling: Miss | None = None
+        for tier in self._tiers:
+            miss = tier.explain(key, req_context, behind)
+            if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
+                return miss
+            sibling = sibling or miss
+        return self._primary_manager.departed.explain(key, behind) or sibling
+
+    def _explain_expected(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
+        """Return why a block that is there, or on its way, is missing for this request; None when it is neither."""
         promoting = self._transfers.promoting.get(key)
         if promoting is not None:
-            return Miss(MissCause.LATE, promoting.name, deadline)
+            return self._late(promoting.name)
         if self._primary_manager.table.get_block(key) is not None:
             return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
         refused = self._no_room.get(req_context)
         if refused is not None and refused[0] == key:
             return Miss(MissCause.NO_ROOM, refused[1])
         waiter = self._waiting.by_request.get(req_context)
-        unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
-        if waiter is not None and waiter.is_expired and (unanswered is not None or key in waiter.overdue):
-            tier = unanswered.name if unanswered is not None else self._tiers[0].name
-            return Miss(MissCause.LATE, tier, deadline)
-        candidates = [tier.explain(key, req_context) for tier in self._tiers]
-        return choose_miss([*candidates, self._primary_manager.departed.explain_run(key, behind)])
+        if waiter is not None and waiter.is_expired:
+            unanswered = next((tier for tier in self._tiers if key in tier.open_lookups), None)
+            if unanswered is not None or key in waiter.overdue:
+                return self._late((unanswered or self._tiers[0]).name)
+        return None
+
+    def _late(self, tier: str) -> Miss:
+        return Miss(MissCause.LATE, tier, MappingProxyType({"deadline_s": self._waiting.lookup_deadline_s}))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         if not self._caller_ends_steps:
@@ -274,6 +290,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self.leases.expire()
         if self._primary_manager.lifetimes is not None:
             self._cascades.on_evicted(self._primary_manager.expire_blocks())
+        if self._purges.is_under_way:
+            self._purges.advance()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -311,31 +329,18 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> PurgedBlocks:
-        """Forget every block that is not in use; see ``PurgingManager``.
+    def purge(self, tiers: Collection[str] | None) -> Purge:
+        """Begin to forget every block that is not in use; see ``PurgingManager``.
 
         A block that a tier was still to get is lost to it.
         """
-        known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
-        wanted = known if tiers is None else list(tiers)
-        for name in wanted:
-            if name not in known:
-                raise UnknownNameError("tier", name, known)
-        num_purged: dict[str, int] = {}
-        num_in_use: dict[str, int] = {}
-        unable: list[str] = []
-        if HOST_ORIGIN in wanted:
-            keys = self._primary_manager.purge_blocks()
-            self._cascades.on_evicted(keys)
-            num_purged[HOST_ORIGIN], num_in_use[HOST_ORIGIN] = len(keys), self._primary_manager.table.num_held
-        for tier in self._tiers:
-            if tier.name in wanted:
-                num_blocks = tier.purge()
-                if num_blocks is None:
-                    unable.append(tier.name)
-                else:
-                    num_purged[tier.name] = num_purged.get(tier.name, 0) + num_blocks
-        return PurgedBlocks(num_purged, num_in_use, tuple(unable))
+        return self._purges.begin(tiers)
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
+        """Forget ``keys`` in every tier; see ``DroppingManager``."""
+        self._cascades.on_evicted(self._primary_manager.drop_blocks(keys))
+        unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
+        return DroppedBlocks(self._primary_manager.list_held(keys), unable)
 
     def drain(self, timeout_s: float) -> bool:
         """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.

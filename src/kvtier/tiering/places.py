@@ -4,13 +4,13 @@ A directory is one of the fs tier, a file one of the slab tier, and of a URL the
 ``secondary_tiers`` says everything, also of a tier of your own: ``{"type": "package.module:MyTier", ...}``.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
+from kvtier.input_files import parse_json
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import TIERS, check_tier_config
 from kvtier.tiering.kit.place import Place, PlaceTier
@@ -22,15 +22,15 @@ TIERS_OF_SCHEMES = {
 }
 """What of a URL stands in front of ``://`` -> the tier. A tier of your own may be its own scheme."""
 
-MAX_SHOWN_CHARS = 200
+MAX_SHOWN_CHARS = 100
 """Characters of a place that a message repeats."""
 
 DIRECTORY_TIER = "fs"
 FILE_TIER = "slab"
 
 FORMS = (
-    "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj) or redis://host "
-    '(valkey), or a tier as in secondary_tiers: {"type": "obj", "url": ...}'
+    "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), redis://host "
+    '(valkey) or mooncake://host:port, or a tier as in secondary_tiers: {"type": "obj", "url": ...}'
 )
 
 
@@ -68,10 +68,8 @@ def names_of_place_tiers() -> list[str]:
 
 
 def _read_entry(text: str) -> tuple[str, type[SecondaryTierManager], Mapping[str, object]]:
-    try:
-        entry = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _wrong_place(text, f"is no JSON ({error}): {FORMS}") from error
+    entry = parse_json("PLACE", text, text, FORMS)
+    assert isinstance(entry, dict), "what begins with a brace and is JSON is an object"
     checked = check_tier_config(entry)
     return checked.name, checked.tier_class, checked.own
 

@@ -115,7 +115,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     ) -> None:
         """Make the in-flight ones of ``keys`` ready after a tier has filled them, or drop them."""
         del req_context
-        self.manager.finish_writes(keys, success=success, may_settle_orphans=False)
+        self.manager.finish_writes(keys, success=success, is_promotion=True)
 
     def create_forecaster(self, max_blocks: int) -> ReuseForecaster:
         """Build what estimates reuse in place of the policy, remembering at most ``max_blocks`` blocks."""

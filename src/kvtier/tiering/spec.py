@@ -18,7 +18,7 @@ from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import remove_dead_regions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.tiering.base import ReachableTier, SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -70,6 +70,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 self.num_blocks,
                 mmap_region=region,
                 cuda_copier=self.config.settings.cuda_copier,
+                audit_format=self.audit_format,
             ),
         )
 
@@ -140,7 +141,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
 
 def _check_reachable(tier: SecondaryTierManager) -> None:
-    """Check that a tier's backend can be reached; the tier logs what is wrong.
+    """Check that a tier's backend can be reached; the tier logs its own errors, what else it raises is logged here.
 
     Raises:
         TierError: it cannot, and the tier is required.
@@ -152,3 +153,8 @@ def _check_reachable(tier: SecondaryTierManager) -> None:
     except TierError:
         if tier.settings.required:
             raise
+    except Exception as error:  # noqa: BLE001  # foreign: whatever it raises, the tier is away
+        failure = TierError(tier.get_tier_type(), f"cannot be reached: {describe_foreign(error)}")
+        if tier.settings.required:
+            raise failure from None
+        logger.warning("%s (until it answers its blocks are misses)", failure)

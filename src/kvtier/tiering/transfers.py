@@ -208,7 +208,7 @@ class TierTransfers:
         for batch in planned.values():
             for key in batch.keys:
                 self.promoting.pop(key, None)
-            self._manager.finish_writes(batch.keys, success=False, may_settle_orphans=False)
+            self._manager.finish_writes(batch.keys, success=False, is_promotion=True)
         return [key for batch in planned.values() for key in batch.keys]
 
     def cascade(self, planned: PlannedCascade, req_context: ReqContext) -> None:
@@ -343,7 +343,7 @@ class TierTransfers:
         for key in metadata.keys:
             self.promoting.pop(key, None)
         finish_writes = self._manager.finish_writes
-        finish_writes(arrived, success=True, may_settle_orphans=False)
+        finish_writes(arrived, success=True, is_promotion=True)
         tier.num_promoted_blocks += len(arrived)
         ended.arrived.extend(arrived)
         if tier.backoff.pauses:
@@ -351,7 +351,7 @@ class TierTransfers:
         if len(arrived) < len(metadata.keys):
             failed = left_out(metadata.keys, arrived)
             ended.failed.extend(failed)
-            finish_writes(failed, success=False, may_settle_orphans=False)
+            finish_writes(failed, success=False, is_promotion=True)
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)

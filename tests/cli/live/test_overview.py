@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.observe.controlled import Engine
 
-from kvtier.cli.live.overview import format_age, list_tiers, read_fill
+from kvtier.cli.live.overview import describe_tiers, format_age, list_tiers, read_fill
 from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 
 PROMPT = list(range(17))
@@ -107,3 +107,18 @@ def test_tiers_are_read_off_the_names_of_their_numbers() -> None:
 )
 def test_ages_have_two_units(age_s: float, text: str) -> None:
     assert format_age(age_s) == text
+
+
+def test_a_tier_is_described_with_its_fill_and_what_is_wrong() -> None:
+    numbers = {
+        "tier.0.fs.indexed_blocks": 30.0,
+        "tier.0.fs.capacity_blocks": 1000.0,
+        "tier.1.obj.breaker_open": 1.0,
+        "tier.2.slab.indexed_blocks": 4.0,
+        "tier.2.slab.out_of_service": 1.0,
+    }
+    assert describe_tiers(numbers) == [
+        "fs 30 blocks, 3 % full",
+        "obj, left out: breaker open",
+        "slab 4 blocks, out of service",
+    ]

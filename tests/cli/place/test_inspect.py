@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
-from tests.cli.place.places import A, B, MemoryPlace, put_down
+from tests.cli.place.places import NAMESPACES, A, B, MemoryPlace, put_down
 
+from kvtier.cli.place.inspect import count, to_lines
 from kvtier.cli.place.options import describe
 from kvtier.namespace import parse_document
 from kvtier.tenants import tenant_number
-from kvtier.tiering.kit.place import PlaceNamespace
+from kvtier.tiering.kit.place import PlaceBlock, PlaceNamespace, PlaceSummary
 
 pytestmark = pytest.mark.usefixtures("filled")
 
@@ -22,6 +23,7 @@ def test_namespaces_are_shown_in_words_with_blocks_bytes_and_ages(run: Run) -> N
     assert "3 blocks, 300 B" in shown
     assert "30.0% of it used" in shown
     assert f"namespace {A}: 2 blocks, 200 B, last used 60 s ago, the oldest 10 days ago" in shown
+    assert "blocks by last use: 2 within an hour, 1 longer ago" in shown
     assert "model model-a" in shown
     assert f"differs from {A[:8]} in model.name" in shown
     assert "1 temporary file, 2 B" in shown
@@ -38,6 +40,7 @@ def test_json_has_the_same_for_programs(run: Run) -> None:
     assert {name: one["blocks"] for name, one in by_name.items()} == {A: 2, B: 1}
     assert by_name[B]["identity"]["model"]["name"] in {"model-a", "model-b"}
     assert by_name[A]["newest_use_s"] - by_name[A]["oldest_use_s"] == pytest.approx(10 * 86_400 - 60)
+    assert by_name[A]["blocks_by_last_use"]["longer ago"] == 1
     assert found["temporary"] == {"num": 1, "bytes": 2}
 
 
@@ -58,6 +61,22 @@ def test_tenants_of_requests_are_counted_and_named_by_a_configuration(run: Run, 
     shown = run("inspect", PLACE, "--config", str(config))[1]
     assert f"tenant {tenant_number('alice'):06x} (alice): 1 block, 100 B" in shown
     assert "of no tenant: 1 block" in shown
+
+
+def test_what_each_tenant_has_is_added_up() -> None:
+    documents = {A: "one", B: "two", "c" * 32: "one", "d" * 32: ""}
+    namespaces = [
+        PlaceNamespace(name, json.dumps({**parse_document(NAMESPACES[A].document), "tenant": tenant}))
+        for name, tenant in documents.items()
+    ]
+    blocks = [PlaceBlock(name, name, 100, None) for name in documents]
+    place = MemoryPlace("here")
+    lines = to_lines(place, namespaces, count(blocks, namespaces, 0.0), PlaceSummary(), 0.0, {})
+    assert [line for line in lines if "enant" in line and not line.startswith("  ")] == [
+        "tenant one: 2 blocks, 200 B",
+        "tenant two: 1 block, 100 B",
+        "no tenant: 1 block, 100 B",
+    ]
 
 
 def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> None:

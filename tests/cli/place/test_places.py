@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
+from tests.servers import MOONCAKE_MISSING
 
 from kvtier.cli.place.options import duration_in_words, parse_duration
 from kvtier.testing.tier_driver import TierDriver, make_config, make_rows
@@ -48,10 +49,11 @@ def test_an_entry_of_the_configuration_is_one_of_the_tier_that_it_names(tmp_path
     assert open_place(PLACE).where == "here"
 
 
-def test_all_tiers_with_lasting_blocks_but_one_can_be_seen() -> None:
+def test_all_tiers_with_lasting_blocks_can_be_seen() -> None:
     pytest.importorskip("obstore", reason="the obj tier needs its client: pip install 'kvtier[obj]'")
     pytest.importorskip("redis", reason="the valkey tier needs redis-py: pip install 'kvtier[valkey]'")
-    assert names_of_place_tiers() == ["fs", "obj", "slab", "valkey"]
+    pytest.importorskip("mooncake.store", reason=MOONCAKE_MISSING, exc_type=ImportError)
+    assert names_of_place_tiers() == ["fs", "mooncake", "obj", "slab", "valkey"]
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["purge", "--all"]], ids=" ".join)

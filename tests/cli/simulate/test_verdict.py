@@ -43,6 +43,7 @@ def test_fewer_tokens_are_counted_against_those_that_were_computed() -> None:
     assert verdict.text == "would compute 25% fewer prompt tokens; median first token 2.37 -> 1.51 s"
     assert verdict.fewer_ratio == pytest.approx(0.25)
     assert verdict.median_first_token_s == (2.37, 1.51)
+    assert verdict.saved_s == pytest.approx(10 * (2.37 - 1.51))
 
 
 def test_the_best_of_several_policies_is_named() -> None:

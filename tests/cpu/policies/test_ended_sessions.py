@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import create_cache_policy
+from kvtier.cpu.policies.ended_sessions import LEAST_COUNTED, ReturnWatch
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.cpu.policies.one_queue import OneQueuePolicy
 from kvtier.hints.values import NO_HINTS, RequestHints
@@ -20,7 +21,22 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
 def make_policy(name: str) -> OneQueuePolicy:
     policy = create_cache_policy(name, 100)
     assert isinstance(policy, OneQueuePolicy)
+    policy.note_request(ArrivedRequest("first", (), 0.0, GO_ON))
+    watch = policy._ended.watch
+    assert watch is not None
+    prove_hints(watch)
     return policy
+
+
+def prove_hints(watch: ReturnWatch) -> None:
+    """Let none of the blocks that were said to have ended come back, and all of the oldest."""
+    for turn in range(2 * int(LEAST_COUNTED)):
+        ended = [OffloadKey(b"ended" + turn.to_bytes(2, "big") + bytes([number])) for number in range(32)]
+        oldest = [OffloadKey(b"old" + turn.to_bytes(2, "big") + bytes([number])) for number in range(64)]
+        watch.on_ended(ended)
+        watch.on_evicted(oldest)
+        watch.on_named(oldest)
+    assert watch.favours_ended
 
 
 def serve(policy: OneQueuePolicy, req_id: str, at_s: float, hints: RequestHints, *numbers: int) -> None:

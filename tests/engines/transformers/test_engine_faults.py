@@ -145,7 +145,7 @@ class FailingSpec(CPUOffloadingSpec):
     loads: FailingLoads
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
-        store, load = super().get_handlers(kv_caches)
+        store, load, *_ = super().get_handlers(kv_caches)
         self.loads = FailingLoads(load.handler)
         yield store
         yield HandlerEntry(load.source, load.destination, self.loads)

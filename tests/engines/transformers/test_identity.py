@@ -109,6 +109,13 @@ def test_rope_changes_the_digest_of_the_configuration_and_the_path_does_not(llam
     assert describe_model_config(other) != describe_model_config(llama)
 
 
+def test_another_way_to_compute_attention_is_another_configuration(llama: LlamaForCausalLM) -> None:
+    other = copy.deepcopy(llama)
+    llama.set_attn_implementation("sdpa")
+    other.set_attn_implementation("eager")
+    assert describe_model_config(other) != describe_model_config(llama)
+
+
 def test_the_configuration_in_words_names_rope_and_window(llama: LlamaForCausalLM) -> None:
     words = json.loads(describe_model_config(llama))
     assert words["hidden_size"] == llama.config.hidden_size

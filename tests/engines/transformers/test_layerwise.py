@@ -146,7 +146,7 @@ class FaultySpec(CPUOffloadingSpec):
     loads: Faults
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
-        store, load = super().get_handlers(kv_caches)
+        store, load, *_ = super().get_handlers(kv_caches)
         self.loads = Faults(load.handler, kv_caches)
         yield store
         yield HandlerEntry(load.source, load.destination, self.loads)

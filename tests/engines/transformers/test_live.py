@@ -85,6 +85,22 @@ def test_a_prompt_is_prefetched_from_a_directory_after_a_purge(
     assert engine.run(prompt, 4).sources == {"host": 72, "computed": 3}
 
 
+def test_a_purge_of_everything_reaches_the_directory_and_says_so_in_the_causes(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, runtime: Path, tmp_path: Path
+) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path / "blocks"), "capacity_bytes": "16MiB"}
+    engine = make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB", "secondary_tiers": [tier]})
+    engine.run(prompt, 4)
+    assert engine.drain(GUARD_S)
+    purged = carry_out(engine, runtime, "purge", all=True)
+
+    assert (purged["num_purged"], purged["unable"]) == ({"host": NUM_BLOCKS, "fs": NUM_BLOCKS}, {})
+    assert not list((tmp_path / "blocks").rglob("*.kv"))
+    engine.drop_device_cache()
+    assert engine.run(prompt, 4).sources == {"computed": 75}
+    assert engine.stats()["connector.missed_tokens.purged.fs"] > 0
+
+
 def test_a_client_is_answered_while_requests_run(
     llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, runtime: Path
 ) -> None:

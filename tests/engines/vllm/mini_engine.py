@@ -70,12 +70,14 @@ class MiniEngine:
         self.worker.register_kv_caches(self.kv_caches)
         self.step()  # tells the scheduler's half that both have mapped one region
 
-    def request(self, name: str, token_ids: Sequence[int], **fields: object) -> Request:
+    def request(
+        self, name: str, token_ids: Sequence[int], params: SamplingParams | None = None, **fields: object
+    ) -> Request:
         """Return a request as vLLM's scheduler has it; ``fields`` are set on it."""
         request = Request(
             request_id=name,
             prompt_token_ids=list(token_ids),
-            sampling_params=SamplingParams(max_tokens=4),
+            sampling_params=params or SamplingParams(max_tokens=4),
             pooling_params=None,
             block_hasher=self.hash_block,
         )

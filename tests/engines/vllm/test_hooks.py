@@ -18,11 +18,13 @@ from tests.engines.vllm.test_scheduler_hooks import save_adapter
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.distributed import kv_events
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from kvtier.engines.vllm.compat import HAS_FAILED_RECVING
 from kvtier.misses import MissCause
+from kvtier.observe.why import explain_records
 
 PROMPT = tuple(range(50))
 """Three full blocks of sixteen tokens, and two tokens."""
@@ -289,6 +291,18 @@ def test_a_request_that_is_left_alone_has_a_record_that_says_why(
     record.check()
     assert record.tokens_by_origin == {"device": 16}
     assert record.missed_by_cause() == {(MissCause.LIMITED, ""): len(PROMPT) - 16}
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_named_as_that(engine: MiniEngine) -> None:
+    store(engine)
+    request = engine.request("a", PROMPT, SamplingParams(max_tokens=4, prompt_logprobs=1))
+    found = engine.scheduler.get_num_new_matched_tokens(request, 0)
+    engine.allocate(request, [[1, 2, 3, 4]], 0)
+
+    records = engine.scheduler._scheduler.records.latest
+    assert found == (0, False)
+    assert explain_records(records[-1:]).findings[0].name == "limited:prompt_logprobs"
+    assert records[-1].missed[0].num_tokens == len(PROMPT)
 
 
 def test_a_request_with_trace_headers_has_a_span_beside_vllms_own(engine: MiniEngine) -> None:

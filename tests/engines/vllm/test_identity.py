@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tests.engines.vllm.configs import TINY_LLAMA, with_kvtier
 from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kvtier.engines.vllm import identity
 from kvtier.engines.vllm.identity import (
@@ -317,6 +318,20 @@ def test_a_changed_drafting_model_is_another_identity(config: VllmConfig, tmp_pa
         revisions.add(make_model_identity(config).revision.replace(str(place), "draft"))
 
     assert len(revisions) == 2
+
+
+def test_another_attention_backend_is_another_identity(vllm_config: VllmConfig) -> None:
+    config = with_kvtier(vllm_config)
+    found = [make_model_identity(config)]
+    config.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    found.append(make_model_identity(config))
+    config.attention_config.backend_per_kind = {"sliding_window": AttentionBackendEnum.FLASH_ATTN}
+    found.append(make_model_identity(config))
+
+    assert len({identity.config_digest for identity in found}) == 3
+    words = json.loads(found[2].config_json)["attention"]
+    assert words["backend"] == "TRITON_ATTN"
+    assert words["backend sliding_window"] == "FLASH_ATTN"
 
 
 def test_settings_that_change_nothing_do_not_count_wherever_they_stand(vllm_config: VllmConfig) -> None:

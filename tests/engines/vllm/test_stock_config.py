@@ -10,6 +10,7 @@ pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="this vLLM has no 
 
 from tests.engines.vllm.stock_engine import HAS_DOOR, NO_DOOR, key_of, make_stock_facts, make_stock_group
 
+from kvtier.config import EncryptionSettings
 from kvtier.engines.vllm.stock_config import is_reproducible, make_stock_config, require_same_keys
 from kvtier.errors import ConfigError
 from kvtier.namespace import make_namespace
@@ -116,3 +117,10 @@ def test_short_hashes_are_reproducible_only_with_a_fixed_seed(monkeypatch: pytes
 
 def test_keys_of_this_release_are_those_of_kvtier() -> None:
     require_same_keys()
+
+
+def test_how_the_tier_encrypts_is_passed_on() -> None:
+    config = make_stock_config(
+        make_stock_facts(), model_identity="main", encryption={"key_file": "/etc/ring"}
+    )
+    assert config.settings.encryption == EncryptionSettings("/etc/ring")

@@ -138,7 +138,12 @@ class Commands:
         rows = make_rows()
         self.root = root
         self.tier = FSTier(
-            make_config(model), rows, root_dir=root, capacity_bytes=capacity_bytes, calls=calls
+            make_config(model),
+            rows,
+            root_dir=root,
+            capacity_bytes=capacity_bytes,
+            allow_shrink=True,
+            calls=calls,
         )
         assert self.tier.wait_indexed(HANG_GUARD_S)
         self.driver = TierDriver(self.tier, rows)

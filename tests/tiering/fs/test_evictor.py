@@ -153,7 +153,7 @@ def test_a_smaller_capacity_at_the_next_start_is_reached_by_evicting(
     driver = start_tier(capacity_bytes=10 * BLOCK_BYTES)
     store_each(driver, *range(10))
     assert driver.tier.shutdown(HANG_GUARD_S)
-    store_each(start_tier(capacity_bytes=3 * BLOCK_BYTES), 10)
+    store_each(start_tier(capacity_bytes=3 * BLOCK_BYTES, allow_shrink=True), 10)
     assert len(blocks_in(root)) == 3
     assert 10 in blocks_in(root)
 

@@ -83,7 +83,7 @@ def test_a_walk_sees_the_blocks_of_every_namespace_and_nothing_else(root: Path) 
     (root / NAMESPACE.name / "0" / "0" / f"{key_of(8).hex()}.kv").symlink_to("/etc/passwd")
     found = list(walk_blocks(root))
     assert {Path(block.path) for block in found} == paths
-    assert {(block.key, block.num_bytes) for block in found} == {(key_of(n), n) for n in (1, 2, 3)}
+    assert {(block.name, block.num_bytes) for block in found} == {(key_of(n), n) for n in (1, 2, 3)}
 
 
 def test_a_walk_over_nothing_finds_nothing(tmp_path: Path) -> None:

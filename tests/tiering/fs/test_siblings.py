@@ -12,7 +12,8 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import key_of, make_config
 from kvtier.tiering.fs.folders import NAMESPACE_DOCUMENT_NAME, FSNamespace, block_path, namespace_path
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.siblings import LISTING_S, MAX_SIBLINGS, SiblingNamespaces
+from kvtier.tiering.fs.siblings import FSSiblings
+from kvtier.tiering.kit.siblings import LISTING_S, MAX_SIBLINGS, SiblingNamespaces
 
 CONFIG = make_config()
 KEYS = [key_of(number) for number in range(8)]
@@ -26,6 +27,10 @@ def open_namespace(root: Path, dtype: str) -> FSNamespace:
     identity = identity_of(dtype)
     path = namespace_path(root, identity.name)
     return FSNamespace(identity, identity.name, path, KeyIndex(10, is_complete=True))
+
+
+def look_in(root: Path, clock: ManualClock | None = None) -> SiblingNamespaces:
+    return SiblingNamespaces("fs", FSSiblings(root), clock or ManualClock())
 
 
 def write(root: Path, dtype: str, num_blocks: int) -> None:
@@ -42,9 +47,9 @@ def test_a_block_of_a_sibling_is_explained_with_the_field_and_both_values(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, "float16", 5)
-    siblings = SiblingNamespaces(tmp_path, ManualClock())
+    siblings = look_in(tmp_path)
     with caplog.at_level(logging.INFO):
-        siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+        siblings.look_for(identity_of("bfloat16"), KEYS)
 
     found = siblings.explain(KEYS[4])
     assert found is not None
@@ -58,7 +63,7 @@ def test_a_block_of_a_sibling_is_explained_with_the_field_and_both_values(
 def test_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "float16", 5)
     clock = ManualClock()
-    siblings, own = SiblingNamespaces(tmp_path, clock), open_namespace(tmp_path, "bfloat16")
+    siblings, own = look_in(tmp_path, clock), identity_of("bfloat16")
     with caplog.at_level(logging.INFO):
         for _ in range(5):
             siblings.look_for(own, KEYS)
@@ -73,14 +78,14 @@ def test_a_namespace_that_holds_something_is_not_told_of_others(
     write(tmp_path, "float16", 5)
     write(tmp_path, "bfloat16", 1)
     with caplog.at_level(logging.INFO):
-        SiblingNamespaces(tmp_path, ManualClock()).look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+        look_in(tmp_path).look_for(identity_of("bfloat16"), KEYS)
 
     assert not caplog.records
 
 
 def test_a_sibling_that_comes_later_is_found_after_a_while(tmp_path: Path) -> None:
     clock = ManualClock()
-    siblings, own = SiblingNamespaces(tmp_path, clock), open_namespace(tmp_path, "bfloat16")
+    siblings, own = look_in(tmp_path, clock), identity_of("bfloat16")
     siblings.look_for(own, KEYS)
     write(tmp_path, "float16", 5)
     siblings.look_for(own, KEYS)
@@ -97,16 +102,16 @@ def test_a_few_siblings_are_looked_into_and_one_that_cannot_be_read_is_left_out(
         write(tmp_path, f"type{number}", 1)
     for document in tmp_path.glob(f"*/{NAMESPACE_DOCUMENT_NAME}"):
         document.write_text("no JSON")
-    siblings = SiblingNamespaces(tmp_path, ManualClock())
-    siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+    siblings = look_in(tmp_path)
+    siblings.look_for(identity_of("bfloat16"), KEYS)
 
     assert siblings.explain(KEYS[0]) is None
 
 
 def test_what_this_namespace_has_stored_by_now_is_forgotten(tmp_path: Path) -> None:
     write(tmp_path, "float16", 5)
-    siblings = SiblingNamespaces(tmp_path, ManualClock())
-    siblings.look_for(open_namespace(tmp_path, "bfloat16"), KEYS)
+    siblings = look_in(tmp_path)
+    siblings.look_for(identity_of("bfloat16"), KEYS)
     siblings.forget(KEYS[:1])
 
     assert siblings.explain(KEYS[0]) is None

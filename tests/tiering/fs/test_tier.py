@@ -182,7 +182,7 @@ def gated(start_tier: StartTier, root: Path) -> Iterator[tuple[Gate, ManualClock
     gate.opened.set()  # the question what the file system can do reads too
     options = {
         "root_dir": root,
-        "capacity_bytes": 2**20,
+        "capacity_bytes": 2**22,
         "num_threads": 1,
         "clock": clock,
         "calls": gate.calls,

@@ -36,6 +36,8 @@ class OnDisk(TierSuite):
 class TestDefaults(OnDisk):
     """As configured by a user who names the directory only."""
 
+    names_siblings = True
+
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB")
 

@@ -2,9 +2,10 @@
 
 import errno
 import os
-import stat
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvtier.tiering.fs.system import REAL_CALLS, FileStatus, WholeFileCalls
 
 HANG_GUARD_S = 60.0
+NUM_BYTES = 2**24
 
 
 @pytest.fixture
@@ -98,17 +100,44 @@ def test_a_zero_in_a_path_is_refused(calls: WholeFileCalls, tmp_path: Path) -> N
         calls.publish([(f"{tmp_path}/a", [], "b\0c")], os.O_CLOEXEC, 0o600)
 
 
-def test_others_run_while_the_system_is_busy(calls: WholeFileCalls, tmp_path: Path) -> None:
-    """Opening a pipe waits for its other end: with the interpreter's lock held nobody could open that."""
-    path = str(tmp_path / "pipe")
+def test_others_run_while_the_system_is_busy(
+    calls: WholeFileCalls, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """No thread is made to give the interpreter's lock away, so another one runs only while a call has let go of it."""
+    path, has_ended, num_turns = f"{tmp_path}/a", threading.Event(), 0
+    Path(path).write_bytes(bytes(NUM_BYTES))
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while not has_ended.is_set():
+            os.stat("/")  # noqa: PTH116 - it lets go of the lock
+            num_turns += 1
+
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    other = threading.Thread(target=take_turns)
+    other.start()
+    buffer = memoryview(bytearray(NUM_BYTES))
+    end_s = time.monotonic() + HANG_GUARD_S
+    sys.setswitchinterval(HANG_GUARD_S)
+    before = num_turns
+    while num_turns == before and time.monotonic() < end_s:
+        before = num_turns
+        calls.read([(path, [buffer])], os.O_CLOEXEC, 0.0)
+    has_run = num_turns > before
+    has_ended.set()
+    other.join(HANG_GUARD_S)
+    assert has_run
+
+
+def test_what_is_no_regular_file_is_refused_and_keeps_no_thread(
+    calls: WholeFileCalls, tmp_path: Path
+) -> None:
+    path = f"{tmp_path}/pipe"
     os.mkfifo(path)
-    read: list[tuple[int, int, int, float] | int] = []
-    reader = threading.Thread(
-        target=lambda: read.extend(calls.read([(path, [memoryview(bytearray(1))])], os.O_CLOEXEC, 0.0))
-    )
-    reader.start()
-    os.close(os.open(path, os.O_WRONLY))
-    reader.join(HANG_GUARD_S)
-    assert isinstance(read[0], tuple)
-    assert read[0][0] == 0
-    assert stat.S_ISFIFO(Path(path).stat().st_mode)
+    buffer = memoryview(bytearray(1))
+    assert calls.read([(path, [buffer])], os.O_CLOEXEC, 0.0) == [errno.EINVAL]
+    assert calls.read([("/dev/zero", [buffer])], os.O_CLOEXEC, 0.0) == [errno.EINVAL]
+    assert calls.read([(str(tmp_path), [buffer])], os.O_CLOEXEC, 0.0) == [errno.EINVAL]
+    written = calls.publish([(f"{tmp_path}/a", [memoryview(b"x")], path)], os.O_CLOEXEC, 0o600)
+    assert written == [errno.EINVAL]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["pipe"]

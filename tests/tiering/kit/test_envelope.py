@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.base import OffloadKey
+from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit import envelope
 from kvtier.tiering.kit.envelope import Envelope, HeaderCheck, check_block, make_header, unpack
 
@@ -88,6 +89,14 @@ def test_another_namespace_key_or_codec_is_told_apart() -> None:
     assert check_block(header_of(), PAYLOAD, OffloadKey(KEY[:-1] + b"x"), NAMESPACE) is HeaderCheck.OTHER_KEY
     assert check_block(header_of(), PAYLOAD, OffloadKey(KEY[:-1]), NAMESPACE) is HeaderCheck.OTHER_KEY
     assert check_block(header_of(), PAYLOAD, KEY, NAMESPACE, codec=1) is HeaderCheck.OTHER_CODEC
+
+
+def test_an_encrypted_block_is_left_to_engines_that_have_its_key() -> None:
+    header = bytearray(header_of())
+    struct.pack_into("<I", header, 98, 7)
+    struct.pack_into("<Q", header, 120, xxhash.xxh3_64_intdigest(bytes(header[:120])))
+    assert check_block(header, PAYLOAD, KEY, NAMESPACE) is HeaderCheck.ENCRYPTED
+    assert envelope.FAILURE_OF_CHECK[HeaderCheck.ENCRYPTED] is TierFailure.FOREIGN
 
 
 def test_a_later_version_is_left_to_its_owner() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtier.config import MAX_TTL_S, parse_ttl
 from kvtier.errors import ConfigError
+from kvtier.quantities import MAX_TTL_S, parse_ttl
 from kvtier.tiering.kit.lifetime import MAX_SKEW_S, Lifetime, make_lifetime
 
 NOW_S = 1e9

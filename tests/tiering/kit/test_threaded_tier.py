@@ -66,6 +66,11 @@ class DictStore(BlockStore[str]):
             self._rows.row(slot)[:] = self.place[namespace, key]
         return TransferOutcome([key for key, _ in held])
 
+    def drop(self, namespace: str, keys: Sequence[OffloadKey]) -> None:
+        self.check_reachable()
+        for key in keys:
+            self.place.pop((namespace, key), None)
+
     def check_reachable(self) -> None:
         if self.is_away:
             raise TierError("dict", "the place is away")

@@ -57,7 +57,7 @@ def start_tier(salt: str) -> Iterator[StartTier]:
 
     def start(store: LiveStore | str, model: str = "model-a", **options: object) -> TierDriver:
         address = store if isinstance(store, str) else store.address
-        arguments = {"master": address, "timeout_s": TIMEOUT_S} | options
+        arguments = {"master": address, "timeout_s": TIMEOUT_S, "allow_any_interface": True} | options
         rows = make_rows()
         config = salted(make_config(model), salt)
         tier = MooncakeTier(config, rows, **arguments)  # type: ignore[arg-type]  # a test's own options

@@ -49,6 +49,11 @@ class ScriptedStore:
         """Remove nothing."""
         return self._answer("remove", names)
 
+    def remove_by_regex(self, pattern: str, /) -> int:
+        """Remove nothing."""
+        self.calls.append(f"remove {pattern}")
+        return self.answer
+
     def get_size(self, name: str, /) -> int:
         """Return the scripted size."""
         self.calls.append("size")

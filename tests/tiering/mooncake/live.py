@@ -87,6 +87,7 @@ class LiveStore:
         self._segment_bytes = segment_bytes
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
+        self.admin_port = free_port()
         self.providers: list[Server] = []
         self.master = self._launch_master()
         try:
@@ -108,7 +109,7 @@ class LiveStore:
             f"--rpc_port={self.port}",
             "--rpc_address=127.0.0.1",
             "--metrics_host=127.0.0.1",
-            f"--metrics_port={free_port()}",
+            f"--metrics_port={self.admin_port}",
             f"--default_kv_lease_ttl={self._lease_ms}",
             f"--client_ttl={DEAD_AFTER_S}",
         ]

@@ -30,7 +30,9 @@ class Rig:
 
     def __init__(self, master: str, *stores: ScriptedStore) -> None:
         self.clock = ManualClock()
-        self.settings = MooncakeSettings(master, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1)
+        self.settings = MooncakeSettings(
+            master, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+        )
         self._stores = iter(stores)
         self.num_joined = 0
         self.client = MooncakeClient(self.settings, [MEMORY], self.clock, self._open)
@@ -123,7 +125,9 @@ def test_a_hung_master_is_found_out_before_the_library_is_asked() -> None:
     store = LiveStore(num_providers=0)
     store.master.freeze()
     try:
-        settings = MooncakeSettings(store.address, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1)
+        settings = MooncakeSettings(
+            store.address, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+        )
         with pytest.raises(TierError, match="does not answer"):
             open_native(settings)
     finally:

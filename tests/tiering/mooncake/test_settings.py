@@ -17,12 +17,28 @@ def parse(**changes: object) -> MooncakeSettings:
         "protocol": "tcp",
         "timeout_s": 1.5,
         "num_threads": 3,
+        "allow_any_interface": True,
     }
     return parse_settings(MooncakeSettings, values | changes)
 
 
+@pytest.mark.parametrize("changes", [{"allow_any_interface": False}, {"allow_any_interface": None}, {}])
+def test_listeners_without_authentication_are_opened_on_request_only(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_settings(MooncakeSettings, {"master": "127.0.0.1:50051"} | changes)
+    text = str(refusal.value)
+    if changes.get("allow_any_interface", False) is not None:
+        assert all(
+            word in text
+            for word in ("every interface", "without authentication", "private network", "valkey")
+        )
+    assert text.startswith("allow_any_interface=")
+
+
 def test_good_settings_are_typed() -> None:
-    assert parse() == MooncakeSettings("127.0.0.1:50051", 2**30, 2, "127.0.0.1", Protocol.TCP, 1.5, 3)
+    assert parse() == MooncakeSettings(
+        "127.0.0.1:50051", 2**30, 2, "127.0.0.1", Protocol.TCP, 1.5, 3, allow_any_interface=True
+    )
 
 
 @pytest.mark.parametrize("master", ["host.example:1", "10.0.0.5:65535", "[::1]:50051"])

@@ -18,7 +18,8 @@ from kvtier.testing.tier_suite import TierDriver, content_of, make_config, make_
 from kvtier.tiering.mooncake import MooncakeTier
 rows = make_rows()
 config = dataclasses.replace(make_config("model-a"), extra_config={"tenant_salt": sys.argv[2]})
-driver = TierDriver(MooncakeTier(config, rows, master=sys.argv[1], segment_bytes="16MiB"), rows)
+tier = MooncakeTier(config, rows, master=sys.argv[1], segment_bytes="16MiB", allow_any_interface=True)
+driver = TierDriver(tier, rows)
 assert driver.lookup(1)
 assert driver.load([1]).success
 assert bytes(driver.rows[0]) == bytes(content_of(1))
@@ -32,7 +33,10 @@ except KeyboardInterrupt:
 
 
 def test_two_engines_share_blocks(shared_store: LiveStore, start_tier: StartTier) -> None:
-    writer, reader = start_tier(shared_store), start_tier(shared_store, segment_bytes="16MiB")
+    writer, reader = (
+        start_tier(shared_store),
+        start_tier(shared_store, segment_bytes="16MiB", allow_any_interface=True),
+    )
     assert writer.store([1, 2]).success
     assert reader.lookup(1)
     assert reader.load([2, 1]).success
@@ -45,7 +49,7 @@ def test_two_engines_share_blocks(shared_store: LiveStore, start_tier: StartTier
 def test_blocks_in_memory_that_an_engine_lent_leave_with_it(start_tier: StartTier) -> None:
     store = LiveStore(num_providers=0)
     try:
-        lender, reader = start_tier(store, segment_bytes="16MiB"), start_tier(store)
+        lender, reader = start_tier(store, segment_bytes="16MiB", allow_any_interface=True), start_tier(store)
         assert not lender.lookup(1)  # the first question joins the store
         assert reader.store([1]).success
         assert lender.tier.shutdown(HANG_GUARD_S)

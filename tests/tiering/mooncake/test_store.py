@@ -30,7 +30,9 @@ class Rig:
     def __init__(self) -> None:
         self.native = ScriptedStore()
         self.clock = ManualClock()
-        settings = MooncakeSettings("127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1)
+        settings = MooncakeSettings(
+            "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+        )
         rows = rows_of(make_rows())
         headers = HeaderPool(1, 16)
         memories = (rows.flat, headers.memory)

@@ -105,13 +105,15 @@ class TestPureClient(ServerTierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         own = salted(config, self.server.salt)
         address = self.server.store.address
-        return MooncakeTier(own, rows, master=address, timeout_s=TIMEOUT_S, num_replicas=2)
+        return MooncakeTier(
+            own, rows, master=address, timeout_s=TIMEOUT_S, num_replicas=2, allow_any_interface=True
+        )
 
     def make_tier_on_small_server(
         self, config: OffloadingConfig, rows: memoryview, directory: Path
     ) -> SecondaryTierManager:
         address = self.request.getfixturevalue("small_store").address
-        return MooncakeTier(config, rows, master=address, timeout_s=TIMEOUT_S)
+        return MooncakeTier(config, rows, master=address, timeout_s=TIMEOUT_S, allow_any_interface=True)
 
 
 class TestOwnSegment(TierSuite):
@@ -133,5 +135,11 @@ class TestOwnSegment(TierSuite):
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         own = salted(config, str(directory))
         return MooncakeTier(
-            own, rows, master=self.master, timeout_s=TIMEOUT_S, segment_bytes="16MiB", num_threads=1
+            own,
+            rows,
+            master=self.master,
+            timeout_s=TIMEOUT_S,
+            segment_bytes="16MiB",
+            num_threads=1,
+            allow_any_interface=True,
         )

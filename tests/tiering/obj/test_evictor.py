@@ -70,7 +70,7 @@ def test_only_names_that_we_give_are_ours(name: str, is_ours: bool) -> None:
 def test_the_names_that_we_give_are_ours_whatever_the_root() -> None:
     for root in ("", "a/b"):
         path = namespace_path(root, NAMESPACE)
-        assert is_own(root, block_path(path, b"\xab\xcd\x00\x00\x00\x00"))  # type: ignore[arg-type]  # any bytes
+        assert is_own(root, block_path(path, b"\xab\xcd\x00\x00\x00\x00"))
         assert is_own(root, group_path(path, bytes(16)))
 
 

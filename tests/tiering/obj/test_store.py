@@ -127,9 +127,33 @@ def test_an_object_that_exists_is_never_overwritten(start_tier: StartTier, bucke
     driver = start_tier()
     driver.store([1])
     name = bucket.name_of(1)
-    bucket.write(name, b"somebody else's")
+    theirs = flipped(bucket.read(name), 5000)
+    bucket.write(name, theirs)
     assert start_tier().store([1]).success
-    assert bucket.read(name) == b"somebody else's"
+    assert bucket.read(name) == theirs
+
+
+@pytest.mark.parametrize("length", [0, 15, BLOCK_BYTES - 1])
+def test_a_truncated_object_is_not_taken_for_the_block_and_makes_room_for_it(
+    start_tier: StartTier, bucket: Bucket, length: int
+) -> None:
+    start_tier().store([1])
+    name = bucket.name_of(1)
+    bucket.write(name, bucket.read(name)[:length])
+    driver = start_tier()
+    assert not driver.store([1]).success
+    assert driver.store([1]).success
+    assert driver.load([1]).success
+
+
+def test_a_truncated_pointer_makes_room_for_the_block(start_tier: StartTier, bucket: Bucket) -> None:
+    start_tier(**GROUPED).store([1, 2, 3])
+    name = bucket.name_of(2)
+    bucket.write(name, bucket.read(name)[:-1])
+    driver = start_tier(**GROUPED)
+    assert not driver.lookup(2)
+    assert driver.store([1, 2, 3]).success
+    assert driver.load([1, 2, 3]).success
 
 
 def test_a_slot_changed_after_its_store_does_not_change_the_block(start_tier: StartTier) -> None:

@@ -18,6 +18,8 @@ from kvtier.tiering.obj import ObjTier
 class TestS3(ServerTierSuite):
     """As configured by a user who names the bucket only, and shortens the time-out."""
 
+    names_siblings = True
+
     @pytest.fixture(autouse=True)
     def _use_servers(
         self, suite_server: ServerOfSuite, server: S3Server, small_server: S3Server, prefix: str
@@ -63,6 +65,8 @@ class OnServer(TierSuite):
 class TestGrouped(OnServer):
     """With several blocks in an object."""
 
+    names_siblings = True
+
     changes: dict[str, object] = {"blocks_per_object": 4, "num_threads": 1}  # noqa: RUF012
 
 
@@ -74,6 +78,8 @@ class TestWithCapacity(OnServer):
 
 class TestDirectory(TierSuite):
     """A directory instead of a bucket."""
+
+    names_siblings = True
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
         return ObjTier(config, rows, url=f"file://{directory}/store", num_threads=2)

@@ -129,7 +129,8 @@ def test_one_that_empties_slots_waits_for_another_that_does(path: Path, start_ti
     [
         (b"", "is empty"),
         (b"holiday" * 1000, "is no slab"),
-        (b"kvtier-slab\r\n\x1a\n\xf3" * 9, "another version"),
+        (b"kvtier-slab\r\n\x1a\n\xf3" * 9, "is empty"),
+        (b"kvtier-slab\r\n\x1a\n\xf3" * 999, "are damaged"),
     ],
 )
 def test_a_file_that_is_no_slab_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:

@@ -8,12 +8,15 @@ import pytest
 from tests.tiering.slab.conftest import StartTier, capacity_of, end, offset_of
 from tests.tiering.slab.disk import change, envelopes, flip, slot_of
 
+from kvtier.namespace import Namespace
 from kvtier.testing.tier_suite import ROW_BYTES, content_of, key_of
 from kvtier.tiering.kit import envelope
 from kvtier.tiering.slab.scan import FoundBlock, oldest_unfinished, sort_out
 from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
+from kvtier.tiering.slab.slot_table import SlabNamespace
 
 OURS, THEIRS = bytes(32), b"\1" * 32
+OUR_NAMESPACE = SlabNamespace(Namespace("", OURS))
 
 
 def found(generation: int, slot: int, number: int, namespace: bytes = OURS) -> FoundBlock:
@@ -23,7 +26,7 @@ def found(generation: int, slot: int, number: int, namespace: bytes = OURS) -> F
 
 def test_the_newest_generation_of_a_key_counts_and_the_others_are_free() -> None:
     blocks = [found(7, 0, 1), found(9, 1, 1), found(8, 2, 1), found(5, 3, 2)]
-    contents = sort_out(blocks, [4], [], OURS)
+    contents = sort_out(blocks, [4], [], OUR_NAMESPACE)
     assert list(contents.slot_of.items()) == [(key_of(2), 3), (key_of(1), 1)]
     assert list(contents.free) == [0, 2, 4]
     assert contents.next_generation == 10
@@ -31,14 +34,14 @@ def test_the_newest_generation_of_a_key_counts_and_the_others_are_free() -> None
 
 def test_slots_of_others_are_kept_oldest_first_behind_what_nobody_understands() -> None:
     blocks = [found(7, 0, 1, THEIRS), found(3, 1, 1, THEIRS), found(5, 2, 1)]
-    contents = sort_out(blocks, [], [8, 6], OURS)
+    contents = sort_out(blocks, [], [8, 6], OUR_NAMESPACE)
     assert list(contents.foreign) == [6, 8, 1, 0]
     assert contents.slot_of == {key_of(1): 2}
     assert contents.next_generation == 8
 
 
 def test_an_empty_slab_begins_with_generation_one() -> None:
-    assert sort_out([], [0, 1], [], OURS).next_generation == 1
+    assert sort_out([], [0, 1], [], OUR_NAMESPACE).next_generation == 1
 
 
 def test_a_restart_finds_everything(start_tier: StartTier) -> None:

@@ -9,7 +9,7 @@ from tests.tiering.slab.conftest import HANG_GUARD_S, StartTier, capacity_of, en
 from tests.tiering.slab.disk import flip, slot_of
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, content_of, key_of
-from kvtier.tiering.slab import store
+from kvtier.tiering.slab import reopening
 from kvtier.tiering.slab.scan import NUM_READERS, STRETCH_SLOTS, FoundBlock, HeaderReader, Headers
 from kvtier.tiering.slab.slab_file import Buffers, SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import SlabGeometry
@@ -144,7 +144,7 @@ def test_slots_that_cannot_be_read_are_named_once(
 def test_a_disk_that_hangs_on_every_header_keeps_no_file_and_no_shutdown_waiting(
     start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(reopening, "CLOSE_TIMEOUT_S", 0.01)
     opened, entered = threading.Event(), threading.Semaphore(0)
 
     def preadv(fd: int, buffers: Buffers, offset: int) -> int:

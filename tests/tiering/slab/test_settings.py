@@ -27,7 +27,7 @@ def parse(**changes: object) -> SlabSettings:
 
 def test_good_settings_are_typed() -> None:
     assert parse() == SlabSettings(Path("/data/slab"), 2**20, direct_io=None, num_threads=4)
-    assert plan_geometry(parse(), ROW_BYTES) == SlabGeometry(ROW_BYTES, 85)
+    assert plan_geometry(parse(), ROW_BYTES) == SlabGeometry(ROW_BYTES, 84)
 
 
 def test_the_home_directory_is_understood() -> None:
@@ -42,7 +42,7 @@ def test_the_home_directory_is_understood() -> None:
         ("path", "relative/path", "must be an absolute path"),
         ("path", "/a\0b", "zero byte"),
         ("path", "~nobody-of-that-name/x", "absolute path"),
-        ("capacity_bytes", ROW_BYTES + 8191, f"one block takes {ROW_BYTES + 8192} bytes"),
+        ("capacity_bytes", ROW_BYTES + 12287, f"one block takes {ROW_BYTES + 12288} bytes"),
         ("capacity_bytes", "many", "8GiB"),
         ("capacity_bytes", None, "8GiB"),
         ("capacity_bytes", 0, "from 1 to"),
@@ -59,4 +59,4 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
 
 
 def test_capacity_for_exactly_one_block_is_enough() -> None:
-    assert plan_geometry(parse(capacity_bytes=ROW_BYTES + 8192), ROW_BYTES).num_slots == 1
+    assert plan_geometry(parse(capacity_bytes=ROW_BYTES + 12288), ROW_BYTES).num_slots == 1

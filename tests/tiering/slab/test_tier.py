@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, TierError, UnknownNameError
 from kvtier.namespace import RANDOM_SEED
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.slab import SlabTier, store
+from kvtier.tiering.slab import SlabTier, reopening
 from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
 
 REQUEST = ReqContext("request")
@@ -103,7 +103,7 @@ def test_a_reset_while_the_index_is_rebuilt_hides_what_is_found(
 def test_a_shutdown_while_the_index_is_rebuilt_ends_questions_and_keeps_the_lock_as_long_as_the_disk_hangs(
     rebuilding: tuple[SlowHeaders, TierDriver], start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(reopening, "CLOSE_TIMEOUT_S", 0.01)
     disk, driver = rebuilding
     assert driver.tier.lookup(key_of(1), REQUEST) is None
     driver.tier.end_step()

@@ -23,7 +23,7 @@ from kvtier.tiering.valkey.settings import ValkeySettings
 
 SHORT_TIMEOUT_S = 0.5
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (ENVELOPE_BYTES + ROW_BYTES)) + ENVELOPE_BYTES + ROW_BYTES
-GREETING_BYTES = 2 * len(b"+OK\r\n")
+GREETING_BYTES = len(b"+OK\r\n")
 """What a new connection is answered before the first block."""
 
 

@@ -99,7 +99,7 @@ def parse_key(server: LiveServer) -> OffloadKey:
     """Return the key of the only block on a server."""
     with server.client() as client:
         (found,) = [block for name in client.scan_iter() if (block := parse_block_name(name)) is not None]
-    return found.key
+    return OffloadKey(found.name)
 
 
 def test_other_names_are_left_alone(shared_server: LiveServer, start_tier: StartTier) -> None:

@@ -9,10 +9,12 @@ from tests.tiering.valkey.live import LiveServer
 from tests.tiering.valkey.live_cluster import name_of
 
 from kvtier.base import OffloadKey
+from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
+from kvtier.tiering.kit import block_format
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
-from kvtier.tiering.valkey import servers, store
+from kvtier.tiering.valkey import servers
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_a_block_that_gets_no_header_fails_its_job_and_leaves_no_half_request(
 
     with monkeypatch.context() as patches:
         patches.setattr(servers, "SEND_BYTES", 1)
-        patches.setattr(store, "make_header", all_but_3)
+        patches.setattr(block_format, "make_header", all_but_3)
         assert not driver.store([2, 3, 4]).success
     assert driver.store([5]).success
     assert 5 in driver.load_right([5])
@@ -233,3 +235,23 @@ def test_a_long_prefix_is_asked_for_at_once(driver: TierDriver) -> None:
 
     driver.poll_until(ask)
     assert [number for number, answer in answers.items() if answer] == list(range(16))
+
+
+def test_a_block_that_is_gone_was_evicted_or_has_outlived_its_time(
+    shared_server: LiveServer, start_tier: StartTier, clock: ManualClock
+) -> None:
+    driver = start_tier(shared_server.url, clock=clock, ttl_s=60)
+    driver.store([1, 2])
+    clock.advance(40.0)
+    driver.load([2])  # its time counts from now
+    with shared_server.client() as client:
+        client.delete(name_of(1), name_of(2))
+    clock.advance(30.0)
+
+    tier = driver.tier
+    assert isinstance(tier, MissExplainer)
+    assert tier.explain(key_of(1), driver.request) == Miss(
+        MissCause.EXPIRED, "valkey", {"ago_s": 10.0, "ttl_s": 60}
+    )
+    assert tier.explain(key_of(2), driver.request) == Miss(MissCause.EVICTED, "valkey")
+    assert tier.explain(key_of(3), driver.request) is None

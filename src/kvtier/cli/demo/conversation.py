@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvtier.cli.demo.options import require_at_least
 from kvtier.errors import ConfigError
+from kvtier.input_files import is_dir
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 DOCUMENT_SUFFIXES = (".md", ".rst", ".txt")
@@ -92,7 +93,7 @@ def read_documents(directory: Path | None) -> list[Document]:
     """
     if directory is None:
         return find_own_documents(PACKAGE_FOLDER)
-    if not directory.is_dir():
+    if not is_dir(directory):
         raise ConfigError("--docs", str(directory), "must be an existing directory with documents")
     documents = read_folder(directory, DOCUMENT_SUFFIXES)
     if not documents:

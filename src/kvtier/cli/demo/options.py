@@ -11,7 +11,11 @@ from typing import Any, Self
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import parse_value
 from kvtier.errors import ConfigError
+from kvtier.input_files import is_dir
 from kvtier.tiering.factory import TIER, TIERS
+
+MAX_NUMBER = 1_000_000
+"""The most of anything in a demo: prompts are made before they are served, and a million would take a day."""
 
 TIER_TYPES = ("fs", "slab", "obj", "valkey", "mooncake")
 """Secondary tiers for which the demo has its own location; for others see ``kvtier.cli.demo.backends``."""
@@ -39,7 +43,7 @@ class ModelOptions:
     seed: int
 
     def __post_init__(self) -> None:
-        if self.path is not None and not Path(self.path).is_dir():
+        if self.path is not None and not is_dir(Path(self.path)):
             raise ConfigError("--model", self.path, "must be a directory with a model of transformers")
         require_at_least("--layers", self.num_layers, 1)
         require_at_least("--seed", self.seed, 0)
@@ -116,13 +120,15 @@ def parse_tier_settings(texts: Iterable[str]) -> dict[str, Any]:  # Any: the tie
 
 
 def require_at_least(option: str, value: int, minimum: int) -> None:
-    """Refuse a number below ``minimum``.
+    """Refuse a number below ``minimum`` or beyond ``MAX_NUMBER``.
 
     Raises:
-        ConfigError: it is below ``minimum``.
+        ConfigError: it is.
     """
     if value < minimum:
         raise ConfigError(option, value, f"must be at least {minimum}")
+    if value > MAX_NUMBER:
+        raise ConfigError(option, value, f"must be at most {MAX_NUMBER}")
 
 
 def require_new_file(option: str, path: Path | None) -> None:
@@ -131,5 +137,5 @@ def require_new_file(option: str, path: Path | None) -> None:
     Raises:
         ConfigError: its directory does not exist, or the path is a directory.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is not None and (is_dir(path) or not is_dir(path.absolute().parent)):
         raise ConfigError(option, str(path), "must be a file in an existing directory")

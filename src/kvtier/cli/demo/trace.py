@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvtier.cli.demo.conversation import Turn
 from kvtier.cli.demo.options import require_at_least
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, shorten
+from kvtier.input_files import bounded_lines
 
 BLOCK_TOKENS = 512
 """Prompt tokens that one id of a trace stands for."""
@@ -70,7 +71,9 @@ def read_trace(path: Path, num_requests: int) -> list[TraceRequest]:
     """
     try:
         requests = list(islice(_parse_lines(path, _read_lines(path)), num_requests))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise ConfigError("--trace", str(path), f"cannot be read: {error}") from error
     if not requests:
         raise ConfigError("--trace", str(path), "has no request: give a file of JSON lines")
@@ -120,10 +123,12 @@ def scale_length(num_tokens: int, scale_ratio: float) -> int:
 
 
 def _read_lines(path: Path) -> Iterator[str]:
+    if path.exists() and not path.is_file():
+        raise ConfigError("--trace", str(path), "is no regular file: write the trace to a file first")
     with path.open("rb") as file:
         is_compressed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
     with gzip.open(path, "rt") if is_compressed else path.open() as lines:
-        yield from lines
+        yield from bounded_lines(lines)
 
 
 def _parse_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
@@ -132,11 +137,11 @@ def _parse_lines(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
             continue
         try:
             yield _parse_request(json.loads(line))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             remedy = (
                 f"line {number} must be a JSON object with timestamp, input_length, output_length, hash_ids"
             )
-            raise ConfigError("--trace", str(path), f"{remedy}: {error!r}") from error
+            raise ConfigError("--trace", str(path), f"{remedy}: {shorten(error)}") from error
 
 
 def _parse_request(fields: dict[str, object]) -> TraceRequest:

@@ -107,7 +107,7 @@ def describe_instance(instance: Instance) -> dict[str, Any]:  # Any: JSON
         numbers, row["is_stepping"] = read_stats(instance)
     except ControlError as error:
         return row | {"fill": {}, "error": str(error)}
-    return row | {"fill": read_fill(numbers)}
+    return row | {"fill": read_fill(numbers), "tier_states": describe_tiers(numbers)}
 
 
 def read_fill(numbers: Mapping[str, float]) -> dict[str, float | None]:
@@ -125,6 +125,25 @@ def read_fill(numbers: Mapping[str, float]) -> dict[str, float | None]:
     return fill
 
 
+def describe_tiers(numbers: Mapping[str, float]) -> list[str]:
+    """Return each tier with its blocks, how full it is, and what is wrong with it, in the order of lookups. Pure."""
+    described = []
+    for position, name in list_tiers(numbers):
+        prefix = f"tier.{position}.{name}."
+        own = (numbers.get(prefix + counter) for counter in ("indexed_blocks", "blocks"))
+        num_blocks = next((number for number in own if number is not None), None)
+        capacity = numbers.get(f"{prefix}capacity_blocks", numbers.get(f"{prefix}max_blocks"))
+        text = name if num_blocks is None else f"{name} {format_number(num_blocks)} blocks"
+        if num_blocks is not None and capacity:
+            text += f", {100 * num_blocks / capacity:.0f} % full"
+        if numbers.get(f"{prefix}out_of_service"):
+            text += ", out of service"
+        elif numbers.get(f"{prefix}breaker_open"):
+            text += ", left out: breaker open"
+        described.append(text)
+    return described
+
+
 def list_tiers(numbers: Mapping[str, float]) -> list[tuple[int, str]]:
     """Return position and type of each tier that has numbers, in the order of lookups. Pure."""
     parts = (name.split(".") for name in numbers if name.startswith("tier."))
@@ -133,14 +152,10 @@ def list_tiers(numbers: Mapping[str, float]) -> list[tuple[int, str]]:
 
 def make_instance_table(rows: Iterable[Mapping[str, Any]]) -> Table:  # Any: JSON
     """Return the table of ``ps``."""
-    table = make_table("", ["id", "pid", "model", "engine", "up", "host memory", "tiers"], [])
+    table = make_table("", ["id", "pid", "model", "engine", "up", "host memory", "tiers", "metrics"], [])
     for row in rows:
-        fill = dict(row["fill"])
-        host = fill.pop("host", None)
-        tiers = [
-            name if fill.get(name) is None else f"{name} {format_number(fill[name])} blocks"
-            for name in (fill or row["tiers"])
-        ]
+        host = row["fill"].get("host")
+        tiers = row.get("tier_states") or row["tiers"]
         table.add_row(
             Text(str(row["id"])),
             str(row["pid"]),
@@ -148,7 +163,8 @@ def make_instance_table(rows: Iterable[Mapping[str, Any]]) -> Table:  # Any: JSO
             Text(str(row["engine"])),
             format_age(float(row["uptime_s"])),
             "?" if host is None else f"{100 * host:.0f} % full",
-            Text(", ".join(tiers) or "none"),
+            Text("; ".join(tiers) or "none"),
+            Text(str(row.get("metrics") or "-")),
         )
     return table
 

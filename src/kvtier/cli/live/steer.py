@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kvtier.cli.live.overview import InstanceArgument, JsonOption, print_json
-from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.errors import ConfigError, MissingExtraError, shorten
+from kvtier.input_files import is_dir, is_file, read_text_file
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -159,11 +160,7 @@ def purge_living(
         num_in_use = reply["num_in_use"].get(tier, 0)
         if num_in_use:
             parts.append(f"{num_in_use} of {tier} are in use and stay: purge again when they are not")
-    if reply["unable"]:
-        names = ", ".join(reply["unable"])
-        parts.append(
-            f"{names}: no tier that its engine purges; `kvtier purge PLACE` does, while the engine runs"
-        )
+    parts += [f"{tier} is not purged: {reason}" for tier, reason in reply["unable"].items()]
     _report(reply, "; ".join(parts), as_json=as_json)
 
 
@@ -204,15 +201,15 @@ def _read(name: str, option: str) -> str:
     try:
         if name == "-":
             return sys.stdin.read(MAX_PREFIX_BYTES)
-        with Path(name).open(encoding="utf-8") as file:
-            return file.read(MAX_PREFIX_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(option, name, f"cannot be read: {error}") from error
+        return read_text_file(option, Path(name), MAX_PREFIX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no name of a file, or no text in UTF-8"
+        raise ConfigError(option, name, f"cannot be read: {reason}") from error
 
 
 def _tokenize(text: str, tokenizer: Path) -> list[int]:
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not path.is_file():
+    path = tokenizer / "tokenizer.json" if is_dir(tokenizer) else tokenizer
+    if not is_file(path):
         raise ConfigError("--tokenizer", str(tokenizer), "has no tokenizer.json: give the model's folder")
     try:
         from tokenizers import Tokenizer
@@ -221,7 +218,7 @@ def _tokenize(text: str, tokenizer: Path) -> list[int]:
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text).ids
     except Exception as error:
-        raise ConfigError("--tokenizer", str(path), f"cannot be used: {error}") from error
+        raise ConfigError("--tokenizer", str(path), f"cannot be used: {shorten(error)}") from error
     return ids
 
 

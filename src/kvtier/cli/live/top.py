@@ -5,7 +5,7 @@ A frame is made of two readings of the engine's counters: totals are those of th
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 import typer
@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli.live.audit import describe_blocks
 from kvtier.cli.live.overview import (
     InstanceArgument,
     JsonOption,
@@ -25,6 +26,7 @@ from kvtier.cli.live.overview import (
 )
 from kvtier.cli.output import make_console
 from kvtier.misses import MISSED_TOKENS
+from kvtier.observe.audit import describe_saved, read_saved
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance
 
 ORIGIN = "connector.prompt_tokens."
@@ -92,6 +94,7 @@ class Frame:
         num_requests: requests that the engine has begun or that wait.
         num_waiting: those that wait for a tier.
         num_open_jobs: copies between device and host memory that have not ended.
+        audit: what the audit says: blocks that were compared, then what loaded tokens save; empty without one.
     """
 
     title: str
@@ -102,6 +105,7 @@ class Frame:
     num_requests: float
     num_waiting: float
     num_open_jobs: float
+    audit: list[str] = field(default_factory=list)
 
 
 def top(
@@ -202,7 +206,19 @@ def make_frame(title: str, before: Numbers, now: Numbers, passed_s: float, *, is
         now.get("connector.requests", 0.0),
         now.get("waiting_requests", 0.0),
         now.get("connector.open_jobs", 0.0),
+        list_audit_lines(now),
     )
+
+
+def list_audit_lines(now: Numbers) -> list[str]:
+    """Return what the audit says, a line each. Pure."""
+    if not now.get("audit.requests"):
+        return []
+    lines = [describe_blocks(now)]
+    for saved in read_saved(now):
+        hits = f"hits of {saved.length:,} tokens or more in {saved.tier}"
+        lines.append(f"{hits}: a thousand tokens save {describe_saved(saved)}")
+    return lines
 
 
 def sum_by_name(numbers: Numbers, prefix: str) -> dict[str, float]:
@@ -259,6 +275,7 @@ def draw(frame: Frame) -> RenderableType:
         draw_shares("prompt tokens from", frame.origins),
         draw_shares("computed because", frame.causes),
         draw_tiers(frame.tiers),
+        *map(Text, frame.audit),
     )
 
 

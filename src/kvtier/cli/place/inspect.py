@@ -2,6 +2,7 @@
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvtier.cli.place.options import (
     counted,
     describe,
     duration_in_words,
+    encrypted_names,
     opened,
     printable,
     read_document,
@@ -28,6 +30,10 @@ from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, 
 
 NONE = "(none)"
 NOT_NAMED = "--config names it"
+
+AGES_S = (3600.0, 86_400.0, 604_800.0)
+AGE_WORDS = ("within an hour", "within a day", "within a week", "longer ago")
+"""What ages are counted by: about the lives of a chat, of a day's work, and of what nothing uses any more."""
 
 MAX_DIFFERENCES = 6
 """Differences to the largest namespace that are printed; ``--json`` has the documents."""
@@ -43,6 +49,7 @@ class NamespaceTally:
         oldest_s: the longest unused, seconds since 1970; None without times.
         newest_s: the last used.
         tenants: the same of each tenant of requests, by number, 0 for none.
+        by_age: blocks by the longest time in AGES_S within which they were used; the last entry: older than that.
     """
 
     blocks: int = 0
@@ -50,17 +57,19 @@ class NamespaceTally:
     oldest_s: float | None = None
     newest_s: float | None = None
     tenants: dict[int, Amount] = field(default_factory=dict)
+    by_age: list[int] = field(default_factory=lambda: [0] * (len(AGES_S) + 1))
 
-    def add(self, block: PlaceBlock) -> None:
-        """Count a block."""
+    def add(self, block: PlaceBlock, now_s: float, *, is_named: bool = True) -> None:
+        """Count a block, and for its tenant where its name tells that."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
-        if block.tenant is not None:
+        if is_named and block.tenant is not None:
             amount = self.tenants.get(block.tenant, Amount())
             self.tenants[block.tenant] = amount.plus(block.num_blocks, block.num_bytes)
         if block.used_s is not None:
             self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
             self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
+            self.by_age[bisect_left(AGES_S, now_s - block.used_s)] += block.num_blocks
 
 
 ConfigOption = Annotated[
@@ -80,20 +89,25 @@ def inspect(place: PlaceArgument, config: ConfigOption = None, as_json: JsonOpti
     tenants = {} if config is None else read_tenants(config)
     with opened(place) as found:
         namespaces = found.namespaces()
-        tallies = count(found.blocks(), namespaces)
+        now_s = time.time()
+        tallies = count(found.blocks(), namespaces, now_s)
         summary = found.summary()
         if as_json:
             typer.echo(json.dumps(to_json(found, namespaces, tallies, summary, tenants), indent=1))
         else:
-            lines = to_lines(found, namespaces, tallies, summary, time.time(), tenants)
+            lines = to_lines(found, namespaces, tallies, summary, now_s, tenants)
             typer.echo("\n".join(map(printable, lines)))
 
 
-def count(blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace]) -> dict[str, NamespaceTally]:
+def count(
+    blocks: Iterable[PlaceBlock], namespaces: Sequence[PlaceNamespace], now_s: float
+) -> dict[str, NamespaceTally]:
     """Return what there is of each namespace."""
     tallies = {namespace.name: NamespaceTally() for namespace in namespaces}
+    encrypted = encrypted_names(namespaces)
     for block in blocks:
-        tallies.setdefault(block.namespace, NamespaceTally()).add(block)
+        is_named = block.namespace not in encrypted
+        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s, is_named=is_named)
     return tallies
 
 
@@ -123,11 +137,12 @@ def to_lines(
     lines.append(
         f"in use by {', '.join(summary.users)}" if summary.users else "no engine is known to use it now"
     )
+    lines += _age_lines(tallies) + _tenant_lines(described, tallies)
     largest = described.get(names[0]) if names else None
     for name in names:
         namespace = described.get(name, PlaceNamespace(name))
         lines += ["", *_namespace_lines(namespace, tallies[name], now_s)]
-        lines += _tenant_lines(tallies[name], tenants)
+        lines += _request_tenant_lines(tallies[name], tenants)
         if largest is not None and namespace.name != largest.name:
             lines += _difference_lines(largest, namespace)
     return lines
@@ -166,6 +181,7 @@ def to_json(
                     {"number": number, "name": tenants.get(number), "blocks": num, "bytes": num_bytes}
                     for number, (num, num_bytes) in sorted(tally.tenants.items())
                 ],
+                "blocks_by_last_use": dict(zip(AGE_WORDS, tally.by_age, strict=True)),
             }
             for name, tally in sorted(tallies.items())
         ],
@@ -207,6 +223,31 @@ def _amount_lines(summary: PlaceSummary) -> list[str]:
     ]
 
 
+def _age_lines(tallies: Mapping[str, NamespaceTally]) -> list[str]:
+    """Return how many blocks were last used when; nothing for a place without times. Pure."""
+    sums = [sum(counts) for counts in zip(*(one.by_age for one in tallies.values()), strict=True)]
+    named = [f"{num:,} {words}" for num, words in zip(sums, AGE_WORDS, strict=False) if num]
+    return [f"blocks by last use: {', '.join(named)}"] if named else []
+
+
+def _tenant_lines(
+    described: Mapping[str, PlaceNamespace], tallies: Mapping[str, NamespaceTally]
+) -> list[str]:
+    """Return what each tenant has, the most first; nothing where no namespace has one. Pure."""
+    amounts: dict[str, Amount] = {}
+    for name, tally in tallies.items():
+        document = read_document(described.get(name, PlaceNamespace(name))) or {}
+        tenant = str(document.get("tenant") or "")
+        amounts[tenant] = amounts.get(tenant, Amount()).plus(tally.blocks, tally.num_bytes)
+    if not any(amounts):
+        return []
+    lines = []
+    for tenant, amount in sorted(amounts.items(), key=lambda each: -each[1].num_bytes):
+        name = f"tenant {tenant}" if tenant else "no tenant"
+        lines.append(f"{name}: {counted(amount.num, 'block')}, {size_in_words(amount.num_bytes)}")
+    return lines
+
+
 def _entries(num: int, word: str) -> str:
     return counted(num, word) if num == 1 else f"{num:,} {PLURALS.get(word, word + 's')}"
 
@@ -225,7 +266,7 @@ def _namespace_lines(namespace: PlaceNamespace, tally: NamespaceTally, now_s: fl
     return [head, *(f"  {part}" for part in _wrapped(describe(document)))]
 
 
-def _tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> list[str]:
+def _request_tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> list[str]:
     """Return a line for each tenant of requests; none where there are none."""
     if not any(tally.tenants):
         return []

@@ -3,8 +3,9 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvtier.errors import ConfigError, NamespaceDocumentError
 from kvtier.namespace import Document, parse_document
-from kvtier.tiering.kit.place import Place, PlaceNamespace
+from kvtier.settings import absolute_path
+from kvtier.tiering.kit.key_ring import read_ring
+from kvtier.tiering.kit.place import Opener, Place, PlaceNamespace
 from kvtier.tiering.places import open_place
 
 PLACE_HELP = (
     "A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
-    "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON."
+    "redis://host, valkey://host (valkey), mooncake://host:port; or the tier as in secondary_tiers, as JSON."
 )
 
 PlaceArgument = Annotated[
@@ -39,6 +42,11 @@ OptionalPlaceArgument = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+KeyFileOption = Annotated[
+    str | None,
+    typer.Option("--key-file", help="The key ring of encrypted blocks.", show_default=False),
+]
 
 UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
@@ -89,17 +97,37 @@ def printable(text: str) -> str:
 
 
 @contextmanager
-def opened(text: str) -> Iterator[Place]:
+def opened(text: str, key_file: str | None = None) -> Iterator[Place]:
     """Open a place and close it.
 
+    Args:
+        text: the place.
+        key_file: the key ring of its encrypted blocks; None: they are not opened.
+
     Raises:
-        KVTierError: as ``open_place``.
+        KVTierError: as ``open_place``, or the ring cannot be used.
     """
+    opener = None if key_file is None else read_opener(key_file)
     place = open_place(text)
     try:
+        if opener is not None:
+            place.unlock(opener)
         yield place
     finally:
         place.close()
+
+
+def read_opener(key_file: str) -> Opener:
+    """Return what opens encrypted blocks with the keys of a ring.
+
+    Raises:
+        ConfigError: the ring cannot be used.
+        MissingExtraError: the library is not installed.
+    """
+    ring = read_ring(absolute_path("--key-file", str(Path(key_file).absolute())))
+    from kvtier.tiering.kit.encryption import BlockOpener
+
+    return BlockOpener(ring)
 
 
 def read_document(namespace: PlaceNamespace) -> Document | None:
@@ -108,6 +136,15 @@ def read_document(namespace: PlaceNamespace) -> Document | None:
         return parse_document(namespace.document) if namespace.document else None
     except NamespaceDocumentError:
         return None
+
+
+def encrypted_names(namespaces: Iterable[PlaceNamespace]) -> frozenset[str]:
+    """Return the names of the namespaces whose blocks are encrypted: the names of those tell no tenant. Pure."""
+    return frozenset(
+        one.name
+        for one in namespaces
+        if (document := read_document(one)) is not None and document.get("encryption")
+    )
 
 
 def describe(document: Document) -> list[str]:
@@ -135,6 +172,8 @@ def describe(document: Document) -> list[str]:
         parts.append(f"{document.get('world_size', '?')} workers")
     if document.get("tenant"):
         parts.append(f"tenant {document['tenant']}")
+    if document.get("encryption"):
+        parts.append("encrypted")
     if document.get("epoch"):
         parts.append("after a reset")
     return parts

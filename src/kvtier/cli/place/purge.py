@@ -18,6 +18,7 @@ from kvtier.cli.place.options import (
     choose_namespaces,
     counted,
     duration_in_words,
+    encrypted_names,
     opened,
     parse_duration,
     printable,
@@ -77,7 +78,7 @@ def purge(
     ] = False,
     instance: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Instead of a place: a living engine forgets what it holds."),
+        typer.Option(metavar="ID", help="Instead of a place: a living engine removes what is its own."),
     ] = None,
     tier: Annotated[
         list[str] | None, typer.Option(help='With --instance, "host" or a tier\'s type. May be repeated.')
@@ -90,7 +91,7 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
-    a living engine forgets the blocks of its host memory that are not in use; give --tier or --all.
+    a living engine removes its own blocks from host memory and its tiers; give --tier or --all.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
@@ -143,6 +144,7 @@ def purge_place(
         known = found.namespaces()
         number = None if tenant is None else find_tenant(found, known, tenant)
         names = choose(known, namespace, tenant if number is None else None)
+        names = names if number is None else plain_names(known, names)
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
@@ -193,6 +195,13 @@ def choose(
     return chosen if names is None else tuple(name for name in names if name in chosen)
 
 
+def plain_names(known: Sequence[PlaceNamespace], names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return those of the chosen namespaces in which the name of a block tells its tenant. Pure."""
+    encrypted = encrypted_names(known)
+    chosen = [one.name for one in known] if names is None else names
+    return tuple(name for name in chosen if name not in encrypted)
+
+
 def make_selection(
     known: Sequence[PlaceNamespace],
     names: tuple[str, ...] | None,
@@ -217,7 +226,9 @@ def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str) -> i
     if not is_name(tenant):
         return None
     number = tenant_number(tenant)
-    return number if any(block.tenant == number for block in place.blocks()) else None
+    encrypted = encrypted_names(known)
+    found = (block for block in place.blocks() if block.namespace not in encrypted)
+    return number if any(block.tenant == number for block in found) else None
 
 
 def measure(place: Place, selection: Selection) -> Amount:

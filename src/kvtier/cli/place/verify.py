@@ -13,6 +13,7 @@ import typer
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     JsonOption,
+    KeyFileOption,
     PlaceArgument,
     advance,
     counted,
@@ -21,8 +22,8 @@ from kvtier.cli.place.options import (
     parse_duration,
     progress_bar,
 )
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.quantities import parse_bytes
 from kvtier.tiering.kit.place import DAMAGE, FAULTS_OF_PLACE, NOTHING, Amount, BlockState, Place, PlaceBlock
 
 DEFAULT_RATE = "200MiB"
@@ -38,6 +39,8 @@ WORDS = {
     BlockState.MOVED: "under a name that is not theirs",
     BlockState.UNREADABLE: "not readable",
     BlockState.OTHER_FORMAT: "of another version or encoding, left to the engines that know it",
+    BlockState.ENCRYPTED: "encrypted, header and name right: --key-file checks their bytes",
+    BlockState.NO_KEY: "encrypted with a key that is not in the ring: nothing here reads them",
     BlockState.BEING_WRITTEN: "being written",
     BlockState.GONE: "gone meanwhile",
 }
@@ -143,6 +146,7 @@ def verify(
     sample: Annotated[float, typer.Option(help="Read this share of the blocks, chosen at random.")] = 1.0,
     delete: Annotated[bool, typer.Option("--delete", help="Remove the damaged ones.")] = False,
     max_bytes_per_s: Annotated[str, typer.Option(help="Read no faster than this.")] = DEFAULT_RATE,
+    key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read blocks wholly and compare each with its checksum; exit status 1 when one is not what was stored.
@@ -156,7 +160,7 @@ def verify(
         raise ConfigError("--sample", sample, "must be a share above 0 and up to 1, such as 0.01")
     rate_bytes = parse_bytes("--max-bytes-per-s", max_bytes_per_s)
     max_duration_s = None if max_duration is None else parse_duration("--max-duration", max_duration)
-    with opened(place) as found:
+    with opened(place, key_file) as found:
         if delete:
             found.begin_removal()
         there = measure(found)

@@ -47,9 +47,11 @@ class Subscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         try:
             (self._socket.bind if is_bound else self._socket.connect)(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:  # a ValueError: half a surrogate pair
             self.close()
-            remedy = f"cannot be {'bound' if is_bound else 'connected to'} ({error.strerror})"
+            # The library's text repeats the endpoint.
+            reason = zmq.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else "no text"
+            remedy = f"cannot be {'bound' if is_bound else 'connected to'} ({reason})"
             raise ConfigError(
                 "--kv-events", endpoint, f"{remedy}: give one such as tcp://127.0.0.1:5557"
             ) from error

@@ -1,6 +1,7 @@
 """``kvtier simulate``: replay a trace with several policies and sizes, print a comparison and write its files."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,17 +14,8 @@ from kvtier.cli.option_names import naming_options
 from kvtier.cli.output import Outputs, command_line, make_console
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.cli.simulate.options import (
-    apply_tier_settings,
-    blocks_of,
-    make_engine,
-    make_host,
-    parse_hints,
-    parse_load_if,
-    parse_sweep,
-    parse_tier,
-    split_names,
-)
+from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
+from kvtier.cli.simulate.options import parse_sweep
 from kvtier.cli.simulate.report.page import make_page
 from kvtier.cli.simulate.table import print_comparison
 from kvtier.cli.simulate.verdict import make_verdict
@@ -46,16 +38,16 @@ def simulate(
     host: options.Host = None,
     tier: options.Tiers = None,
     tier_setting: options.TierSettings = None,
-    policy: options.Policies = "lru",
+    policy: options.Policies = options.DEFAULT_POLICY,
     store_threshold: options.StoreThreshold = 0,
-    load_if: options.LoadIfText = "always",
-    hints: options.Hints = "none",
+    load_if: options.LoadIfText = options.DEFAULT_LOAD_IF,
+    hints: options.Hints = options.DEFAULT_HINTS,
     hint_noise: options.HintNoiseText = "",
     sweep: options.SweepText = None,
-    kv_bytes: options.KVBytes = "128KiB",
+    kv_bytes: options.KVBytes = options.DEFAULT_KV_BYTES,
     prefill: options.Prefill = None,
-    decode: options.Decode = 40.0,
-    max_running: options.MaxRunning = 64,
+    decode: options.Decode = options.DEFAULT_DECODE,
+    max_running: options.MaxRunning = options.DEFAULT_MAX_RUNNING,
     requests: traces.Requests = None,
     jobs: options.Jobs = 1,
     json_file: options.JSONFile = None,
@@ -72,19 +64,14 @@ def simulate(
     check_jobs(jobs)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
     device_size, host_size = choose_memory(example, device, host)
-    engine = make_engine(
-        trace, device=device_size, kv_size=kv_bytes, max_running=max_running, prefill=prefill, decode=decode
+    engine_options = EngineOptions(device_size, kv_bytes, max_running, prefill, decode)
+    host_options = HostOptions(
+        host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
     )
-    policies = split_names(policy)
-    parsed = [parse_tier(text, engine.block_bytes) for text in tier or ()]
-    tiers = apply_tier_settings(parsed, tier_setting or (), engine.block_bytes)
-    host_blocks = blocks_of("--host", host_size, engine.block_bytes)
-    base = make_host(policies, host_blocks, tiers, store_threshold, parse_load_if(load_if))
-    client_hints, noise = parse_hints(hints, hint_noise)
-    base = replace(base, client_hints=client_hints, hint_noise=noise)
+    engine, base = make_machine(trace, engine_options, host_options)
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
     with naming_options({"place to sweep": "--sweep"}):
-        cases = plan_cases(engine, base, policies, swept)
+        cases = plan_cases(engine, base, host_options.policies, swept)
     (outputs := Outputs(json_file, html_file)).check_writable()
     found = run_all(trace, cases, jobs, progress := Console(stderr=True))
     comparison = Comparison(
@@ -128,11 +115,25 @@ def to_json(comparison: Comparison) -> dict[str, Any]:  # Any: JSON
 
 def run_all(trace: Trace, cases: list[Case], num_processes: int, console: Console) -> list[Simulation]:
     """Simulate each case under one progress bar and return the results in order."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(f"{len(cases)} simulations", total=len(cases) * len(trace.requests))
+    title = f"{len(cases)} simulations"
+    with show_progress(title, len(cases) * len(trace.requests), console) as advance:
 
         def note(case: Case, num_requests: int) -> None:
-            progress.update(task, advance=num_requests, description=case.label)
+            advance(num_requests, case.label)
 
         return run_cases(trace, cases, num_processes=num_processes, on_requests=note)
+
+
+@contextmanager
+def show_progress(
+    title: str, num_requests: int, console: Console
+) -> Iterator[Callable[[int, str | None], None]]:
+    """Show a bar of requests, and yield what moves it on by so many, under another title where one is given."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(title, total=num_requests)
+
+        def advance(num_ended: int, description: str | None) -> None:
+            progress.update(task, advance=num_ended, description=description)
+
+        yield advance

@@ -12,9 +12,10 @@ import typer
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
-from kvtier.config import LoadIf, parse_bytes
+from kvtier.config import LoadIf
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate
@@ -40,6 +41,9 @@ HINTS = ("none", "continues", "returns")
 TIER_FORM = (
     "NAME:CAPACITY:BANDWIDTH[:LATENCY[:STREAMS]] such as fs:4TiB:3GB/s or obj:20TiB:1GB/s,500MB/s:15ms:64"
 )
+
+DEFAULT_POLICY, DEFAULT_LOAD_IF, DEFAULT_HINTS, DEFAULT_KV_BYTES = "lru", "always", "none", "128KiB"
+DEFAULT_DECODE, DEFAULT_MAX_RUNNING = 40.0, 64
 
 DEFAULT_LATENCY_S = 100e-6
 """Seconds until the first byte of a block: that of a local NVMe disk."""

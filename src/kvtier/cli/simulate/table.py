@@ -152,6 +152,7 @@ def summarise(comparison: Comparison) -> Iterator[str]:
     for name, one in found.items():
         for tier, number in breaker_openings(one).items():
             yield f"{name}: {tier} was overloaded {number} times and skipped for some seconds each"
+    yield from describe_saved_time(make_verdict(comparison).saved_s)
     yield "without: the same engine with its own prefix cache only"
     yield BOUND_NOTE
     if comparison.is_rate_derived:
@@ -163,6 +164,13 @@ def summarise(comparison: Comparison) -> Iterator[str]:
             f"takes, so {effect}; "
             "use more --prefill, --device or --max-running, or fewer --requests"
         )
+
+
+def describe_saved_time(saved_s: float | None) -> Iterator[str]:
+    """Yield what all requests together wait less; nothing where no times are known. Pure."""
+    if saved_s is not None:
+        less = "less" if saved_s >= 0 else "more"
+        yield f"all requests together wait {abs(saved_s):,.1f} s {less} for their first tokens"
 
 
 def group_rejected(found: Mapping[str, Simulation]) -> dict[int, str]:

@@ -21,6 +21,7 @@ class Verdict:
         policy: of the best case; None when nothing was served.
         size: of the swept place, the knee of the curve or else the largest; None without a sweep.
         fewer_ratio: share of the tokens computed without offloading that need not be computed; negative when more are.
+        saved_s: seconds that requests wait less for their first tokens, all of them together; None as below.
         median_first_token_s: without offloading and with it; None when the engine is saturated at the derived rate.
     """
 
@@ -28,6 +29,7 @@ class Verdict:
     policy: str | None = None
     size: str | None = None
     fewer_ratio: float = 0.0
+    saved_s: float | None = None
     median_first_token_s: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
@@ -46,9 +48,9 @@ def make_verdict(comparison: Comparison) -> Verdict:
     times_s = (without.total.first_token.p50_s, best.total.first_token.p50_s)
     medians = times_s if comparison.has_times else None
     size = case.size.label if case.size else None
-    return Verdict(
-        _in_words(comparison, case, best, fewer_ratio, medians), case.policy, size, fewer_ratio, medians
-    )
+    text = _in_words(comparison, case, best, fewer_ratio, medians)
+    saved_s = _saved_s(without, best) if comparison.has_times else None
+    return Verdict(text, case.policy, size, fewer_ratio, saved_s, medians)
 
 
 def find_sweep_knee(comparison: Comparison) -> int | None:
@@ -94,6 +96,11 @@ def _without(comparison: Comparison, case: Case) -> Simulation:
 def _fewer_ratio(without: Simulation, best: Simulation) -> float:
     computed = 1 - without.saved_ratio
     return (best.saved_ratio - without.saved_ratio) / computed if computed else 0.0
+
+
+def _saved_s(without: Simulation, best: Simulation) -> float:
+    before, after = without.total.first_token.mean_s, best.total.first_token.mean_s
+    return (before - after) * best.total.num_requests
 
 
 def _in_words(

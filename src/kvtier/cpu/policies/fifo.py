@@ -38,4 +38,6 @@ class FIFOCachePolicy(OneQueuePolicy):
             del self.blocks[key]
         for key in busy:
             self.blocks.move_to_end(key)
+        if self._ended.watch is not None:
+            self._ended.watch.on_evicted([key for key, _ in victims])
         return victims

@@ -66,6 +66,8 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
             del self.blocks[key]
         victims += others
         self.parked.end_walk(victims)
+        if self._ended.watch is not None:
+            self._ended.watch.on_evicted([key for key, _ in victims])
         return victims
 
     def next_victims(self, n: int) -> list[OffloadKey]:

@@ -1,7 +1,7 @@
 """Settings of the embedded engine, checked at construction; ``kvtier.config`` parses ``extra_config``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.config import parse_settings
@@ -39,7 +39,7 @@ class EngineConfig:
     num_device_blocks: int
     block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS
     extra_config: Mapping[str, Any] | None = None  # Any: kvtier.config gives the values types
-    salt: str = ""
+    salt: str = field(default="", repr=False)
     prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
     model_name: str | None = None
     model_revision: str | None = None

@@ -252,7 +252,7 @@ def _make_scheduler(
     recorder = open_recorder(spec.config, clock=clock)
     control = open_control(spec.config, hash_prompt)
     try:
-        return OffloadingConnectorScheduler(spec, recorder, control=control)
+        return OffloadingConnectorScheduler(spec, recorder, clock, control)
     except BaseException:
         if recorder is not None:
             recorder.close()

@@ -128,6 +128,8 @@ def fingerprint_weights(model: PreTrainedModel) -> str:
 def describe_model_config(model: PreTrainedModel) -> str:
     """Return the model's effective configuration as canonical JSON. Pure."""
     settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
+    # Each way to compute attention rounds in its own way, and the values of the next layer follow.
+    settings["attn_implementation"] = getattr(model.config, "_attn_implementation", None)
     return json.dumps(settings, sort_keys=True, default=str)
 
 

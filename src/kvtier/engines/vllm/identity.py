@@ -131,6 +131,7 @@ def make_model_identity(
             settings[role] = describe_settings(model)
     finally:
         _running.forget()
+    settings["attention"] = describe_attention(vllm_config)
     lora_config = getattr(vllm_config, "lora_config", None)
     if lora_config is not None:
         settings["lora_dtype"] = str(lora_config.lora_dtype)
@@ -166,6 +167,20 @@ def describe_settings(model_config: ModelConfig) -> dict[str, object]:
         # longrope rotates keys with one of two sets of factors, and the engine's longest request decides which.
         settings["vllm_max_model_len"] = model_config.max_model_len
     return settings
+
+
+def describe_attention(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return which code computes attention, as far as the engine's settings say; each rounds in its own way. Pure."""
+    attention = getattr(vllm_config, "attention_config", None)
+    per_kind = getattr(attention, "backend_per_kind", None) or {}
+    chosen = {"": getattr(attention, "backend", None), **per_kind}
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
+    names = {
+        kind: getattr(backend, "name", str(backend))
+        for kind, backend in chosen.items()
+        if backend is not None
+    }
+    return {"device": str(device), **{f"backend {kind}".strip(): name for kind, name in names.items()}}
 
 
 def describe_weights(

@@ -29,13 +29,16 @@ MIN_CRYPTOGRAPHIC_HASH_BYTES = 32
 """Length of SHA-256. vLLM's shorter hashes are not cryptographic, and it draws their seed anew in each process."""
 
 
-def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: str = "") -> OffloadingConfig:
+def make_stock_config(
+    stock: StockConfig, *, model_identity: str, tenant_salt: str = "", encryption: object = None
+) -> OffloadingConfig:
     """Describe the engine to kvtier. Reads every file of a local checkpoint.
 
     Args:
         stock: the engine's configuration as vLLM's connector gives it.
         model_identity: the user's name of the weights and of the flags that change what they compute.
         tenant_salt: separates tenants that must not share blocks.
+        encryption: the setting of that name, for the one tier.
 
     Raises:
         ConfigError: a value on which the bytes depend is unknown.
@@ -66,7 +69,7 @@ def make_stock_config(stock: StockConfig, *, model_identity: str, tenant_salt: s
         context_parallel_size=parallel.pcp_size * parallel.dcp_size,
         enable_events=stock.enable_kv_cache_events,
         engine_kind=ENGINE_KIND,
-        extra_config={"tenant_salt": tenant_salt},
+        extra_config={"tenant_salt": tenant_salt, "encryption": encryption},
     )
 
 

@@ -71,6 +71,7 @@ class KVTierSecondaryTier(StockTier):
         tier_type: the class name in the configuration.
         model_identity: name of the weights and of the flags that change what they compute; vLLM gives a tier neither.
         tenant_salt: separates tenants that must not share blocks.
+        encryption: how the tier encrypts, as the engine's setting of that name.
         lookup_deadline_s: seconds for which a request may wait for its lookups.
         locality: "LOCAL" or "REMOTE"; requests can choose by it in vLLM.
         clock: seconds, monotonic.
@@ -92,6 +93,7 @@ class KVTierSecondaryTier(StockTier):
         *,
         model_identity: str = "",
         tenant_salt: str = "",
+        encryption: object = None,
         lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
         locality: str | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +107,10 @@ class KVTierSecondaryTier(StockTier):
         deadline_s = read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S)
         require_same_keys()
         config = make_stock_config(
-            offloading_spec.config, model_identity=model_identity, tenant_salt=tenant_salt
+            offloading_spec.config,
+            model_identity=model_identity,
+            tenant_salt=tenant_salt,
+            encryption=encryption,
         )
         tier = self.build_tier(settings, primary_kv_view, config)
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import TraceError
+from kvtier.errors import MAX_SHOWN_CHARS, TraceError, shorten
+from kvtier.input_files import bounded_lines
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Line:
 
     def _present(self, name: str) -> Any:  # noqa: ANN401 - JSON; each caller checks
         if name not in self.values:
-            known = ", ".join(sorted(self.values)) or "nothing"
+            known = shorten(", ".join(sorted(self.values)) or "nothing").strip("'")
             raise self.fail(name, f"this field is missing, the line has {known}; is it another format?")
         return self.values[name]
 
@@ -129,13 +130,13 @@ def _read_texts(path: Path, *, may_be_cut: bool) -> Iterator[tuple[int, str]]:
             is_zipped = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         opener = gzip.open if is_zipped else open
         with opener(path, "rt", encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):
+            for number, text in enumerate(bounded_lines(file), start=1):
                 yield number, text
     except OSError as error:
         raise TraceError(
             path, None, error.strerror or str(error), "cannot be read: check the path"
         ) from error
-    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (EOFError, zlib.error, ValueError) as error:
         if may_be_cut and isinstance(error, EOFError):
             _warn_cut(path, number + 1)
             return
@@ -152,7 +153,7 @@ def _parse(path: Path, number: int, text: str) -> dict[str, Any]:  # Any: JSON
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TraceError(
-            path, number, text.strip(), f"not JSON ({error}): write one object per line"
+            path, number, text[:MAX_SHOWN_CHARS].strip(), f"not JSON ({error}): write one object per line"
         ) from error
     if not isinstance(values, dict):
         raise TraceError(path, number, values, "must be a JSON object such as {...}")

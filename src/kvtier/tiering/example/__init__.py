@@ -21,6 +21,7 @@ from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import IsDataclass, flag, parse_settings, setting, whole
 from kvtier.tiering.base import (
     NO_SETTINGS,
+    DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
@@ -53,7 +54,7 @@ class ExampleSettings:
 
 
 class ExampleSecondaryTier(
-    SecondaryTierManager, EvictionReporter, PurgeableTier, RequestAware, MissExplainer
+    SecondaryTierManager, EvictionReporter, PurgeableTier, DroppingTier, RequestAware, MissExplainer
 ):
     """Keeps rows in a dictionary.
 
@@ -182,6 +183,12 @@ class ExampleSecondaryTier(
         self.clear()
         return dropped
 
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        for key in keys:
+            if self.blocks.pop(key, None) is not None:
+                self._order.remove(key)
+                self._losses.add((key,), Loss.DAMAGED)
+
     def clear(self) -> None:
         """Drop every block."""
         self.blocks.clear()
@@ -245,6 +252,10 @@ class KeyOrder:
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Record a use of ``keys``."""
         self._policy.touch(keys)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Stop ordering a key."""
+        self._policy.remove(key)
 
     def evict(self, protected: Collection[OffloadKey]) -> OffloadKey:
         """Stop ordering the next key and return it, one of ``protected`` when there is no other."""

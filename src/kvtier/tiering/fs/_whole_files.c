@@ -136,6 +136,14 @@ static int close_written(int fd)
     return close(fd) < 0 && errno != EINTR ? errno : 0;
 }
 
+/* Sets what the file is; an error when that is a pipe, a socket, a device or a folder. */
+static int require_regular(int fd, struct stat *status)
+{
+    if (fstat(fd, status) < 0)
+        return errno;
+    return S_ISREG(status->st_mode) ? 0 : EINVAL;
+}
+
 static int publish_unnamed(const char *folder, const char *path, int flags, mode_t mode, Buffers *buffers)
 {
     int fd = open_file(folder, O_RDWR | O_TMPFILE | flags, mode);
@@ -163,8 +171,11 @@ static int publish_over(const char *folder, const char *recycled, const char *pa
 {
     if (access(folder, F_OK) < 0)
         return errno;
-    int fd = open_file(recycled, O_RDWR | O_NOFOLLOW | flags, 0);
-    int error = fd < 0 ? errno : move_all(pwritev, fd, buffers);
+    int fd = open_file(recycled, O_RDWR | O_NOFOLLOW | O_NONBLOCK | flags, 0);
+    struct stat status;
+    int error = fd < 0 ? errno : require_regular(fd, &status);
+    if (error == 0)
+        error = move_all(pwritev, fd, buffers);
     if (fd >= 0) {
         int error_of_close = close_written(fd);
         error = error == 0 ? error_of_close : error;
@@ -185,10 +196,11 @@ static double modified_s(const struct stat *status)
  * the time cannot be set: another user's file, or a disk that takes no change. */
 static int read_into(const char *path, int flags, double touch_before_s, Buffers *buffers, struct stat *status)
 {
-    int fd = open_file(path, O_RDONLY | O_NOFOLLOW | flags, 0);
+    /* Without O_NONBLOCK a pipe under a block's name would keep this thread until another process writes to it. */
+    int fd = open_file(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | flags, 0);
     if (fd < 0)
         return errno;
-    int error = fstat(fd, status) < 0 ? errno : 0;
+    int error = require_regular(fd, status);
     if (error == 0 && status->st_size >= buffers->num_bytes) {
         error = move_all(preadv, fd, buffers);
         if (error == 0 && modified_s(status) < touch_before_s)

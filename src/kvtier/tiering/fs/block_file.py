@@ -1,17 +1,14 @@
-"""The files of blocks: published whole or not at all, read, touched, unpublished and removed.
-
-What a file system can do for them is found out by trying once, when the tier is built: some refuse ``O_DIRECT`` or
-``O_TMPFILE`` only when they are used.
-"""
+"""The files of blocks: published whole or not at all, read, touched, unpublished and removed."""
 
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.system import (
     STOPPED,
     Buffers,
@@ -21,7 +18,7 @@ from kvtier.tiering.fs.system import (
     set_file_mode,
     status_of,
 )
-from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.disk import sync_folder
 
 TOUCH_INTERVAL_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -49,24 +46,6 @@ OldFile = tuple[str, Buffers]
 at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileSupport:
-    """What the tier uses of a file system.
-
-    Attributes:
-        has_direct_io: blocks bypass the page cache.
-        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
-    """
-
-    has_direct_io: bool
-    has_unnamed_files: bool
-
-    @property
-    def flags(self) -> int:
-        """Flags for ``open``."""
-        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
-
-
 class BlockFiles:
     """The files of a directory; immutable, so any thread may use it.
 
@@ -78,6 +57,9 @@ class BlockFiles:
         calls: the system.
         wall_clock: seconds since 1970.
         keeps_modified: whether a use changes the time of access alone, so that the other stays that of the store.
+
+    Attributes:
+        is_durable: whether what is published outlives a loss of power.
     """
 
     def __init__(
@@ -93,6 +75,8 @@ class BlockFiles:
     ) -> None:
         self._keeps_modified = keeps_modified
         self._flags = support.flags
+        self._write_flags = support.write_flags
+        self.is_durable = support.is_durable
         self._has_unnamed_files = support.has_unnamed_files
         self._temporary_path = temporary_path
         self._owner = owner
@@ -108,14 +92,56 @@ class BlockFiles:
             with, for want of room or of a folder for example: an error that names the file, and nothing new is left.
         """
         whole_files = self._calls.whole_files
+        answers: list[bool | OSError]
         if whole_files is None or not self._has_unnamed_files:
-            return [self._publish_stepwise(file) for file in files]
-        errors = whole_files.publish(files, self._flags, self._file_mode)
-        return [
-            # The name was taken with EEXIST.
-            error != errno.EEXIST and (not error or _error_of(error, file[0], errno.ENOSPC, TAKEN_IN_PART))
-            for error, file in zip(errors, files, strict=True)
-        ]
+            answers = [self._publish_stepwise(file) for file in files]
+        else:
+            errors = whole_files.publish(files, self._write_flags, self._file_mode)
+            answers = [
+                # The name was taken with EEXIST.
+                error != errno.EEXIST
+                and (not error or _error_of(error, file[0], errno.ENOSPC, TAKEN_IN_PART))
+                for error, file in zip(errors, files, strict=True)
+            ]
+        if self.is_durable:
+            lost = self._find_lost([file[0] for file in files], answers)
+            answers = [lost.get(file[0], answer) for file, answer in zip(files, answers, strict=True)]
+        return answers
+
+    def _find_lost(self, paths: Sequence[str], answers: Sequence[bool | OSError]) -> dict[str, OSError]:
+        """Sync names, and files that were there; return what failed, and remove its name if it is a new one."""
+        lost: dict[str, OSError] = {}
+        folders: dict[str, list[tuple[str, bool]]] = {}
+        for path, answer in zip(paths, answers, strict=True):
+            if isinstance(answer, OSError):
+                continue
+            folders.setdefault(path.rpartition("/")[0], []).append((path, answer))
+            if answer is False and not self.sync(path):
+                lost[path] = OSError(errno.EIO, "the block that was there cannot be synced", path)
+        for folder, inside in folders.items():
+            try:
+                sync_folder(folder)
+            except OSError as error:
+                for path, is_new in inside:
+                    lost[path] = _named(error, path)
+                    if is_new:
+                        with suppress(OSError):
+                            Path(path).unlink()
+        return lost
+
+    def sync(self, path: str) -> bool:
+        """Have a file's bytes outlive a loss of power, written by any process; False when they may not."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            os.fdatasync(fd)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     def read(self, files: Sequence[OldFile]) -> list[FileStatus | OSError]:
         """Fill the buffers of each file from its beginning.
@@ -142,12 +168,30 @@ class BlockFiles:
         ]
 
     def touch(self, path: str) -> bool:
-        """Note a use of the file, once a minute at most; False when there is no such file."""
+        """Note a use of the file, once a minute at most; False when there is no such file, or it is not to last."""
         try:
             self._touch(path, Path(path).lstat().st_mtime)
+            if self.is_durable:
+                sync_folder(path.rpartition("/")[0])
         except OSError:
             return False
-        return True
+        return not self.is_durable or self.sync(path)
+
+    def sync_folders(self, path: str, num_levels: int) -> None:
+        """Have the names of the folders above a file outlive a loss of power, where that is asked for.
+
+        Args:
+            path: the file.
+            num_levels: how many folders above the one that it is in.
+
+        Raises:
+            OSError: the system refused.
+        """
+        if self.is_durable:
+            for folder in list(Path(path).parents)[1:num_levels]:
+                sync_folder(str(folder))
+            with suppress(PermissionError):  # the folder that the directory is in may be another user's
+                sync_folder(str(Path(path).parents[num_levels]))
 
     def remove(self, path: str, status: FileStatus | None = None) -> int:
         """Remove a file and return its length, 0 when it was gone.
@@ -188,6 +232,13 @@ class BlockFiles:
         except OSError:
             return False
 
+    def is_irregular(self, path: str) -> bool:
+        """Return whether a name is that of a link, a pipe, a socket, a device or a folder."""
+        try:
+            return not stat.S_ISREG(Path(path).lstat().st_mode)
+        except OSError:
+            return False
+
     def _read_stepwise(self, file: OldFile) -> FileStatus | OSError:
         path, buffers = file
         try:
@@ -196,9 +247,10 @@ class BlockFiles:
             return _named(error, path)
 
     def _read_opened(self, path: str, buffers: Buffers) -> FileStatus:
-        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | self._flags, 0)
+        # Without O_NONBLOCK a pipe under a block's name would keep this thread until another process writes to it.
+        fd = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | self._flags, 0)
         try:
-            status = status_of(os.fstat(fd))
+            status = status_of(require_regular(fd))
             if status.num_bytes >= sum(map(len, buffers)):
                 if not _transfer(self._calls.preadv, fd, buffers):
                     raise OSError(errno.EIO, SHORTER)
@@ -249,7 +301,7 @@ class BlockFiles:
         if Path(path).exists():
             return False
         _require_folder(path)
-        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW, path, buffers)
+        is_new = self._write_and_name(recycled_file, os.O_NOFOLLOW | os.O_NONBLOCK, path, buffers)
         if is_new:
             recycled_file.unlink(missing_ok=True)
         return is_new
@@ -257,6 +309,7 @@ class BlockFiles:
     def _write_and_name(self, temporary: Path, flags: int, path: str, buffers: Buffers) -> bool:
         fd = self._open_new(str(temporary), flags)
         with _closing(fd):
+            require_regular(fd)
             self._fill(fd, buffers)
         return _name_file(temporary, Path(path))
 
@@ -264,7 +317,7 @@ class BlockFiles:
         return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
 
     def _open_new(self, path: str, flags: int) -> int:
-        fd = self._calls.open(path, os.O_RDWR | flags | self._flags, self._file_mode)
+        fd = self._calls.open(path, os.O_RDWR | flags | self._write_flags, self._file_mode)
         try:
             set_file_mode(fd, self._file_mode)
         except OSError:
@@ -303,55 +356,6 @@ class BlockFiles:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
 
 
-def detect_file_support(
-    directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls
-) -> FileSupport:
-    """Try what the file system of ``directory`` can do; leaves nothing behind.
-
-    Args:
-        directory: an existing, writable directory.
-        scratch_path: a free name on the same file system.
-        file_mode: permissions of the files that are tried.
-        calls: the system.
-
-    Raises:
-        OSError: not even an ordinary file can be made.
-    """
-
-    def works(attempt: Callable[[], None]) -> bool:
-        try:
-            attempt()
-        except OSError:
-            return False
-        finally:
-            scratch_path.unlink(missing_ok=True)
-        return True
-
-    def make_named(flags: int) -> int:
-        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
-
-    def write_direct() -> None:
-        fd = make_named(os.O_DIRECT)
-        try:
-            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
-            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
-        finally:
-            os.close(fd)
-
-    def link_unnamed() -> None:
-        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
-        try:
-            calls.link(fd, str(scratch_path))
-        finally:
-            os.close(fd)
-
-    try:
-        os.close(make_named(0))
-    finally:
-        scratch_path.unlink(missing_ok=True)
-    return FileSupport(works(write_direct), works(link_unnamed))
-
-
 def plan_batch_files(block_bytes: int) -> int:
     """Return how many files of such blocks are moved by one call, at least one. Pure."""
     return max(1, min(MAX_BATCH_FILES, BATCH_BYTES // max(1, block_bytes)))
@@ -371,6 +375,18 @@ def _closing(fd: int) -> Iterator[None]:
         raise
     with suppress(InterruptedError):  # Linux has closed it all the same
         os.close(fd)
+
+
+def require_regular(fd: int) -> os.stat_result:
+    """Return the status of an open file.
+
+    Raises:
+        OSError: it is a pipe, a socket, a device or a folder.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return status
 
 
 def _error_of(error: int, path: str, number_if_stopped: int, reason_if_stopped: str) -> OSError:

@@ -10,16 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, detect_file_support
+from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.expiry import BlockExpiry
+from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
-from kvtier.tiering.fs.settings import FSSettings
-from kvtier.tiering.fs.shared_usage import SharedUsage
+from kvtier.tiering.fs.permissions import find_refusal
+from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
+from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
 from kvtier.tiering.fs.system import Owner, SystemCalls, current_owner
 from kvtier.tiering.kit.backend import Counters
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, is_aligned
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.lifetime import make_lifetime
+from kvtier.tiering.kit.mount import MountPoint
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,10 @@ class FSDirectory:
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
         expiry: which blocks are over; None: none ever is.
+        mount: where its file system is mounted.
+        device: number of its file system at the start.
+        outage: says once that the directory cannot be used.
+        full_disk: says once that the disk is full.
     """
 
     root: Path
@@ -58,7 +66,17 @@ class FSDirectory:
     counters: Counters
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    mount: MountPoint
+    device: int
+    outage: OutageLog
+    full_disk: OutageLog
     expiry: BlockExpiry | None = None
+
+    def find_refusal(self) -> str | None:
+        """Return why the directory must not be used now; None where it may, or is missing and may be made."""
+        if self.mount.is_away():
+            return f"nothing is mounted at {self.mount.path} any more"
+        return find_refusal(self.root, self.file_mode)
 
 
 def open_directory(
@@ -78,8 +96,10 @@ def open_directory(
         wall_clock: seconds since 1970.
 
     Raises:
-        ConfigError: it cannot be written, or direct I/O is insisted on and impossible.
+        ConfigError: it cannot be written, others may write to it, it holds more than twice the capacity, or direct I/O
+            is insisted on and impossible.
     """
+    require_private(settings)
     owner = current_owner()
     temporary_path = settings.root_dir / TEMPORARY_NAME
     try:
@@ -89,6 +109,8 @@ def open_directory(
     except OSError as error:
         remedy = f"cannot be written ({error}): give a directory that this user may write"
         raise ConfigError("root_dir", str(settings.root_dir), remedy) from error
+    require_private(settings)
+    require_no_shrinking(settings, owner, wall_clock())
     support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
     lifetime = make_lifetime(settings.ttl_s)
     files = BlockFiles(
@@ -101,19 +123,51 @@ def open_directory(
         keeps_modified=lifetime is not None,
     )
     usage_path = settings.root_dir / USAGE_NAME
+    where = f"tier fs at {settings.root_dir}"
+    outage = OutageLog(where)
     return FSDirectory(
         root=settings.root_dir,
         file_mode=settings.file_mode,
         block_bytes=HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1],
         has_direct_io=support.has_direct_io,
         files=files,
-        usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock),
+        usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock, outage),
         owner=owner,
         counters=Counters(*COUNTER_NAMES),
         clock=clock,
         wall_clock=wall_clock,
+        mount=MountPoint(settings.root_dir),
+        device=settings.root_dir.stat().st_dev,
+        outage=outage,
+        full_disk=OutageLog(where),
         expiry=None if lifetime is None else BlockExpiry(lifetime, wall_clock, clock),
     )
+
+
+def require_private(settings: FSSettings) -> None:
+    """Refuse a directory that others may change.
+
+    Raises:
+        ConfigError: they may; the message says what to do.
+    """
+    for folder in (settings.root_dir, settings.root_dir / TEMPORARY_NAME):
+        refusal = find_refusal(folder, settings.file_mode)
+        if refusal is not None:
+            raise ConfigError("root_dir", str(folder), refusal)
+
+
+def require_no_shrinking(settings: FSSettings, here: Owner, now_s: float) -> None:
+    """Refuse to empty in silence what other engines have stored, or will store, by a capacity that counts for all.
+
+    Raises:
+        ConfigError: the capacity is less than half of theirs, and ``allow_shrink`` is not set.
+    """
+    if settings.allow_shrink:
+        return
+    record = read_record(settings.root_dir / USAGE_NAME)
+    reason = explain_shrinking(settings.capacity_bytes, record, here, now_s)
+    if reason is not None:
+        raise ConfigError("capacity_bytes", settings.capacity_bytes, reason)
 
 
 def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:
@@ -136,4 +190,5 @@ def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned
     if not found.has_unnamed_files:
         logger.info("tier fs: %s has no unnamed files; a crash leaves temporary ones", settings.root_dir)
     has_direct_io = reason is None and settings.direct_io is not False
-    return FileSupport(has_direct_io, found.has_unnamed_files)
+    is_durable = settings.durability is Durability.FDATASYNC
+    return FileSupport(has_direct_io, found.has_unnamed_files, is_durable=is_durable)

@@ -5,26 +5,24 @@ walks the directory when its last walk is too old, and evicts the files that wer
 for the writers that wait and some slack besides. Files of this tier's namespace are recycled as far as there is use.
 """
 
-import fcntl
 import heapq
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtier.departed import Loss
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
-    LOCK_NAME,
     TEMPORARY_NAME,
     BlockFile,
     FSNamespace,
+    eviction_lock,
     namespace_of,
     refresh_document,
     remove_empty_folders,
@@ -32,7 +30,7 @@ from kvtier.tiering.fs.folders import (
     walk_blocks,
 )
 from kvtier.tiering.fs.recycled_files import RecycledFiles
-from kvtier.tiering.fs.shared_usage import UsageRecord, open_shared_file
+from kvtier.tiering.fs.shared_usage import UsageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +95,15 @@ class Evicted(NamedTuple):
 
     num_bytes: int
     is_kept: bool = False
+
+
+class _Work(Protocol):
+    """A method without arguments; its name tells its failures from others'."""
+
+    __name__: str
+
+    def __call__(self) -> object:
+        """Do it."""
 
 
 class Evictor:
@@ -196,9 +203,13 @@ class Evictor:
             self._guard(self._run_round)
         self._guard(self._leave)
 
-    def _guard(self, work: Callable[[], object]) -> None:
+    def _guard(self, work: "_Work") -> None:
         try:
             work()
+            if self._directory.outage.is_out:
+                self._directory.outage.on_success(work.__name__)
+        except OSError as error:  # of the directory as a whole, its lock for example
+            self._directory.outage.on_failure(work.__name__, f"it cannot be tidied: {error}")
         except Exception:  # thread top
             logger.exception("tier fs: tidying %s failed", self._directory.root)
         with self._changed:
@@ -272,6 +283,12 @@ class Evictor:
             with eviction_lock(directory.root, directory.file_mode) as has_lock:
                 record = self._walk(namespace, is_recount=has_lock)
             if record is not None and record.used_bytes > record.limit_bytes:
+                logger.warning(
+                    "tier fs: %s holds %d bytes and capacity_bytes is %d: what was used longest ago is evicted",
+                    directory.root,
+                    record.used_bytes,
+                    record.limit_bytes,
+                )
                 self.on_reserved(0, record)
         finally:
             # A walk that failed leaves an index with gaps; questions fill them as they do for other writers.
@@ -330,7 +347,7 @@ class Evictor:
                 return
             own = self._current_namespace()
             swept = expiry.sweep(walk_blocks(directory.root), directory.files.remove, own.identity.name)
-            own.index.evict(swept.own_keys, Loss.EXPIRED)
+            own.index.evict(list(map(own.format.key, swept.own_names)), Loss.EXPIRED)
             directory.usage.remove(swept.num_bytes)
             directory.counters.add(expired_blocks=swept.num_blocks)
 
@@ -372,7 +389,7 @@ class Evictor:
                     return
                 found_bytes += block.num_bytes
                 if namespace is not None and namespace_of(block.path) == namespace.identity.name:
-                    namespace.index.add((block.key,))
+                    namespace.index.add((namespace.format.key(block.name),))
                 yield block
 
         used_ns = self._used_ns
@@ -415,7 +432,7 @@ class Evictor:
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0
             num_blocks += evicted.num_bytes > 0
             if is_own and evicted.num_bytes > 0:
-                keys.append(block.key)
+                keys.append(own.format.key(block.name))
         own.index.evict(keys)
         self._directory.usage.remove(evicted_bytes - kept_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
@@ -464,30 +481,3 @@ def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
     """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
     slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
     return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))
-
-
-@contextmanager
-def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
-    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
-
-    Args:
-        root: the directory.
-        file_mode: permissions of the lock's file when it is made.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    fd = open_shared_file(root / LOCK_NAME, file_mode)
-    has_lock = False
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_lock = True
-        except BlockingIOError:
-            pass
-        yield has_lock
-    finally:
-        # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        if has_lock:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)

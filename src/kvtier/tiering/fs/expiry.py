@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvtier.base import OffloadKey
 from kvtier.tiering.fs.folders import BlockFile, namespace_of
+from kvtier.tiering.kit.block_format import BlockName
 from kvtier.tiering.kit.lifetime import Lifetime
 
 MIN_SWEEP_S = 1.0
@@ -26,12 +26,12 @@ class Swept(NamedTuple):
     Attributes:
         num_blocks: files.
         num_bytes: their length.
-        own_keys: of the present namespace.
+        own_names: of the present namespace's blocks.
     """
 
     num_blocks: int
     num_bytes: int
-    own_keys: list[OffloadKey]
+    own_names: list[BlockName]
 
 
 class BlockExpiry:
@@ -85,7 +85,7 @@ class BlockExpiry:
         Thread: the evictor's; blocks.
         """
         num_blocks, num_bytes = 0, 0
-        own_keys: list[OffloadKey] = []
+        own_names: list[BlockName] = []
         for block in blocks:
             if not self.is_over(block.mtime_ns / 10**9):
                 continue
@@ -96,5 +96,5 @@ class BlockExpiry:
             num_blocks += removed_bytes > 0
             num_bytes += removed_bytes
             if namespace_of(block.path) == own_namespace:
-                own_keys.append(block.key)
-        return Swept(num_blocks, num_bytes, own_keys)
+                own_names.append(block.name)
+        return Swept(num_blocks, num_bytes, own_names)

@@ -41,6 +41,7 @@ class ExternalDeletions:
     Attributes:
         num_seen: how many have been seen; any thread may read it.
         is_recount_due: whether what is in the directory has to be counted and indexed; likewise.
+        refusal: why the directory must not be used now, None where it may; likewise.
     """
 
     def __init__(
@@ -54,16 +55,18 @@ class ExternalDeletions:
         self.num_seen = 0
         self.is_recount_due = False
         self._logged_s: float | None = None
-        self._has_logged_missing_root = False
+        self.refusal: str | None = None
 
     @property
     def has_root(self) -> bool:
-        """Whether the directory is there."""
-        return self._directory.root.is_dir()
+        """Whether the directory is there and may be used."""
+        return self._directory.root.is_dir() and self._directory.find_refusal() is None
 
     def on_deleted(self, path: str | None) -> None:
         """Record that another program has deleted ``path``; None needs no line in the log. Thread: any."""
         now_s = self._directory.clock()
+        if path is not None and self._directory.find_refusal() is not None:
+            path = None  # nothing was deleted: the directory as a whole is away, which the next check says
         with self._lock:
             self.num_seen += 1
             self.is_recount_due = True
@@ -97,11 +100,14 @@ class ExternalDeletions:
         Thread: the evictor's; blocks.
         """
         namespace = self._current_namespace()
+        if self._is_unusable(namespace):
+            return False
         deleted = self._watch.find_deleted(namespace.path, has_blocks=len(namespace.index) > 0)
         if not deleted.is_count_wrong:
             return False
         if deleted.has_namespace:
             namespace.index.forget_prefix()
+            namespace.forget_folders()
         self._recycled.drop_missing()
         self.on_deleted(deleted.paths[0] if deleted.paths else None)
         return True
@@ -111,20 +117,41 @@ class ExternalDeletions:
         if self.has_root:
             return True
         directory = self._directory
+        if directory.find_refusal() is not None:
+            return False
         try:
             make_root(directory.root, directory.file_mode)
             next(directory.root.iterdir())
         except OSError as error:
-            if not self._has_logged_missing_root:
-                logger.warning("tier fs: %s is gone and cannot be made again: %s", directory.root, error)
-            self._has_logged_missing_root = True
+            directory.outage.on_failure("root", f"it is gone and cannot be made again: {error}")
             return False
-        self._has_logged_missing_root = False
+        directory.outage.on_success("root")
         return True
 
     def close(self) -> None:
         """End the watch; idempotent."""
         self._watch.close()
+
+    def _is_unusable(self, namespace: FSNamespace) -> bool:
+        """Return whether the directory must not be used; forget what was in it, and look anew when it may be again."""
+        directory = self._directory
+        refusal = directory.find_refusal()
+        if refusal is not None:
+            if self.refusal is None:
+                self._watch.close()  # an open folder would keep a file system busy that is to be mounted again
+                namespace.index.forget_prefix()
+                namespace.forget_folders()
+                self._recycled.drop_missing()
+            self.refusal = refusal
+            directory.outage.on_failure("place", refusal)
+            return True
+        if self.refusal is not None:
+            self.refusal = None
+            directory.outage.on_success("place")
+            with self._lock:
+                self.num_seen += 1
+                self.is_recount_due = True
+        return False
 
 
 class Deleted(NamedTuple):
@@ -152,7 +179,7 @@ class FolderWatch:
 
     def __init__(self, root: Path) -> None:
         self._root_path = root
-        self._root = WatchedFolder(str(root))
+        self._root = WatchedFolder(str(root), follows_links=True)
         self._temporaries = WatchedFolder(str(root / TEMPORARY_NAME))
         self._namespace: WatchedFolder | None = None
         self._usage_path = str(root / USAGE_NAME)
@@ -211,10 +238,12 @@ class WatchedFolder:
 
     Args:
         path: the folder; it need not exist yet.
+        follows_links: whether it may be a symbolic link to a folder, as its operator's choice; no other may.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, follows_links: bool = False) -> None:
         self.path = path
+        self._follows = follows_links
         self._fd: int | None = None
 
     def find_deletion(self, *, must_exist: bool = False) -> bool:
@@ -224,14 +253,15 @@ class WatchedFolder:
             must_exist: whether it counts as gone when it is missing and was never seen.
         """
         try:
-            found = os.stat(self.path)  # noqa: PTH116 - once a second, beside others
+            found = os.stat(self.path, follow_symlinks=self._follows)  # noqa: PTH116 - once a second, beside others
         except (FileNotFoundError, NotADirectoryError):
             found = None
         except OSError:
             return False  # the disk does not answer: what is there may be the same
         if self._fd is None:
             self._open()
-            return must_exist and found is None
+            # It cannot be opened either where a link has taken its place.
+            return must_exist and (found is None or self._fd is None)
         if found is not None and os.path.samestat(found, os.fstat(self._fd)):
             return False
         self.close()
@@ -246,4 +276,5 @@ class WatchedFolder:
 
     def _open(self) -> None:
         with suppress(OSError):
-            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            no_follow = 0 if self._follows else os.O_NOFOLLOW
+            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | no_follow)

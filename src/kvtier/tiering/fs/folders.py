@@ -1,30 +1,38 @@
 """The layout of the tier's directory: names, folders, walks over them.
 
-``ROOT/<namespace>/<digit>/<digit>/<key>.kv`` is a block, the digits being the key's first two in
-hex: 256 folders of a namespace hold 4,000 files each at a million blocks, which is little for a file system of
-today, and a new namespace is not busy making folders for its first thousands of blocks. Beside the namespaces
-stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes, and ``tmp``.
+``ROOT/<namespace>/<digit>/<digit>/<name>.kv`` is a block, its name being its key, or keyed bytes where blocks are
+encrypted, and the digits the first two of it in hex: 256 folders of a namespace hold 4,000 files each at a million
+blocks, which is little for a file system of today, and a new namespace is not busy making folders for its first
+thousands of blocks. Beside the namespaces stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes,
+and ``tmp``.
 
 What does not look like one of these names is not ours: it is neither counted nor removed.
 """
 
+import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.shared_usage import open_shared_file
 from kvtier.tiering.fs.system import Owner, parse_owner
+from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
 
 LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
 TEMPORARY_NAME = "tmp"
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
+MAX_DOCUMENT_BYTES = 2**20
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _DIGIT = re.compile(r"[0-9a-f]")
@@ -34,21 +42,16 @@ FOLDER_PATTERNS = (_NAMESPACE, _DIGIT, _DIGIT)
 """What folders are called, from the root downwards to those that hold blocks."""
 
 
-def block_path(namespace_path: str, key: OffloadKey) -> str:
-    """Return where a namespace keeps the block of ``key``. Pure."""
-    digits = key.hex()
+def block_path(namespace_path: str, name: BlockName) -> str:
+    """Return where a namespace keeps the block of that name, the key itself where blocks are plain. Pure."""
+    digits = name.hex()
     return f"{namespace_path}/{digits[0]}/{digits[1]}/{digits}.kv"
 
 
-def folder_prefix(key: OffloadKey) -> bytes:
-    """Return what all keys begin with whose blocks are in the same folder as that of ``key``. Pure."""
-    return key[:1]
-
-
-def parse_block_name(file_name: str) -> OffloadKey | None:
-    """Return the key of the block in a file called so, None when it is no block. Pure."""
+def parse_block_name(file_name: str) -> BlockName | None:
+    """Return the name of the block in a file called so, None when it is no block. Pure."""
     found = _BLOCK.fullmatch(file_name)
-    return OffloadKey(bytes.fromhex(found[1])) if found else None
+    return bytes.fromhex(found[1]) if found else None
 
 
 def namespace_path(root: Path, namespace_name: str) -> str:
@@ -70,8 +73,12 @@ class FSNamespace:
         name: of its folder.
         path: its folder.
         index: which blocks of it are on the disk.
-        known_folders: by key prefix, the folders that this process has made, or has written a block to or read one
-            from; one of them that is missing was removed. Adding and discarding are atomic.
+        known_folders: by what the names in them begin with, the folders that this process has made, or has written a
+            block to or read one from; one of them that is missing was removed. Adding and discarding are atomic.
+        unlinked_folders: likewise, the folders that are no symbolic links, nor those above them.
+        synced_folders: likewise, the folders whose own names outlive a loss of power where blocks do.
+        format: how its blocks are written.
+        block_path: where the block of a key is.
     """
 
     identity: Namespace
@@ -79,6 +86,29 @@ class FSNamespace:
     path: str
     index: KeyIndex
     known_folders: set[bytes] = field(default_factory=set, compare=False)
+    unlinked_folders: set[bytes] = field(default_factory=set, compare=False)
+    synced_folders: set[bytes] = field(default_factory=set, compare=False)
+    format: BlockFormat = field(init=False, compare=False)
+    block_path: Callable[[OffloadKey], str] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
+        is_plain = not self.format.is_encrypted
+        path_of = partial(block_path, self.path) if is_plain else self._path_of_name
+        object.__setattr__(self, "block_path", path_of)
+
+    def folder_prefix(self, key: OffloadKey) -> bytes:
+        """Return what all names begin with whose blocks are in the same folder as that of ``key``."""
+        return self.format.name(key)[:1]
+
+    def forget_folders(self) -> None:
+        """Forget what is known of the folders: another program has deleted or replaced some."""
+        self.known_folders.clear()
+        self.unlinked_folders.clear()
+        self.synced_folders.clear()
+
+    def _path_of_name(self, key: OffloadKey) -> str:
+        return block_path(self.path, self.format.name(key))
 
 
 EMPTY_FOLDER_TTL_S = 3600.0
@@ -94,14 +124,14 @@ class BlockFile:
         mtime_ns: when it was last used, nanoseconds since 1970; first, so that blocks sort by age.
         path: the file.
         num_bytes: its length.
-        key: the block.
+        name: what its namespace calls it.
         atime_ns: when it was last accessed, which tells its last use where blocks have a time to live.
     """
 
     mtime_ns: int
     path: str
     num_bytes: int
-    key: OffloadKey
+    name: BlockName
     atime_ns: int = 0
 
 
@@ -124,13 +154,16 @@ def make_folder(path: Path, file_mode: int) -> bool:
 def make_root(root: Path, file_mode: int) -> None:
     """Make the tier's directory and the folder of temporary files in it, unless they exist.
 
-    Parents of the directory that are missing are made too, with the permissions that the umask gives; no folder in it
-    is made on the way to another: one that another program removes meanwhile would come back open to others.
+    Parents of the directory that are missing are made too, private but for those that ``file_mode`` lets read; no
+    folder in it is made on the way to another: one that another program removes meanwhile would come back open to
+    others.
 
     Raises:
         OSError: the system refused.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
+    for parent in reversed(root.parents):
+        if not parent.is_dir():
+            make_folder(parent, 0o600 | file_mode & 0o044)
     make_folder(root, file_mode)
     make_folder(root / TEMPORARY_NAME, file_mode)
 
@@ -154,10 +187,15 @@ def make_block_folder(
     """
     make_root(root, file_mode)
     top = Path(namespace.path)
+    leaf = Path(block_path).parent
+    for folder in (top, leaf.parent, leaf):
+        if folder.is_symlink():
+            raise OSError(
+                errno.ELOOP, "is a link, behind which bytes are not counted: remove it", str(folder)
+            )
     make_folder(top, file_mode)
     if not (top / NAMESPACE_DOCUMENT_NAME).exists():
         write_document(root, namespace, file_mode, owner_name)
-    leaf = Path(block_path).parent
     make_folder(leaf.parent, file_mode)
     return make_folder(leaf, file_mode)
 
@@ -173,10 +211,20 @@ def refresh_document(root: Path, namespace: FSNamespace, file_mode: int, owner_n
     """
     document = Path(namespace.path) / NAMESPACE_DOCUMENT_NAME
     try:
-        if document.read_bytes() != namespace.identity.document.encode():
+        if document.exists() and read_document(document.parent) != namespace.identity.document:
             write_document(root, namespace, file_mode, owner_name)
     except OSError:
         return  # there is none yet, or it is another user's: nothing depends on it
+
+
+def read_document(top: Path) -> str:
+    """Return the readable description in a namespace's folder, "" where there is none or it cannot be read."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        with os.fdopen(os.open(top / NAMESPACE_DOCUMENT_NAME, flags), "rb") as file:
+            return (file.read(MAX_DOCUMENT_BYTES) or b"").decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def write_document(root: Path, namespace: FSNamespace, file_mode: int, owner_name: str) -> None:
@@ -214,11 +262,11 @@ def walk_blocks(root: Path, namespaces: Collection[str] | None = None) -> Iterat
     )
     for folder in folders:
         for entry in _entries(folder):
-            key = parse_block_name(entry.name)
-            status = _status(entry) if key is not None else None
-            if key is not None and status is not None and stat.S_ISREG(status.st_mode):
+            name = parse_block_name(entry.name)
+            status = _status(entry) if name is not None else None
+            if name is not None and status is not None and stat.S_ISREG(status.st_mode):
                 times = status.st_mtime_ns, status.st_atime_ns
-                yield BlockFile(times[0], entry.path, status.st_size, key, times[1])
+                yield BlockFile(times[0], entry.path, status.st_size, name, times[1])
 
 
 def list_namespaces(root: Path) -> list[str]:
@@ -320,3 +368,30 @@ def _remove_if_long_empty(folder: Path, now_s: float) -> None:
         folder.rmdir()
     except OSError:
         return  # not empty, or gone, or made again meanwhile: another process is at work
+
+
+@contextmanager
+def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
+    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
+
+    Args:
+        root: the directory.
+        file_mode: permissions of the lock's file when it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = open_shared_file(root / LOCK_NAME, file_mode)
+    has_lock = False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = True
+        except BlockingIOError:
+            pass
+        yield has_lock
+    finally:
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        if has_lock:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)

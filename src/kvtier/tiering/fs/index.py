@@ -6,7 +6,7 @@ may have been written by another one. Both errors cost a hit, neither gives wron
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 from kvtier.base import OffloadKey
@@ -91,17 +91,24 @@ class KeyIndex:
         if self._losses is not None:
             self._losses.report(lost, loss)
 
-    def forget_prefix(self, prefix: bytes = b"") -> int:
-        """Remove all keys that begin with ``prefix``, whose files another program removed; return their number.
+    def forget_prefix(
+        self, prefix: bytes = b"", name: Callable[[OffloadKey], bytes] = bytes, loss: Loss = Loss.REMOVED
+    ) -> int:
+        """Remove the keys of blocks whose files were removed; return their number.
 
         No tier reports these blocks as one that evicts them does: they count as evicted by this process.
+
+        Args:
+            prefix: what the names of the blocks begin with.
+            name: what a block is called; its key where blocks are plain.
+            loss: why they are gone.
         """
         with self._lock:
             known = list(self._keys)
-        removed = iter([key for key in known if key.startswith(prefix)] if prefix else known)
+        removed = iter([key for key in known if name(key).startswith(prefix)] if prefix else known)
         num_removed = 0
         while batch := list(islice(removed, BATCH_KEYS)):
-            self.evict(batch, Loss.REMOVED)
+            self.evict(batch, loss)
             num_removed += len(batch)
         return num_removed
 

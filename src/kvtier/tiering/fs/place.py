@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from kvtier.base import get_offload_tenant
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.fs.folders import (
@@ -29,16 +29,19 @@ from kvtier.tiering.fs.folders import (
     BlockFile,
     namespace_of,
     parse_block_name,
+    read_document,
     walk_blocks,
 )
-from kvtier.tiering.fs.settings import FSSettings
-from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, unpack_record
+from kvtier.tiering.fs.permissions import find_refusal
+from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
+from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
+    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
@@ -49,10 +52,6 @@ from kvtier.tiering.kit.place import (
 
 TIER_TYPE = "fs"
 
-NO_LIMIT_BYTES = 2**63 - 1
-"""The capacity of one that removes: the smallest counts, so it must not bound others."""
-
-MAX_DOCUMENT_BYTES = 2**20
 MAX_ATTEMPTS = 3
 """Readings of a name that leads to another file each time: an engine evicts the block and stores it again all the
 time. More would read it for ever."""
@@ -77,7 +76,7 @@ class FSPlace(Place):
     def namespaces(self) -> list[PlaceNamespace]:
         found = [path for path in self._list_root() if FOLDER_PATTERNS[0].fullmatch(path.name)]
         folders = [path for path in sorted(found) if path.is_dir() and not path.is_symlink()]
-        return [PlaceNamespace(path.name, _read_document(path)) for path in folders]
+        return [PlaceNamespace(path.name, read_document(path)) for path in folders]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
         # A folder that cannot be read is no empty one; engines pass it over, as they share the directory.
@@ -112,11 +111,11 @@ class FSPlace(Place):
         )
 
     def check(self, block: PlaceBlock) -> BlockState:
-        found = _read_and_check(block)
+        found = _read_and_check(block, self.opener)
         for _ in range(MAX_ATTEMPTS - 1):
             if found.state not in FAULTS_OF_PLACE:
                 return found.state
-            again = _read_and_check(block)
+            again = _read_and_check(block, self.opener)
             if again.state not in FAULTS_OF_PLACE or again.inode == found.inode:
                 return again.state
             found = again
@@ -158,10 +157,7 @@ class FSPlace(Place):
             raise TierError(TIER_TYPE, f"{self._root} cannot be read: {error.strerror}") from error
 
     def _read_record(self) -> UsageRecord:
-        try:
-            return unpack_record((self._root / USAGE_NAME).read_bytes())
-        except OSError:
-            return UsageRecord()
+        return read_record(self._root / USAGE_NAME)
 
 
 def open_fs_place(own: Mapping[str, object]) -> FSPlace:
@@ -201,8 +197,18 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
         return [TierFinding(is_good=False, text=text)]
     is_there = "writable" if existing == root else f"will be made in {existing}"
     findings = [TierFinding(is_good=True, text=f"{root} {is_there}")]
+    record = UsageRecord()
+    if existing == root:
+        record = FSPlace(root)._read_record()  # noqa: SLF001 - this file's class
+        findings = _probe_access(root, settings) or findings
+    shrinking = None
+    if not settings.allow_shrink:
+        shrinking = explain_shrinking(settings.capacity_bytes, record, current_owner(), time.time())
+    if shrinking is not None:
+        text = f"capacity_bytes {settings.capacity_bytes} {shrinking}"
+        findings.append(TierFinding(is_good=False, text=text))
     # What the tier has there already is part of its capacity.
-    used_bytes = FSPlace(root)._read_record().used_bytes if existing == root else 0  # noqa: SLF001 - this file's class
+    used_bytes = record.used_bytes
     free_bytes = shutil.disk_usage(existing).free
     if settings.capacity_bytes > free_bytes + used_bytes:
         text = (
@@ -211,6 +217,19 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
         )
         findings.append(TierFinding(is_good=True, text=text, is_note=True))
     return findings
+
+
+def _probe_access(root: Path, settings: FSSettings) -> list[TierFinding]:
+    """Return for which folders an engine would not use the directory, or stores would fail."""
+    folders = [root, *(path for path in root.glob("*") if FOLDER_PATTERNS[0].fullmatch(path.name))]
+    links = [path for path in folders[1:] if path.is_symlink()]
+    refusals = {path: find_refusal(path, settings.file_mode) for path in folders if path not in links}
+    refusals |= dict.fromkeys(links, "it is a symbolic link, behind which bytes are not counted: remove it")
+    return [
+        TierFinding(is_good=False, text=f"{path} is refused: {refusal}")
+        for path, refusal in refusals.items()
+        if refusal is not None
+    ]
 
 
 class _Reading(NamedTuple):
@@ -225,8 +244,8 @@ class _Reading(NamedTuple):
     inode: tuple[int, int] = (0, 0)
 
 
-def _read_and_check(block: PlaceBlock) -> _Reading:
-    key = parse_block_name(Path(block.address).name)
+def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
+    name = parse_block_name(Path(block.address).name)
     try:
         fd = os.open(block.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -242,7 +261,7 @@ def _read_and_check(block: PlaceBlock) -> _Reading:
         return _Reading(BlockState.UNREADABLE)
     finally:
         os.close(fd)
-    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, key)
+    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, name, opener)
     return _Reading(state, (status.st_dev, status.st_ino))
 
 
@@ -262,7 +281,7 @@ def _as_place_block(block: BlockFile) -> PlaceBlock:
         num_bytes=block.num_bytes,
         used_s=block.mtime_ns / 1e9,
         stamp=(block.mtime_ns,),
-        tenant=get_offload_tenant(block.key),
+        tenant=get_offload_tenant(OffloadKey(block.name)),
     )
 
 
@@ -306,7 +325,7 @@ def _remove_folders(top: Path) -> None:
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
     document = top / NAMESPACE_DOCUMENT_NAME
-    text = _read_document(top)
+    text = read_document(top)
     with suppress(OSError):
         if {path.name for path in top.iterdir()} <= {NAMESPACE_DOCUMENT_NAME}:
             mode = stat.S_IMODE(document.stat().st_mode) if document.exists() else 0
@@ -317,17 +336,6 @@ def _remove_folders(top: Path) -> None:
                 if text and not document.exists():
                     document.write_text(text, encoding="utf-8")
                     document.chmod(mode)
-
-
-def _read_document(top: Path) -> str:
-    try:
-        fd = os.open(
-            top / NAMESPACE_DOCUMENT_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        )
-        with os.fdopen(fd, "rb") as file:
-            return file.read(MAX_DOCUMENT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _amount_below(path: Path) -> Amount:

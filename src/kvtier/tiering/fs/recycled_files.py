@@ -167,6 +167,7 @@ class Reservation:
         targets: what is left, recycled files first.
         num_reserved: new files for which there is room in the shared count.
         in_use: recycled files that are taken and not completed.
+        has_met_full_disk: whether the disk had no room for a block, although the count had.
     """
 
     recycled: RecycledFiles
@@ -174,6 +175,7 @@ class Reservation:
     targets: deque[Target] = field(default_factory=deque)
     num_reserved: int = 0
     in_use: set[RecycledFile] = field(default_factory=set)
+    has_met_full_disk: bool = False
 
     def add(self, recycled: Sequence[RecycledFile], num_reserved: int) -> None:
         """Have more targets: recycled files, and room for so many new ones."""
@@ -193,6 +195,7 @@ class Reservation:
             self.in_use.remove(target)
         if outcome is StoreOutcome.WRITTEN:
             return
+        self.has_met_full_disk |= outcome is StoreOutcome.NO_ROOM
         if target is None:
             self.targets.append(None)
         elif outcome is StoreOutcome.EXISTED:

@@ -9,11 +9,22 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, flag, seconds, setting, size_bytes
-from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS, DIRECT_IO, num_threads_setting
+from kvtier.tiering.fs.shared_usage import UsageRecord
+from kvtier.tiering.fs.system import Owner
+from kvtier.tiering.kit.disk import (
+    DEFAULT_NUM_THREADS,
+    DIRECT_IO,
+    DURABILITY,
+    Durability,
+    num_threads_setting,
+)
 from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
+
+NO_LIMIT_BYTES = 2**63 - 1
+"""The capacity of a command that removes blocks: the smallest counts, so it must not bound others."""
 
 
 def parse_file_mode(name: str, value: object) -> int:
@@ -73,8 +84,17 @@ class FSSettings:
             default_text='`"0600"`',
         ),
     )
+    allow_shrink: bool = field(
+        default=False,
+        metadata=setting(
+            flag,
+            "`true` lets `capacity_bytes` be less than half of what the directory holds, or other engines in it allow; "
+            "the rest is evicted",
+        ),
+    )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
     ttl_s: float | None = field(default=None, metadata=TTL)
+    durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
     num_threads: int | None = field(
         default=None,
         metadata=num_threads_setting(
@@ -93,6 +113,28 @@ def require_capacity(settings: FSSettings, block_bytes: int) -> None:
     if settings.capacity_bytes < block_bytes:
         remedy = f"one block takes {block_bytes} bytes with its header; give many times that"
         raise ConfigError("capacity_bytes", settings.capacity_bytes, remedy)
+
+
+def explain_shrinking(capacity_bytes: int, record: UsageRecord, here: Owner, now_s: float) -> str | None:
+    """Return why a capacity is too small for a directory that others use, None where it is not.
+
+    Args:
+        capacity_bytes: of an engine that is about to join.
+        record: the shared count; what engines have in flight is not held yet, and may be of one that was killed.
+        here: this process.
+        now_s: wall clock.
+    """
+    held_bytes = record.used_bytes - record.in_flight_bytes
+    allowed = [member.capacity_bytes for member in record.without_dead(here, now_s).members.values()]
+    allowed_bytes = min((num for num in allowed if num < NO_LIMIT_BYTES), default=0)
+    most_bytes = max(held_bytes, allowed_bytes)
+    if 2 * capacity_bytes >= most_bytes:
+        return None
+    what = "it holds" if held_bytes >= allowed_bytes else "other engines in it allow"
+    return (
+        f"is less than half of the {most_bytes} bytes that {what}, and the smallest capacity counts for all: give "
+        'more, another root_dir, or "allow_shrink": true to evict the rest'
+    )
 
 
 def plan_num_store_threads(settings: FSSettings, num_cores: int, *, has_direct_io: bool) -> int | None:

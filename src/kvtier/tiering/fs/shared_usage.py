@@ -11,7 +11,6 @@ frozen dataclasses took twice as long.
 """
 
 import fcntl
-import logging
 import os
 import secrets
 import struct
@@ -20,13 +19,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.tiering.fs.system import PRIVATE_MODE, Owner, set_file_mode
+from kvtier.tiering.kit.health import OutageLog
 
 MAX_MEMBERS = 1024
 """Members kept; more would make each reservation read more than a few pages."""
@@ -201,8 +201,6 @@ def unpack_record(text: bytes) -> UsageRecord:
     return UsageRecord(used_bytes, finished_bytes, members, bool(is_counted))
 
 
-logger = logging.getLogger(__name__)
-
 LOCK_ATTEMPTS = 110
 FIRST_LOCK_PAUSE_S = 0.00005
 MAX_LOCK_PAUSE_S = 0.01
@@ -224,10 +222,26 @@ class Grant:
     Attributes:
         num_blocks: blocks that may be written.
         record: the count after it, None when it could not be had or did not change.
+        is_fault: whether the system refused to read or to write the record, so that waiting gives no room.
     """
 
     num_blocks: int
     record: UsageRecord | None
+    is_fault: bool = False
+
+
+def read_record(path: Path) -> UsageRecord:
+    """Return the record in a file without taking part; an empty one where it cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return UsageRecord()
+    try:
+        return unpack_record(os.pread(fd, MAX_RECORD_BYTES, 0))
+    except OSError:
+        return UsageRecord()
+    finally:
+        os.close(fd)
 
 
 class SharedUsage:
@@ -244,11 +258,19 @@ class SharedUsage:
         capacity_bytes: the most that this tier allows in the directory.
         file_mode: permissions of the record when it is made.
         wall_clock: seconds since 1970.
+        outage: says once that the record cannot be changed; None: one of its own.
     """
 
     def __init__(
-        self, path: Path, owner: Owner, capacity_bytes: int, file_mode: int, wall_clock: Callable[[], float]
+        self,
+        path: Path,
+        owner: Owner,
+        capacity_bytes: int,
+        file_mode: int,
+        wall_clock: Callable[[], float],
+        outage: OutageLog | None = None,
     ) -> None:
+        self._outage = outage or OutageLog(f"tier fs at {path.parent}")
         self._path = path
         self._id = MemberId(owner, secrets.randbits(64))
         self._capacity_bytes = capacity_bytes
@@ -286,7 +308,7 @@ class SharedUsage:
             with self._lock:
                 self._open_bytes -= granted * block_bytes
                 self._surplus_bytes = max(0, self._surplus_bytes - surplus * block_bytes)
-            return Grant(num_taken, None)
+            return Grant(num_taken, None, is_fault=update.is_fault)
         return Grant(num_taken + granted, update.record)
 
     def end_reservation(self, reserved_bytes: int, written_bytes: int) -> None:
@@ -397,7 +419,7 @@ class SharedUsage:
         except (FileNotFoundError, NotADirectoryError):
             pass  # the directory was removed: the evictor makes it again, and the log has one line about it
         except OSError as error:
-            logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
+            self._on_fault(update, error)
         try:
             yield update
             if update.record is not None:
@@ -407,15 +429,25 @@ class SharedUsage:
                     update.record = update.record.without_dead(self._id.owner, self._wall_clock())
                 os.pwrite(fd, update.record.pack(), 0)
                 update.is_written = True
+                if self._outage.is_out:
+                    self._outage.on_success("count")
         except OSError as error:
-            logger.warning("tier fs: the count in %s cannot be changed: %s", self._path, error)
+            self._on_fault(update, error)
         finally:
             if not update.is_written:
                 self._unwritten.extend(leftover)
-            if fd >= 0:
-                # Closing alone would not do: a child that was forked meanwhile has the same lock.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-                os.close(fd)
+            # An error that went on from here would end a reservation before it is recorded as one: its room would be
+            # taken for as long as this process lives. The record was written all the same, or it was not.
+            with suppress(OSError, ValueError):  # the latter where it could not be opened
+                try:
+                    # Closing alone would not do: a child that was forked meanwhile has the same lock.
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+                finally:
+                    os.close(fd)
+
+    def _on_fault(self, update: "_Update", error: OSError) -> None:
+        update.is_fault = True
+        self._outage.on_failure("count", f"the count of bytes cannot be changed: {error}")
 
 
 @dataclass(slots=True)
@@ -425,10 +457,12 @@ class _Update:
     Attributes:
         record: what is to be written; None when it could not be read.
         is_written: whether it is on the disk.
+        is_fault: whether the system refused to read or to write it.
     """
 
     record: UsageRecord | None = None
     is_written: bool = False
+    is_fault: bool = False
 
 
 def open_shared_file(path: Path, file_mode: int) -> int:
@@ -437,7 +471,7 @@ def open_shared_file(path: Path, file_mode: int) -> int:
     Raises:
         OSError: the system refused.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, file_mode)
     if file_mode != PRIVATE_MODE:
         set_file_mode(fd, file_mode)
     return fd

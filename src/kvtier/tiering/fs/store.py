@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from typing import NamedTuple
@@ -22,28 +23,28 @@ from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.expiry import BlockExpiry
+from kvtier.tiering.fs.failed_reads import FailedReads
 from kvtier.tiering.fs.folders import (
     FSNamespace,
-    block_path,
-    folder_prefix,
     make_block_folder,
     namespace_path,
 )
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
-from kvtier.tiering.fs.siblings import SiblingNamespaces
+from kvtier.tiering.fs.siblings import FSSiblings
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
-    FAILURE_OF_CHECK,
     FAULTS,
     HeaderCheck,
     check_block,
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ FOLDER_ATTEMPTS = 3
 """How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would pin the row
 longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
 
+FOLDERS_ABOVE = 4
+"""Folders whose names lead to a block's folder: a digit, the namespace, the directory and what that is in."""
+
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
 
@@ -70,7 +74,7 @@ class ReadyBlock(NamedTuple):
     key: OffloadKey
     path: str
     page: memoryview
-    row: memoryview
+    payload: memoryview
 
 
 class FSBlockStore(BlockStore[FSNamespace]):
@@ -105,10 +109,11 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> None:
         self._make_counts = make_counts
         self.losses = make_losses("fs", max_keys, clock)
-        self.siblings = SiblingNamespaces(directory.root, clock)
+        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock)
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
+        self._usage = directory.usage
         self._counters = directory.counters
         self._evictor = evictor
         self._writer = BlockWriter(directory, rows, evictor, recycled)
@@ -125,19 +130,26 @@ class FSBlockStore(BlockStore[FSNamespace]):
             tenant_counts=self._make_counts(),
         )
         name = identity.name
-        namespace = FSNamespace(identity, name, namespace_path(self._directory.root, name), index)
+        path = namespace_path(self._directory.root, name)
+        namespace = FSNamespace(identity, name, path, index)
         self._evictor.set_namespace(namespace)
         return namespace
 
     def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        if self._evictor.deletions.refusal is not None:
+            return []
         # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [key for key in keys if os.access(block_path(namespace.path, key), os.F_OK)]
+        found = [
+            key
+            for key in keys
+            if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
+        ]
         if (expiry := self._directory.expiry) is not None:
-            found = [key for key in found if not expiry.is_path_over(block_path(namespace.path, key))]
+            found = [key for key in found if not expiry.is_path_over(namespace.block_path(key))]
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
-            self.siblings.look_for(namespace, [key for key in keys if key not in held])
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in held])
         return found
 
     def store(
@@ -148,7 +160,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
-            if key in namespace.index and self._files.touch(block_path(namespace.path, key)):
+            if key in namespace.index and self._files.touch(namespace.block_path(key)):
                 held.append(key)
             else:
                 todo.append((key, slot))
@@ -175,7 +187,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> TransferOutcome:
         failures = self._reader.read(namespace, keys, slots)
         succeeded = [key for key in keys if key not in failures]
-        namespace.known_folders.update(map(folder_prefix, succeeded))
+        namespace.known_folders.update(map(namespace.folder_prefix, succeeded))
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
@@ -189,7 +201,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> None:
         """Remove those of ``keys`` that are over, so that they can be stored again."""
         for key in keys:
-            path = block_path(namespace.path, key)
+            path = namespace.block_path(key)
             if expiry.is_path_over(path):
                 try:
                     self._directory.usage.remove(self._files.remove(path))
@@ -198,14 +210,28 @@ class FSBlockStore(BlockStore[FSNamespace]):
 
     def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
-        folders = {block_path(namespace.path, key).rpartition("/")[0]: key for key in absent}
-        for folder, key in folders.items():
+        by_folder: dict[str, list[OffloadKey]] = {}
+        for key in absent:
+            by_folder.setdefault(namespace.block_path(key).rpartition("/")[0], []).append(key)
+        for folder, keys in by_folder.items():
             if os.access(folder, os.F_OK):
                 continue
-            prefix = folder_prefix(key)
+            prefix = namespace.folder_prefix(keys[0])
             namespace.known_folders.discard(prefix)
-            is_any_left = namespace.index.forget_prefix(prefix) > 0
+            self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
+            namespace.unlinked_folders.discard(prefix)
+            namespace.synced_folders.discard(prefix)
+            is_any_left = namespace.index.forget_prefix(prefix, namespace.format.name) > 0
             self._evictor.deletions.on_deleted(folder if is_any_left else None)
+
+    def drop(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            path = namespace.block_path(key)
+            try:
+                self._usage.remove(self._files.remove(path))
+            except OSError as error:
+                logger.warning("tier fs: wrong block %s cannot be removed: %s", path, error)
+        namespace.index.evict(keys, Loss.DAMAGED)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -236,23 +262,48 @@ class BlockWriter:
         self._num_ahead = plan_num_checksums_ahead(
             self._batch_blocks * rows.row_bytes, has_direct_io=directory.has_direct_io
         )
-        self._pages = ThreadPages(self._batch_blocks * (self._num_ahead + 1))
+        num_pages = self._batch_blocks * (self._num_ahead + 1)
+        self._pages = ThreadPages(num_pages)
+        self._scratch = ThreadPages(num_pages, rows.row_bytes)
+        self._outage = directory.outage
+        self._full_disk = directory.full_disk
 
     def write(self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]]) -> Outcomes:
         """Write blocks, given as keys and slots, and return the outcome of each.
 
         Thread: any of the pool's; blocks.
         """
-        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         deletions = self._evictor.deletions
+        # Where its file system has another number than at the start, it may be gone. That is looked at here: a store
+        # within the second until the evictor's next check would go on below the mount point.
+        device = None
+        with suppress(OSError):
+            device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
+        refusal = deletions.refusal
+        if device != self._directory.device:
+            refusal = self._directory.find_refusal()
+        if refusal is not None:
+            return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
+        outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
+        # A folder that is missing is made, and those above it looked at then.
+        leaves = {
+            namespace.folder_prefix(key): namespace.block_path(key).rpartition("/")[0] for key, _ in blocks
+        }
+        unseen = leaves.keys() - namespace.unlinked_folders
+        if self._outage.is_out or any(map(os.path.lexists, map(leaves.__getitem__, unseen))):
+            blocks = self._without_links(namespace, blocks, outcomes)
         num_deletions = deletions.num_seen
         reservation = Reservation(self._recycled, self._directory.block_bytes)
         try:
-            self._reserve(reservation, namespace, len(blocks))
+            if not self._reserve(reservation, namespace, len(blocks)):
+                return dict.fromkeys(outcomes, StoreOutcome.FAILED)
             num_blocks = min(len(blocks), len(reservation.targets))
             starts = range(0, num_blocks, self._batch_blocks)
             batches = [blocks[start : min(start + self._batch_blocks, num_blocks)] for start in starts]
-            add_headers = partial(self._add_headers, namespace, cycle(self._pages.of_this_thread()))
+            is_encrypted = namespace.format.is_encrypted
+            scratch_rows = cycle(self._scratch.of_this_thread()) if is_encrypted else None
+            pages = cycle(self._pages.of_this_thread())
+            add_headers = partial(self._add_headers, namespace, pages, scratch_rows)
             for batch in checksum_ahead(batches, add_headers, self._num_ahead):
                 self._write_batch(namespace, reservation, batch, outcomes)
                 lacking = [block for block in batch if outcomes[block.key] in NO_TARGET]
@@ -262,13 +313,40 @@ class BlockWriter:
                     break
         finally:
             reservation.end(self._usage)
+            if self._outage.is_out or self._full_disk.is_out:
+                self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
                 deletions.request_recount()
         return outcomes
 
-    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> None:
-        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be."""
+    def _report(self, outcomes: Outcomes, reservation: Reservation) -> None:
+        """End what the log says of an outage when blocks were written, and none failed for its reason."""
+        reached = frozenset(outcomes.values())
+        if StoreOutcome.WRITTEN in reached:
+            if StoreOutcome.FAILED not in reached:
+                self._outage.on_success("store")
+            if not reservation.has_met_full_disk:
+                self._full_disk.on_success("room")
+
+    def _without_links(
+        self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]], outcomes: Outcomes
+    ) -> Sequence[tuple[OffloadKey, int]]:
+        """Return the blocks that would not be stored behind a symbolic link; the others have failed."""
+        links = {key: link for key, _ in blocks if (link := find_link(namespace, key)) is not None}
+        if not links:
+            self._outage.on_success("link")
+            return blocks
+        outcomes.update(dict.fromkeys(links, StoreOutcome.FAILED))
+        link = next(iter(links.values()))
+        self._outage.on_failure("link", f"{link} is a link, behind which bytes are not counted: remove it")
+        return [block for block in blocks if block[0] not in links]
+
+    def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> bool:
+        """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be.
+
+        Return False when there is none because the shared count cannot be changed.
+        """
         block_bytes = self._directory.block_bytes
         for is_last_try in (False, True):
             num_missing = num_blocks - len(reservation.targets)
@@ -277,22 +355,29 @@ class BlockWriter:
             reservation.add(recycled, grant.num_blocks)
             self._evictor.on_reserved(len(recycled), grant.record)
             num_missing = num_blocks - len(reservation.targets)
+            if grant.is_fault:
+                return bool(reservation.targets)
             if num_missing <= 0 or is_last_try:
-                return
+                break
             self._evictor.make_room(num_missing * block_bytes)
+        return True
 
     def _add_headers(
         self,
         namespace: FSNamespace,
         pages: Iterator[memoryview],
+        scratch_rows: Iterator[memoryview] | None,
         blocks: Sequence[tuple[OffloadKey, int]],
     ) -> list[ReadyBlock]:
         """Fill the next of ``pages`` with the headers of blocks, given as keys and slots."""
         ready = []
         for key, slot in blocks:
-            page, row = next(pages), self._rows.row(slot)
-            page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, row)
-            ready.append(ReadyBlock(key, block_path(namespace.path, key), page, row))
+            page, payload = next(pages), self._rows.row(slot)
+            if scratch_rows is None:
+                page[:ENVELOPE_BYTES] = make_header(key, namespace.identity.digest, payload)
+            else:
+                page[:ENVELOPE_BYTES], payload = namespace.format.seal(key, payload, next(scratch_rows))
+            ready.append(ReadyBlock(key, namespace.block_path(key), page, payload))
         return ready
 
     def _write_batch(
@@ -306,15 +391,17 @@ class BlockWriter:
         targets = reservation.take(len(batch))
         files: list[NewFile] = []
         for block, target in zip(batch, targets, strict=False):
-            files.append((block.path, (block.page, block.row), target and target.path))
+            files.append((block.path, (block.page, block.payload), target and target.path))
         answers = self._files.publish(files)
         for number, (block, target) in enumerate(zip(batch, targets, strict=False)):
             answer = answers[number]
             if isinstance(answer, FileNotFoundError):
                 answer = self._publish_in_new_folder(namespace, block.key, files[number])
             elif answer is True:
-                namespace.known_folders.add(folder_prefix(block.key))
-            outcome = StoreOutcome.WRITTEN if answer is True else _outcome_of(files[number], answer)
+                if self._files.is_durable:
+                    answer = self._learn_folder(namespace, block.key, block.path)
+                namespace.known_folders.add(namespace.folder_prefix(block.key))
+            outcome = StoreOutcome.WRITTEN if answer is True else self._outcome_of(files[number], answer)
             reservation.complete(target, outcome)
             outcomes[block.key] = outcome
         for block in batch[len(targets) :]:
@@ -361,17 +448,50 @@ class BlockWriter:
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
                 break
+        if answer is True and self._files.is_durable:
+            return self._learn_folder(namespace, key, path)
         return answer
+
+    def _learn_folder(self, namespace: FSNamespace, key: OffloadKey, path: str) -> bool | OSError:
+        """Sync the names that lead to a block's folder, once for each; they are to last as long as the block."""
+        prefix = namespace.folder_prefix(key)
+        if prefix not in namespace.synced_folders:
+            try:
+                self._files.sync_folders(path, FOLDERS_ABOVE)
+            except OSError as error:
+                return error
+            namespace.synced_folders.add(prefix)
+        return True
 
     def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
         """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
-        prefix = folder_prefix(key)
+        prefix = namespace.folder_prefix(key)
         was_known = prefix in namespace.known_folders
+        namespace.synced_folders.discard(prefix)
+        namespace.unlinked_folders.add(prefix)
         namespace.known_folders.add(prefix)
-        if namespace.index.forget_prefix(prefix):
+        if namespace.index.forget_prefix(prefix, namespace.format.name):
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
         elif was_known:
             self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
+
+    def _outcome_of(self, file: NewFile, answer: bool | OSError) -> StoreOutcome:
+        """Return the outcome of a block whose file was not simply written."""
+        recycled_path = file[2]
+        if not isinstance(answer, OSError):
+            # One that was there is not touched: should it be a file that we cannot read, it has to age to be evicted.
+            return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
+        if answer.errno in NO_ROOM:
+            self._full_disk.on_failure("room", f"no room although capacity_bytes is not reached: {answer}")
+            return StoreOutcome.NO_ROOM
+        if recycled_path is not None and isinstance(answer, FileNotFoundError):
+            # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
+            return StoreOutcome.NO_RECYCLED
+        if not isinstance(
+            answer, FileNotFoundError
+        ):  # the evictor logs folders that were removed under the tier
+            self._outage.on_failure("store", f"a block was not stored: {answer}")
+        return StoreOutcome.FAILED
 
 
 class BlockReader:
@@ -386,10 +506,11 @@ class BlockReader:
         self._block_bytes = directory.block_bytes
         self._rows = rows
         self._files = directory.files
-        self._usage = directory.usage
         self._expiry = directory.expiry
+        self._failed = FailedReads(directory)
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
+        self._outage = directory.outage
 
     def read(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -400,70 +521,29 @@ class BlockReader:
         """
         failures: dict[OffloadKey, TierFailure] = {}
         pages = self._pages.of_this_thread()
-        digest = namespace.identity.digest
+        digest, block_format = namespace.identity.digest, namespace.format
         for start in range(0, len(keys), self._batch_blocks):
             batch = keys[start : start + self._batch_blocks]
             files = []
             for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((block_path(namespace.path, key), (page, self._rows.row(slot))))
+                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
             for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
                 found = HeaderCheck.DAMAGED
                 if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
-                    found = check_block(page, row, key, digest)
+                    found = (
+                        block_format.open(page, row, key, row)
+                        if block_format.is_encrypted
+                        else check_block(page, row, key, digest)
+                    )
                 if (
-                    self._expiry
+                    self._expiry is not None
                     and isinstance(status, FileStatus)
                     and self._expiry.is_over(status.modified_s)
                 ):
-                    self._remove(namespace, key, path, status, Loss.EXPIRED)
+                    self._failed.remove(namespace, key, path, status, Loss.EXPIRED)
                     failures[key] = TierFailure.ABSENT
                 elif found is not HeaderCheck.OK:
-                    failures[key] = self._explain(namespace, key, path, status, found)
+                    failures[key] = self._failed.explain(namespace, key, path, status, found)
+        if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
+            self._outage.on_success("load")
         return failures
-
-    def _explain(
-        self,
-        namespace: FSNamespace,
-        key: OffloadKey,
-        path: str,
-        status: FileStatus | OSError,
-        found: HeaderCheck,
-    ) -> TierFailure:
-        """Return why a block was not loaded; one that cannot be loaded again leaves the index."""
-        if isinstance(status, FileStatus) and self._files.is_still(path, status):
-            failure = FAILURE_OF_CHECK[found]
-            logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
-            if failure is TierFailure.DAMAGED:
-                self._remove(namespace, key, path, status, Loss.DAMAGED)
-        elif isinstance(status, FileStatus | FileNotFoundError):
-            failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
-        else:
-            logger.warning("tier fs: block %s was not loaded: %s", path, status)
-            return TierFailure.IO_ERROR
-        namespace.index.discard((key,))
-        return failure
-
-    def _remove(
-        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, why: Loss
-    ) -> None:
-        try:
-            self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,), why)
-        except OSError as error:
-            logger.warning("tier fs: block %s (%s) cannot be removed: %s", path, why.name.lower(), error)
-
-
-def _outcome_of(file: NewFile, answer: bool | OSError) -> StoreOutcome:
-    """Return the outcome of a block whose file was not simply written."""
-    path, _, recycled_path = file
-    if not isinstance(answer, OSError):
-        # One that was there is not touched: should it be a file that we cannot read, it has to age until it is evicted.
-        return StoreOutcome.WRITTEN if answer else StoreOutcome.EXISTED
-    if answer.errno in NO_ROOM:
-        return StoreOutcome.NO_ROOM
-    if recycled_path is not None and isinstance(answer, FileNotFoundError):
-        # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
-        return StoreOutcome.NO_RECYCLED
-    if not isinstance(answer, FileNotFoundError):  # the evictor logs folders that were removed under the tier
-        logger.warning("tier fs: block %s was not stored: %s", path, answer)
-    return StoreOutcome.FAILED

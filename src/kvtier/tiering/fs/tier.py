@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.departed import Loss
 from kvtier.limits import count_usable_cores
 from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
-from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, TierSettings
+from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, PurgeOutcome, TierSettings
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace
@@ -27,6 +28,7 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
@@ -57,6 +59,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
     """
 
     own_settings: ClassVar = FSSettings
+    can_encrypt: ClassVar[bool] = True
     place_setting: ClassVar[str] = "root_dir"
 
     def __init__(
@@ -106,6 +109,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
                 ),
             ),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_fs_place, own)),
         )
         self._is_shared = fs_settings.shared
         evictor.start()
@@ -123,6 +127,8 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         return probe_fs_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._encryption is not None and not self._encryption.serves(key):
+            return False
         index = self._namespace.index
         if key in index:
             return True
@@ -139,6 +145,12 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._store_of_files.losses.clear()
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        found = super().poll_purge()
+        if isinstance(found, PurgeOutcome):
+            self._namespace.index.forget_prefix(loss=Loss.PURGED)
+        return found
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""

@@ -6,6 +6,7 @@ backend; lookups, queues, deadlines and outages are done.
 
 from kvtier.settings import parse_settings, setting
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, rows_of
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead
 from kvtier.tiering.kit.envelope import HeaderCheck, check_block, make_header
 from kvtier.tiering.kit.eviction_log import EvictionLog
@@ -17,6 +18,7 @@ from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, requir
 __all__ = [
     "AsyncLookup",
     "BackendHealth",
+    "BlockFormat",
     "BlockStore",
     "Counters",
     "EvictionLog",
@@ -29,6 +31,7 @@ __all__ = [
     "TransferOutcome",
     "check_block",
     "checksum_ahead",
+    "format_of",
     "make_header",
     "parse_settings",
     "require_lasting_keys",

@@ -116,6 +116,17 @@ class BlockStore(ABC, Generic[S]):
         Thread: any of the pool's; may block likewise.
         """
 
+    def drop(self, namespace: S, keys: Sequence[OffloadKey]) -> None:
+        """Delete ``keys``, whose bytes are wrong although their checksums are right; absent ones are no error.
+
+        The default deletes nothing: the engine that found them wrong does not look them up any more, others may.
+
+        Raises:
+            TierError: the backend cannot be reached.
+
+        Thread: any of the pool's; may block likewise.
+        """
+
     def with_deadline(self, end_s: float) -> "BlockStore[S]":
         """Return this store for the calls of one job, which should be over by ``end_s``.
 
@@ -137,9 +148,26 @@ class BlockStore(ABC, Generic[S]):
             TierError: it is not, or it does not, and why.
         """
 
+    def restore_description(self, namespace: S) -> bool:
+        """Write what describes a namespace again if it was written before and is gone; return whether it was.
+
+        It is written before the first block and kept as long as the last one, so blocks are gone with it. Nothing to
+        do for a backend that keeps no description, or learns of lost blocks in another way.
+
+        Raises:
+            TierError: the backend cannot be reached.
+
+        Thread: any of the tier's; may block for as long as the store's own time-outs say.
+        """
+        del namespace
+        return False
+
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""
         return {}
+
+    def on_forked(self) -> None:
+        """Close a forked child's copies of files whose locks it shares; it takes no lock and gives none back."""
 
     def close(self) -> None:
         """Close connections and files; called once, when no thread uses the store any more."""

@@ -5,15 +5,17 @@ other blocks checksummed in between, the block has left the cache when it is wri
 """
 
 import mmap
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import TypeVar
 
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.settings import Setting, setting, whole
+from kvtier.settings import Setting, choice, setting, whole
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 ALIGNMENT_BYTES = 4096
@@ -51,6 +53,22 @@ def parse_direct_io(name: str, value: object) -> bool | None:
     return value
 
 
+class Durability(Enum):
+    """What of a stored block outlives a loss of power."""
+
+    NONE = "none"
+    FDATASYNC = "fdatasync"
+
+
+DURABILITY: Mapping[str, Setting] = setting(
+    choice(Durability),
+    '`"fdatasync"` reports a store when a loss of power would not undo it; `"none"` leaves that to the kernel, and '
+    "what is torn or missing then is a miss",
+    default_text='`"none"`',
+)
+"""The setting ``durability`` of a tier on a disk."""
+
+
 DIRECT_IO: Mapping[str, Setting] = setting(
     parse_direct_io,
     "direct where file system and rows allow it; `true` insists, `false` goes through the page cache",
@@ -81,10 +99,11 @@ def allocate_page() -> memoryview:
     return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
 
 
-def allocate_pages(num_pages: int) -> list[memoryview]:
-    """Return zeroed, aligned pages, format 'B', in one piece of memory."""
-    memory = memoryview(mmap.mmap(-1, num_pages * HEADER_PAGE_BYTES))
-    return [memory[start : start + HEADER_PAGE_BYTES] for start in range(0, len(memory), HEADER_PAGE_BYTES)]
+def allocate_pages(num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> list[memoryview]:
+    """Return zeroed, aligned pages of ``page_bytes``, format 'B', in one piece of memory."""
+    stride = -(-page_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
+    memory = memoryview(mmap.mmap(-1, num_pages * stride))
+    return [memory[start : start + page_bytes] for start in range(0, len(memory), stride)]
 
 
 class ThreadPages:
@@ -92,18 +111,33 @@ class ThreadPages:
 
     Args:
         num_pages: how many a thread has.
+        page_bytes: length of each.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> None:
         self._num_pages = num_pages
+        self._page_bytes = page_bytes
         self._local = threading.local()
 
     def of_this_thread(self) -> list[memoryview]:
         """Return the calling thread's, always the same ones, format 'B'. Thread: any."""
         pages: list[memoryview] | None = getattr(self._local, "pages", None)
         if pages is None:
-            pages = self._local.pages = allocate_pages(self._num_pages)
+            pages = self._local.pages = allocate_pages(self._num_pages, self._page_bytes)
         return pages
+
+
+def sync_folder(path: str) -> None:
+    """Have the names in a folder outlive a loss of power.
+
+    Raises:
+        OSError: the system refused.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def is_aligned(rows: memoryview) -> bool:

@@ -4,6 +4,11 @@ It is 128 bytes, little endian: magic 4, version 2, codec 2, namespace 16, key l
 length 8, XXH3-128 of the stored bytes 16, key id 4, nonce 12, generation 6, XXH3-64 of the 120 bytes before it 8.
 A reader checks it before it uses the payload. Nothing here raises on bad bytes: a ``HeaderCheck`` says what is wrong.
 
+Version 3 is the header of an encrypted block (``kit/encryption.py``), of the same length: magic 4, version 2, codec 1,
+key length 1, namespace 16, keyed name of the block 40, stored length 5, raw length 5, tag 16, key id 4, salt 16,
+counter 4, generation 6, XXH3-64 as above. Lengths shrink because AES-GCM takes no more than 64 GiB at a time; the room
+goes to the salt, which is drawn anew by each run of a process, so that no nonce can come twice under a key.
+
 Source: XXH3 is described at https://github.com/Cyan4973/xxHash; it finds accidents, not forgeries.
 """
 
@@ -22,12 +27,21 @@ except ImportError as error:
 
 MAGIC = b"KVTB"
 VERSION = 1
+ENCRYPTED_VERSION = 3
+"""2 was never written: it is left out so that a version says at once whether blocks are encrypted."""
+
 ENVELOPE_BYTES = 128
 HEADER_PAGE_BYTES = 4096
 """Where a file keeps envelopes, one page in front of each payload: with direct I/O both stay aligned."""
 
 RAW_CODEC = 0
 """The payload is the row as it is: the only encoding there is."""
+
+POINTER_CODEC = 0xFFFF
+"""The payload says where a block is, in an obj tier; far from the numbers of codecs, which count up from zero."""
+
+OBJECT_POINTER = 0xFF
+"""The same in an encrypted header, which has one byte for it."""
 
 MAX_KEY_BYTES = 40
 NAMESPACE_BYTES = 16
@@ -38,7 +52,17 @@ NO_ENCRYPTION = 0
 NO_NONCE = bytes(NONCE_BYTES)
 """What stands in the header of a block that is not encrypted."""
 
+SALT_BYTES = 16
+TAG_BYTES = 16
+LENGTH_BYTES = 5
+MAX_COUNTER = 2**32 - 1
+"""Blocks that one run of a process can encrypt under one salt."""
+
 _FIELDS = struct.Struct("<4sHH16sH40sQQ16sI12s6s")
+_BEFORE_TAG = struct.Struct("<4sHBB16s40s5s5s")
+_BEHIND_TAG = struct.Struct("<I16sI6s")
+_ENCRYPTED_FIELDS = struct.Struct(f"{_BEFORE_TAG.format}16s{_BEHIND_TAG.format[1:]}")
+assert _ENCRYPTED_FIELDS.size == _FIELDS.size, "both headers are 128 bytes with their checksum"
 _OWN_CHECKSUM = struct.Struct("<Q")
 _ENVELOPE = struct.Struct(_FIELDS.format + "Q")
 
@@ -57,6 +81,10 @@ class HeaderCheck(Enum):
     OTHER_CODEC = "other_codec"
     OTHER_NAMESPACE = "other_namespace"
     OTHER_KEY = "other_key"
+    ENCRYPTED = "encrypted"
+    NOT_ENCRYPTED = "not_encrypted"
+    UNKNOWN_KEY_ID = "unknown_key_id"
+    DROPPED_KEY_ID = "dropped_key_id"
 
 
 FAILURE_OF_CHECK = {
@@ -65,9 +93,14 @@ FAILURE_OF_CHECK = {
     HeaderCheck.OTHER_VERSION: TierFailure.FOREIGN,
     HeaderCheck.OTHER_CODEC: TierFailure.FOREIGN,
     HeaderCheck.OTHER_NAMESPACE: TierFailure.FOREIGN,
+    HeaderCheck.ENCRYPTED: TierFailure.FOREIGN,
+    HeaderCheck.NOT_ENCRYPTED: TierFailure.DAMAGED,
+    HeaderCheck.UNKNOWN_KEY_ID: TierFailure.FOREIGN,
+    HeaderCheck.DROPPED_KEY_ID: TierFailure.DAMAGED,
 }
 """Damaged blocks are removed, foreign ones left alone. A block of this namespace whose header has another key than its
-name can only have been moved."""
+name can only have been moved. A plain block under an encrypted name can only have been planted; a key id that this
+engine does not know yet may be of a ring that another engine has read already; one that was dropped opens nothing."""
 
 FAULTS = frozenset({TierFailure.IO_ERROR, TierFailure.TIMEOUT, TierFailure.DAMAGED})
 """Failures that count against a tier; a block that was evicted, or belongs to another instance, does not."""
@@ -82,9 +115,9 @@ class Envelope(NamedTuple):
         codec: number of the encoding of the stored bytes.
         stored_bytes: length of the payload as stored.
         raw_bytes: length of the row that it decodes to.
-        checksum: XXH3-128 of the stored bytes, 16 bytes.
+        checksum: XXH3-128 of the stored bytes, 16 bytes; the tag of an encrypted block.
         key_id: number of the encryption key, 0 without one.
-        nonce: of the encryption, 12 bytes.
+        nonce: of the encryption: 12 zero bytes without one, else the salt and the counter, 20 bytes.
         generation: of the write, where slots are written again and again; below 2**48.
     """
 
@@ -97,6 +130,11 @@ class Envelope(NamedTuple):
     key_id: int
     nonce: bytes
     generation: int
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the payload is encrypted."""
+        return self.key_id != NO_ENCRYPTION
 
 
 def make_header(
@@ -142,6 +180,8 @@ def unpack(header: Buffer) -> Envelope | HeaderCheck:
 
     A header of another version cannot be checked: its own checksum may stand elsewhere.
     """
+    if _is_encrypted(header):
+        return _unpack_encrypted(header)
     fields = _read_fields(header)
     if isinstance(fields, HeaderCheck):
         return fields
@@ -155,6 +195,87 @@ def unpack(header: Buffer) -> Envelope | HeaderCheck:
         checksum=checksum,
         key_id=key_id,
         nonce=nonce,
+        generation=int.from_bytes(generation, "little"),
+    )
+
+
+class EncryptedFields(NamedTuple):
+    """What goes into the header of an encrypted block beside its tag.
+
+    Attributes:
+        namespace: first 16 bytes of the namespace digest.
+        name: the keyed name of the block, at most 40 bytes.
+        codec: number of the encoding of the bytes before they were encrypted.
+        stored_bytes: length of the payload.
+        raw_bytes: length of the row that it decodes to.
+        key_id: number of the ring's entry, not 0.
+        salt: of the data key, 16 bytes.
+        counter: of the data key's uses.
+        generation: of the write, below 2**48.
+    """
+
+    namespace: bytes
+    name: bytes
+    codec: int
+    stored_bytes: int
+    raw_bytes: int
+    key_id: int
+    salt: bytes
+    counter: int
+    generation: int
+
+    def pack(self) -> tuple[bytes, bytes]:
+        """Return what stands before and behind the tag: together they are the block's additional data. Pure."""
+        before = _BEFORE_TAG.pack(
+            MAGIC,
+            ENCRYPTED_VERSION,
+            min(self.codec, OBJECT_POINTER),
+            len(self.name),
+            self.namespace,
+            self.name,
+            self.stored_bytes.to_bytes(LENGTH_BYTES, "little"),
+            self.raw_bytes.to_bytes(LENGTH_BYTES, "little"),
+        )
+        generation = self.generation.to_bytes(GENERATION_BYTES, "little")
+        return before, _BEHIND_TAG.pack(self.key_id, self.salt, self.counter, generation)
+
+
+def join_encrypted_header(before: bytes, tag: bytes, behind: bytes) -> bytes:
+    """Return the 128 bytes in front of an encrypted block, given ``EncryptedFields.pack`` and the tag. Pure."""
+    fields = before + tag + behind
+    return fields + _OWN_CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def additional_data(header: Buffer) -> bytes:
+    """Return what the tag in the header of an encrypted block vouches for beside the payload: all but itself. Pure."""
+    begin = _BEFORE_TAG.size
+    return bytes(header[:begin]) + bytes(header[begin + TAG_BYTES : _ENCRYPTED_FIELDS.size])
+
+
+def _is_encrypted(header: Buffer) -> bool:
+    return len(header) >= ENVELOPE_BYTES and header[:6] == _ENCRYPTED_START
+
+
+_ENCRYPTED_START = MAGIC + ENCRYPTED_VERSION.to_bytes(2, "little")
+
+
+def _unpack_encrypted(header: Buffer) -> Envelope | HeaderCheck:
+    found = _ENCRYPTED_FIELDS.unpack_from(header)
+    _, _, codec, name_bytes, namespace, name, stored, raw, tag, key_id, salt, counter, generation = found
+    (own_checksum,) = _OWN_CHECKSUM.unpack_from(header, _ENCRYPTED_FIELDS.size)
+    if own_checksum != xxhash.xxh3_64_intdigest(header[: _ENCRYPTED_FIELDS.size]):
+        return HeaderCheck.DAMAGED
+    if name_bytes > MAX_KEY_BYTES or key_id == NO_ENCRYPTION:
+        return HeaderCheck.DAMAGED
+    return Envelope(
+        namespace=namespace,
+        key=OffloadKey(name[:name_bytes]),
+        codec=codec if codec < OBJECT_POINTER else POINTER_CODEC,
+        stored_bytes=int.from_bytes(stored, "little"),
+        raw_bytes=int.from_bytes(raw, "little"),
+        checksum=tag,
+        key_id=key_id,
+        nonce=salt + counter.to_bytes(4, "little"),
         generation=int.from_bytes(generation, "little"),
     )
 
@@ -174,13 +295,15 @@ def check_block(
     fields = _read_fields(header)
     if isinstance(fields, HeaderCheck):
         return fields
-    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, *_ = fields
+    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, key_id, *_ = fields
     if namespace != namespace_digest[:NAMESPACE_BYTES]:
         return HeaderCheck.OTHER_NAMESPACE
     if found_key[:key_bytes] != key:
         return HeaderCheck.OTHER_KEY
     if found_codec != codec:
         return HeaderCheck.OTHER_CODEC
+    if key_id != NO_ENCRYPTION:
+        return HeaderCheck.ENCRYPTED
     if num_stored != len(payload) or checksum != xxhash.xxh3_128_digest(payload):
         return HeaderCheck.DAMAGED
     return HeaderCheck.OK

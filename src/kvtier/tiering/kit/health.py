@@ -14,6 +14,49 @@ from kvtier.errors import TierError
 logger = logging.getLogger(__name__)
 
 
+class OutageLog:
+    """One line in the log for an outage that every block meets, and one for its end.
+
+    Mutable are the kinds of calls that fail now and whether there are any. ``_lock`` guards them.
+
+    Args:
+        where: the tier and its place, with which lines begin.
+
+    Attributes:
+        is_out: whether any kind fails now; readable without the lock, since a stale answer costs a line of log. Without
+            an outage no caller reports a success.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._lock = threading.Lock()
+        self._failing: set[str] = set()
+        self.is_out = False
+
+    def on_failure(self, kind: str, text: str) -> None:
+        """Log ``text`` unless another call has failed since everything worked; ``kind`` has to succeed first."""
+        with self._lock:
+            is_first = not self._failing
+            self._failing.add(kind)
+            self.is_out = True
+        if is_first:
+            logger.warning(
+                "%s: %s (said once until that has ended; what fails meanwhile are misses)",
+                self._where,
+                text,
+            )
+
+    def on_success(self, kind: str) -> None:
+        """Record that calls of ``kind`` work; log it when that ends an outage."""
+        with self._lock:
+            was_failing = kind in self._failing
+            self._failing.discard(kind)
+            self.is_out = bool(self._failing)
+            has_ended = was_failing and not self._failing
+        if has_ended:
+            logger.warning("%s works again", self._where)
+
+
 class BackendHealth:
     """Whether a backend answers, until when it is left alone, and how many lookups it did not answer.
 

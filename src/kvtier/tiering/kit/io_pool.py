@@ -18,7 +18,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import JobId, OffloadKey
-from kvtier.errors import TierError
+from kvtier.errors import TierError, format_foreign
 from kvtier.tiering.base import JobMetadata, JobResult
 
 logger = logging.getLogger(__name__)
@@ -208,8 +208,9 @@ class IOPool:
             outcome = TransferOutcome((), is_fault=True)
             try:
                 outcome = task.job.run(task.keys, task.block_ids)
-            except Exception:  # thread top
-                logger.exception("tier %s: job %d failed", self._name, task.job.job_id)
+            except Exception as error:  # noqa: BLE001  # thread top
+                # Not its text: a client's may quote a request, and a request may carry a secret.
+                logger.error("tier %s: job %d failed\n%s", self._name, task.job.job_id, format_foreign(error))  # noqa: TRY400
             self._finish(task, outcome)
 
     def _take_task(self) -> _Task | None:

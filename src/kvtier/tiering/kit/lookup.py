@@ -20,6 +20,7 @@ from itertools import chain
 from typing import NamedTuple, NewType, Optional
 
 from kvtier.base import OffloadKey
+from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
 
 logger = logging.getLogger(__name__)
@@ -368,9 +369,11 @@ class LookupWorker:
     def _call(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         try:
             return frozenset(self._contains_batch(keys))
-        except Exception:  # thread top
+        except Exception as error:  # noqa: BLE001  # thread top
             self.num_failed_keys += len(keys)
-            logger.exception("tier %s: looking up %d keys failed", self._name, len(keys))
+            # Not its text: a client's may quote a request, and a request may carry a secret.
+            message = "tier %s: looking up %d keys failed\n%s"
+            logger.error(message, self._name, len(keys), format_foreign(error))  # noqa: TRY400
             return ()
 
 

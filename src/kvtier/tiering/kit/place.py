@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, check_block, unpack
@@ -23,6 +23,8 @@ class BlockState(Enum):
     MOVED = "moved"
     UNREADABLE = "unreadable"
     OTHER_FORMAT = "other_format"
+    ENCRYPTED = "encrypted"
+    NO_KEY = "no_key"
     BEING_WRITTEN = "being_written"
     GONE = "gone"
 
@@ -40,6 +42,10 @@ STATE_OF_CHECK = {
     HeaderCheck.OTHER_NAMESPACE: BlockState.MOVED,
     HeaderCheck.OTHER_VERSION: BlockState.OTHER_FORMAT,
     HeaderCheck.OTHER_CODEC: BlockState.OTHER_FORMAT,
+    HeaderCheck.ENCRYPTED: BlockState.OTHER_FORMAT,
+    HeaderCheck.NOT_ENCRYPTED: BlockState.DAMAGED,
+    HeaderCheck.UNKNOWN_KEY_ID: BlockState.NO_KEY,
+    HeaderCheck.DROPPED_KEY_ID: BlockState.NO_KEY,
 }
 
 
@@ -67,7 +73,9 @@ class PlaceBlock:
         used_s: when it was last used, or written where uses leave no trace, seconds since 1970; None when unknown.
         num_blocks: blocks that can be found by it; 0 for an object that other objects point into.
         stamp: what changes when it is replaced or used; only its own place understands it.
-        tenant: number of the tenant in the block's key, 0 for none; None where the place cannot tell.
+        tenant: number of the tenant in the block's name, 0 for none; None where the place cannot tell. The name of an
+            encrypted block tells nothing: its number means nothing.
+        key: the block, where its name tells it.
     """
 
     namespace: str
@@ -77,6 +85,7 @@ class PlaceBlock:
     num_blocks: int = 1
     stamp: tuple[int, ...] = ()
     tenant: int | None = None
+    key: OffloadKey | None = None
 
 
 class Amount(NamedTuple):
@@ -126,6 +135,13 @@ class TierFinding(NamedTuple):
     is_note: bool = False
 
 
+class Opener(Protocol):
+    """What opens encrypted blocks for a place."""
+
+    def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
+        """Check an encrypted block of any tenant; leave nothing of it."""
+
+
 class Place(ABC):
     """Where a tier keeps its blocks. Used by one thread.
 
@@ -135,6 +151,7 @@ class Place(ABC):
     Attributes:
         tier: the type of the tier.
         has_times: whether its blocks have a time, by which ``purge --older-than`` chooses.
+        opener: what opens encrypted blocks; None: their headers alone are checked.
     """
 
     tier: ClassVar[str]
@@ -142,6 +159,11 @@ class Place(ABC):
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.opener: Opener | None = None
+
+    def unlock(self, opener: Opener) -> None:
+        """Check encrypted blocks with ``opener`` from now on."""
+        self.opener = opener
 
     @abstractmethod
     def namespaces(self) -> list[PlaceNamespace]:
@@ -252,28 +274,39 @@ class ProbedTier(ABC):
         """
 
 
-def check_bytes(header: Buffer, payload: Buffer, namespace_name: str, key: OffloadKey | None) -> BlockState:
-    """Compare a block with its header, whatever encoding it has. Pure.
+def check_bytes(
+    header: Buffer, payload: Buffer, namespace_name: str, key: bytes | None, opener: Opener | None = None
+) -> BlockState:
+    """Compare a block with its header, whatever encoding it has.
 
     Args:
         header: at least the 128 bytes of the envelope.
         payload: the stored bytes, no more and no fewer.
         namespace_name: of the namespace that it was found in.
-        key: the block that its name says; None: whichever the header says.
+        key: the block that its name says, a keyed name where it is encrypted; None: whichever the header says.
+        opener: opens encrypted blocks; without it one whose header is right is ``ENCRYPTED``.
     """
     envelope = unpack(header)
     if isinstance(envelope, HeaderCheck):
         return STATE_OF_CHECK[envelope]
+    if envelope.is_encrypted:
+        if envelope.namespace.hex() != namespace_name or (key is not None and envelope.key != key):
+            return BlockState.MOVED
+        if envelope.stored_bytes != len(payload):
+            return BlockState.DAMAGED
+        return BlockState.ENCRYPTED if opener is None else STATE_OF_CHECK[opener.open(header, payload)]
     found = check_block(
         header,
         payload,
-        envelope.key if key is None else key,
+        envelope.key if key is None else OffloadKey(key),
         bytes.fromhex(namespace_name),
         codec=envelope.codec,
     )
     return STATE_OF_CHECK[found]
 
 
-def check_value(value: memoryview, namespace_name: str, key: OffloadKey) -> BlockState:
-    """Compare a value, an envelope and right behind it the payload, with what its name says. Pure."""
-    return check_bytes(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], namespace_name, key)
+def check_value(
+    value: memoryview, namespace_name: str, key: bytes, opener: Opener | None = None
+) -> BlockState:
+    """Compare a value, an envelope and right behind it the payload, with what its name says."""
+    return check_bytes(value[:ENVELOPE_BYTES], value[ENVELOPE_BYTES:], namespace_name, key, opener)

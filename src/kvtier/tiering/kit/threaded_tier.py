@@ -7,22 +7,31 @@ fault.
 """
 
 import hashlib
+import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from types import FunctionType
+from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
 
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
+    BackendPurger,
+    DroppingTier,
     JobMetadata,
     JobResult,
+    PurgeOutcome,
     ReachableTier,
     SecondaryTierManager,
     TierSettings,
@@ -30,14 +39,25 @@ from kvtier.tiering.base import (
 from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
-from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
+from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
+from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
+from kvtier.tiering.kit.tier_encryption import open_tier_encryption
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
+
+STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
+"""What of a tier a forked child may still call; its other public methods raise there."""
 
 DEFAULT_NEGATIVE_TTL_S = 2.0
 """Seconds for which "not held" is believed. Shorter looks in a shared backend more often for the same missing tails;
 longer finds later what other engines write."""
+
+CHECK_S = 5.0
+"""Seconds between two looks whether a place was emptied, which are made only when blocks are missing. Shorter asks a
+server more often; longer leaves routers with blocks that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
+class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingTier, Generic[S]):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -75,6 +95,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: the backend.
         options: how the threads work.
         clock: seconds, monotonic.
+        remove_blocks: removes what the backend has of a namespace; None: its blocks cannot be purged by an engine.
 
     Raises:
         ConfigError: the engine's keys change from process to process, or do not fit into a header.
@@ -89,6 +110,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         block_store: BlockStore[S],
         options: ThreadOptions,
         clock: Callable[[], float] = time.monotonic,
+        remove_blocks: RemoveBlocks | None = None,
     ) -> None:
         super().__init__(config, primary_kv_view, settings)
         self._name = name = self.get_tier_type()
@@ -113,13 +135,42 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
             positive_ttl_s=options.positive_ttl_s,
             negative_ttl_s=options.negative_ttl_s,
         )
+        self._encryption = open_tier_encryption(config, settings, name, clock)
+        self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self._num_drops = 0
         self._is_closed = False
+        self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description
+        self._next_check_s = float("-inf")
+        self._is_emptied = False
+        _open_tiers.add(self)
+
+    def on_forked(self) -> None:
+        """Refuse further use in a forked child, which has none of the threads and locks that they may have held.
+
+        It would wait for them for ever, or write into files that its parent takes for its own. No lock is taken here.
+        """
+        self._block_store.on_forked()
+        message = (
+            f"was opened by process {os.getppid()}, of which this one is a fork: threads and locks do not live on in a "
+            'child, build the engine in the process that uses it (multiprocessing: "spawn")'
+        )
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise TierError(self._name, message)
+
+        # Over the methods, so that a tier that is not forked checks nothing.
+        for name in set(dir(self)) - STILL_CALLED_IN_CHILD:
+            if not name.startswith("_") and isinstance(getattr(type(self), name, None), FunctionType):
+                setattr(self, name, refuse)
+        setattr(self, "shutdown", lambda _: True)  # noqa: B010 - as above: what it would end is its parent's
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         del req_context
-        return False if len(key) > MAX_KEY_BYTES else self._lookup.lookup(key)
+        if len(key) > MAX_KEY_BYTES or not (self._encryption is None or self._encryption.serves(key)):
+            return False
+        return self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
         self._submit(job, self._store)
@@ -133,10 +184,25 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         # For callers that never end a step; for others nothing is left to send.
         self.end_step()
         results = self._pool.get_finished()
+        if self._num_drops:
+            results = [result for result in results if result.job_id >= 0]
         if self._open_stores:
             for result in results:
                 self._open_stores.pop(result.job_id, None)
         return results
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        # A job of the pool among the stores, which the manager knows nothing of: it is not reported.
+        self._num_drops += 1
+        own = JobMetadata(
+            JobId(-self._num_drops),
+            tuple(keys),
+            np.zeros(len(keys), np.int64),
+            is_promotion=False,
+            req_context=ReqContext("drop"),
+        )
+        run = partial(self._drop, self._block_store, self._namespace, self._lookup.generation)
+        self._pool.submit(own, run, self.settings.job_timeout_s)
 
     def end_step(self) -> None:
         lookup = self._lookup
@@ -149,12 +215,19 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     def check_reachable(self) -> None:
         try:
             self._block_store.check_reachable()
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=FAILURES_TO_OPEN)
-            raise
+        except Exception as error:  # noqa: BLE001  # foreign: a client may raise anything; its tier is away
+            failure = self._as_tier_error(error)
+            self._health.on_failure(failure, num_unanswered=FAILURES_TO_OPEN)
+            raise failure from None
 
     def drain_unanswered(self) -> int:
         return self._health.drain_unanswered() if self._health.num_unanswered else 0
+
+    def drain_emptied(self) -> bool:
+        if not self._is_emptied:
+            return False
+        self._is_emptied = False
+        return True
 
     def waiting_s(self) -> float:
         return self._pool.oldest_wait_s()
@@ -166,15 +239,31 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         self._namespace = self._open_namespace(epoch)
         self._lookup.clear()
 
+    def begin_purge(self) -> None:
+        if self._purge is None:
+            raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
+        self._purge.begin(self._namespace_name)
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        assert self._purge is not None, "only a purge that has begun goes on"
+        found = self._purge.poll()
+        if isinstance(found, PurgeOutcome):
+            self._lookup.clear()  # what was found before is gone
+        return found
+
     def stats(self) -> dict[str, float]:
         lookups = {f"lookup_{name}": value for name, value in self._lookup.stats().items()}
-        return self._block_store.stats() | self._pool.stats() | lookups
+        encryption = {} if self._encryption is None else self._encryption.stats()
+        return self._block_store.stats() | self._pool.stats() | lookups | encryption
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         return {"lookup_s": self._lookup.latency()}
 
     def shutdown(self, timeout_s: float) -> bool:
         end_s = self._clock() + timeout_s
+        # It touches no row, but closes what it has opened.
+        if self._purge is not None and not self._purge.stop(timeout_s):
+            logger.warning("tier %s: a purge has not ended in %.1f s", self._name, timeout_s)
         has_ended = self._pool.shutdown(timeout_s)
         # A lookup touches no row: whether its thread ends in time does not change the answer.
         has_lookup_ended = self._lookup.shutdown(max(0.0, end_s - self._clock()))
@@ -192,21 +281,30 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         check_job(job, self._num_rows, self._name)
         timeout_s = self.settings.job_timeout_s
         block_store = self._block_store.with_deadline(self._clock() + timeout_s)
-        run = partial(move, block_store, self._namespace, self._lookup.generation)
+        run: Transfer = partial(move, block_store, self._namespace, self._lookup.generation)
+        if self._encryption is not None:
+            run = self._encryption.bind(run)
         self._pool.submit(job, run, timeout_s)
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.
         identity = make_namespace(self.config, self._row_bytes, epoch)
+        if self._encryption is not None:
+            identity = self._encryption.open_namespace(identity)
+        self._namespace_name = identity.name
         return self._block_store.open_namespace(identity, is_new=bool(epoch))
 
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        if self._encryption is not None:
+            self._encryption.refresh()
         try:
             held = self._block_store.contains_batch(self._namespace, keys)
-        except TierError as error:
-            self._health.on_failure(error, num_unanswered=1)
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups
+            self._health.on_failure(self._as_tier_error(error), num_unanswered=1)
             return ()
         self._health.on_success()
+        if not held:
+            self._check_emptied(self._namespace)
         return held
 
     def _store(
@@ -219,7 +317,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.store(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
@@ -237,7 +335,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
     ) -> TransferOutcome:
         try:
             outcome = block_store.load(namespace, keys, slots)
-        except TierError as error:
+        except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             self._lookup.report(keys, is_held=False, generation=generation)
             return self._failed(error)
         if self._health.is_out and not outcome.is_fault:
@@ -245,12 +343,66 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, Generic[S]):
         if len(outcome.succeeded) < len(keys):
             failed = set(keys).difference(outcome.succeeded)
             self._lookup.report(failed, is_held=False, generation=generation)
+            self._check_emptied(namespace)
         return outcome
 
-    def _failed(self, error: TierError) -> TransferOutcome:
-        self._health.on_failure(error)
+    def _drop(
+        self,
+        block_store: BlockStore[S],
+        namespace: S,
+        generation: Generation,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+    ) -> TransferOutcome:
+        del slots
+        try:
+            block_store.drop(namespace, keys)
+        except Exception as error:  # noqa: BLE001  # foreign: a store may raise anything
+            return self._failed(error)
+        self._lookup.report(keys, is_held=False, generation=generation)
+        return TransferOutcome(keys)
+
+    def _check_emptied(self, namespace: S) -> None:
+        """Look, every few seconds at most, whether blocks are missing because the whole place was emptied.
+
+        Two threads may look at the same time: what describes the namespace is written once, and one of them sees it.
+        """
+        now_s = self._clock()
+        if not self._may_be_emptied or now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + CHECK_S
+        try:
+            is_emptied = self._block_store.restore_description(namespace)
+        except Exception:  # noqa: BLE001  # foreign: the next call finds out what is wrong
+            return
+        if is_emptied:
+            self._is_emptied = True
+            logger.warning(
+                "tier %s: it was emptied, or has lost its data: its blocks are misses until they are stored again",
+                self._name,
+            )
+
+    def _failed(self, error: Exception) -> TransferOutcome:
+        self._health.on_failure(self._as_tier_error(error))
         return TransferOutcome((), is_fault=True)
 
+    def _as_tier_error(self, error: Exception) -> TierError:
+        """Return the error to log: a foreign one without its text, which may quote a request with a secret in it."""
+        if isinstance(error, TierError):
+            return error
+        return TierError(self._name, f"failed unexpectedly: {describe_foreign(error)}")
+
+
+_open_tiers: weakref.WeakSet[ThreadedTier[Any]] = weakref.WeakSet()  # Any: of whatever namespace
+"""The tiers of this process; a dropped one leaves by itself."""
+
+
+def _refuse_in_child() -> None:
+    for tier in list(_open_tiers):
+        tier.on_forked()
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 _Move = Callable[
     [BlockStore[S], S, Generation, Sequence[OffloadKey], Sequence[int]],

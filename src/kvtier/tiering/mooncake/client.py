@@ -109,6 +109,13 @@ class MooncakeClient:
         """Remove values that are not leased. Raises as ``exist``."""
         return self._call(lambda native: native.batch_remove(names))
 
+    def remove_by_pattern(self, pattern: str) -> int:
+        """Remove every value whose name fits a regular expression and that is not leased.
+
+        Return how many, or why none could be. Raises as ``exist``.
+        """
+        return self._call(lambda native: [native.remove_by_regex(pattern)])[0]
+
     def size(self, name: str) -> int:
         """Return the length of a value, or why it is not known. Raises as ``exist``."""
         return self._call(lambda native: [native.get_size(name)])[0]

@@ -1,4 +1,4 @@
-"""Memory for the headers of blocks on their way: the rows have no room for them.
+"""Memory for the headers of blocks on their way, which rows have no room for, and for encrypted rows.
 
 A value in the store is a header followed by a row. The client gathers both from, and scatters them to, two pieces of
 memory in one transfer, so a value has its header or does not exist. Each call borrows header slots and returns them.
@@ -22,10 +22,14 @@ class HeaderSlots:
     Attributes:
         memory: the slots one after another, format 'B'.
         address: of the first one.
+        rows: room for as many encrypted rows; empty where blocks are plain.
+        rows_address: of the first one.
     """
 
     memory: memoryview
     address: int
+    rows: memoryview
+    rows_address: int
 
     def slot(self, number: int) -> memoryview:
         """Return the bytes of slot ``number``, writable."""
@@ -35,6 +39,19 @@ class HeaderSlots:
         """Return the address of slot ``number``."""
         return self.address + number * ENVELOPE_BYTES
 
+    def scratch_row(self, number: int) -> memoryview | None:
+        """Return room for encrypted row ``number``; None where blocks are plain."""
+        row_bytes = self._row_bytes
+        return self.rows[number * row_bytes : (number + 1) * row_bytes] if row_bytes else None
+
+    def address_of_row(self, number: int) -> int:
+        """Return the address of encrypted row ``number``."""
+        return self.rows_address + number * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return len(self.rows) * ENVELOPE_BYTES // len(self.memory)
+
 
 class HeaderPool:
     """Header slots for as many calls as there are threads.
@@ -42,15 +59,26 @@ class HeaderPool:
     Args:
         num_calls: calls at the same time; a further one waits.
         slots_per_call: blocks in a call.
+        scratch_row_bytes: length of a row where blocks are encrypted; 0 where they are plain.
     """
 
-    def __init__(self, num_calls: int, slots_per_call: int) -> None:
+    def __init__(self, num_calls: int, slots_per_call: int, scratch_row_bytes: int = 0) -> None:
         call_bytes = slots_per_call * ENVELOPE_BYTES
-        self.memory = memoryview(mmap.mmap(-1, num_calls * call_bytes))
+        rows_bytes = slots_per_call * scratch_row_bytes
+        headers_bytes = num_calls * call_bytes
+        self.memory = memoryview(mmap.mmap(-1, headers_bytes + num_calls * rows_bytes))
         self.address = address_of(self.memory)
         self._free: queue.SimpleQueue[HeaderSlots] = queue.SimpleQueue()
-        for begin in range(0, len(self.memory), call_bytes):
-            self._free.put(HeaderSlots(self.memory[begin : begin + call_bytes], self.address + begin))
+        for number in range(num_calls):
+            begin, rows_begin = number * call_bytes, headers_bytes + number * rows_bytes
+            self._free.put(
+                HeaderSlots(
+                    self.memory[begin : begin + call_bytes],
+                    self.address + begin,
+                    self.memory[rows_begin : rows_begin + rows_bytes],
+                    self.address + rows_begin,
+                )
+            )
 
     @contextmanager
     def borrow(self) -> Iterator[HeaderSlots]:

@@ -83,6 +83,9 @@ class NativeStore(Protocol):
     def batch_remove(self, names: list[str], /) -> list[int]:
         """Remove values that are not leased."""
 
+    def remove_by_regex(self, pattern: str, /) -> int:
+        """Remove values that are not leased and whose names fit; return how many."""
+
     def get_size(self, name: str, /) -> int:
         """Return the length of a value."""
 

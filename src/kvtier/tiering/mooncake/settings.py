@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
-from kvtier.settings import choice, seconds_up_to, setting, whole
+from kvtier.quantities import parse_bytes
+from kvtier.settings import choice, flag, seconds_up_to, setting, whole
 
 DEFAULT_LOCAL_HOST = "127.0.0.1"
 """The address at which other processes reach this one. A process that reaches it may read and write registered memory
@@ -25,6 +25,15 @@ longer keeps a thread of the tier from its next job for that long when the maste
 DEFAULT_NUM_THREADS = 2
 """Threads that move blocks, a batch each. The client copies on threads of its own: one keeps it busy while another
 computes checksums, more only wait."""
+
+LISTENERS = (
+    "the Mooncake client opens two listeners on every interface, without authentication, whatever local_host says: any "
+    'host that reaches them may read and write blocks and registered memory. Set "allow_any_interface": true on a '
+    "private network or behind a firewall, or use valkey with a password and TLS"
+)
+"""Why the tier refuses to start unless it is allowed to listen, and what to do."""
+DEFAULT_ADMIN_PORT = 9003
+"""Where a master serves its metrics, unless its --metrics_port says otherwise."""
 
 MAX_TIMEOUT_S = 30.0
 """The library stops waiting for a transfer after 60 seconds without stopping the transfer itself."""
@@ -97,7 +106,11 @@ def refuse_ttl(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """What the user set for the tier; each field says what it is."""
+    """What the user set for the tier; each field says what it is.
+
+    Raises:
+        ConfigError: the listeners of the client are not allowed.
+    """
 
     master: str = field(metadata=setting(parse_master, "a mooncake_master", unit="`host:port`"))
     segment_bytes: int = field(
@@ -151,3 +164,23 @@ class MooncakeSettings:
             default_text="none",
         ),
     )
+    allow_any_interface: bool = field(
+        default=False,
+        metadata=setting(
+            flag,
+            "the tier refuses to start without `true`: the client listens on every interface, and any host that "
+            "reaches it may read and write registered memory",
+        ),
+    )
+    admin_port: int = field(
+        default=DEFAULT_ADMIN_PORT,
+        metadata=setting(
+            whole(1, 2**16 - 1),
+            "the master's own, its `--metrics_port`; only `kvtier inspect`, `verify` and `purge` use it",
+            unit="port",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not self.allow_any_interface:
+            raise ConfigError("allow_any_interface", self.allow_any_interface, LISTENERS)

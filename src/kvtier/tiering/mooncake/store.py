@@ -8,25 +8,27 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
     HeaderCheck,
-    check_block,
-    make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.purging import Batches
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
+from kvtier.tiering.mooncake.place import remove_namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,18 @@ class MooncakeNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        format: how they are written.
     """
 
     identity: Namespace
+    format: BlockFormat = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
 
     def name_of(self, key: OffloadKey) -> str:
         """Return the name under which the store keeps the block of ``key``."""
-        return f"{self.identity.name}/{key.hex()}"
+        return f"{self.identity.name}/{self.format.name(key).hex()}"
 
 
 RETRY_S = 6.0
@@ -126,11 +133,15 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         rows: the primary's.
         headers: room for envelopes.
         clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
     """
 
     def __init__(
         self, client: MooncakeClient, rows: Rows, headers: HeaderPool, clock: Callable[[], float]
     ) -> None:
+        self.losses = BackendLosses("mooncake", clock)
         self._client = client
         self._rows = rows
         self._rows_address = address_of(rows.flat)
@@ -168,11 +179,14 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             self._counters.add(declined=len(keys) - len(todo))
         if not todo:
             return TransferOutcome(())
-        digest = namespace.identity.digest
+        block_format = namespace.format
         with self._headers.borrow() as header_slots:
             for number, (key, slot, _) in enumerate(todo):
-                header_slots.slot(number)[:] = make_header(key, digest, self._rows.row(slot))
-            scatter_lists = self._scatter_lists(header_slots, [slot for _, slot, _ in todo])
+                row, scratch = self._rows.row(slot), header_slots.scratch_row(number)
+                header_slots.slot(number)[:] = block_format.seal(key, row, scratch).header
+            scatter_lists = self._scatter_lists(
+                header_slots, [slot for _, slot, _ in todo], is_scratch=block_format.is_encrypted
+            )
             answers = self._client.put([name for _, _, name in todo], scatter_lists)
         return self._count_stored([key for key, _, _ in todo], answers)
 
@@ -189,10 +203,21 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._note_unknown(answers)
         pairs = zip(answers, failures, strict=True)
         self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
-        damaged = [name for name, why in zip(names, failures, strict=True) if why is TierFailure.DAMAGED]
-        self._deferred_deletes.add(damaged)
-        self._remove(damaged)
+        damaged = [key for key, why in zip(keys, failures, strict=True) if why is TierFailure.DAMAGED]
+        self.losses.on_damaged(damaged)
+        to_remove = [namespace.name_of(key) for key in damaged]
+        self._deferred_deletes.add(to_remove)
+        self._remove(to_remove)
         return self._count_loaded(keys, failures)
+
+    def remove_all(self, namespace_name: str) -> Batches:
+        """Remove every value of a namespace; see ``remove_namespace``."""
+        return remove_namespace(self._client, namespace_name)
+
+    def drop(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> None:
+        names = [namespace.name_of(key) for key in keys]
+        self._deferred_deletes.add(names)  # what is leased to a reader is removed later
+        self._remove(names)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | {"deferred_deletes": len(self._deferred_deletes)}
@@ -200,9 +225,17 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
     def close(self) -> None:
         self._client.close()
 
-    def _scatter_lists(self, header_slots: HeaderSlots, slots: Sequence[int]) -> ScatterLists:
+    def _scatter_lists(
+        self, header_slots: HeaderSlots, slots: Sequence[int], *, is_scratch: bool = False
+    ) -> ScatterLists:
         begin, row_bytes = self._rows_address, self._rows.row_bytes
-        addresses = [[header_slots.address_of(n), begin + slot * row_bytes] for n, slot in enumerate(slots)]
+        addresses = [
+            [
+                header_slots.address_of(number),
+                header_slots.address_of_row(number) if is_scratch else begin + slot * row_bytes,
+            ]
+            for number, slot in enumerate(slots)
+        ]
         return ScatterLists(addresses, [[ENVELOPE_BYTES, row_bytes]] * len(slots))
 
     def _check(
@@ -212,7 +245,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         # A value whose lease ran out during the transfer may have been overwritten meanwhile: its envelope knows.
         if answer not in (self._value_bytes, Code.LEASE_EXPIRED):
             return self._explain(namespace.name_of(key), answer)
-        header_check = check_block(header, row, key, namespace.identity.digest)
+        header_check = namespace.format.open(header, row, key, row)
         if header_check is HeaderCheck.OK:
             return None
         failure = FAILURE_OF_CHECK[header_check]
@@ -258,6 +291,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
 
     def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> TransferOutcome:
         succeeded = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
+        self.losses.on_stored(succeeded)
         failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
         self._log_failed("stored", failed)
         self._note_unknown(answers)

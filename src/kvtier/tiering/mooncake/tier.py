@@ -6,20 +6,22 @@ its master or one of its clients may read and write what is in them, so the stor
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
-from kvtier.base import Locality
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import ProbedTier, TierFinding
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import TIER_TYPE, knock
+from kvtier.tiering.mooncake.place import MooncakePlace, open_mooncake_place
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.mooncake.store import MooncakeBlockStore, MooncakeNamespace
 
@@ -35,7 +37,7 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
-class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
+class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissExplainer):
     """Blocks in the memory of a Mooncake store.
 
     Args:
@@ -50,7 +52,9 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
     """
 
     own_settings: ClassVar = MooncakeSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
+    place_setting: ClassVar[str] = "master"
 
     def __init__(
         self,
@@ -66,22 +70,30 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
         mooncake_settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
         task_blocks = min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes)))
         num_threads = mooncake_settings.num_threads
-        headers = HeaderPool(num_threads, task_blocks)
+        is_encrypting = config.settings.encryption is not None and settings.encryption
+        headers = HeaderPool(num_threads, task_blocks, rows.row_bytes if is_encrypting else 0)
         client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
+        store = MooncakeBlockStore(client, rows, headers, clock)
+        self._losses = store.losses
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=MooncakeBlockStore(client, rows, headers, clock),
+            block_store=store,
             options=ThreadOptions(
                 num_threads, max_task_blocks=task_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
             ),
             clock=clock,
+            remove_blocks=store.remove_all,
         )
 
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> MooncakePlace:
+        return open_mooncake_place(own)
 
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
@@ -91,3 +103,13 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], ProbedTier):
         except TierError as error:
             return [TierFinding(is_good=False, text=str(error))]
         return [TierFinding(is_good=True, text=f"the master at {settings.master} answers")]
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()

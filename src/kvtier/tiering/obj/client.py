@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvtier.errors import ConfigError, KVTierError, MissingExtraError, TierError
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, TierError, shorten
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
@@ -93,6 +93,28 @@ class Listed(NamedTuple):
     num_bytes: int
 
 
+class LoopFinder:
+    """Finds that a sequence of names, which should each come once, goes round; remembers one of them.
+
+    Source: R. P. Brent, "An improved Monte Carlo factorization algorithm", 1980: the name at each power of two is kept
+    until the next, so a loop is found within three rounds of it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: str | None = None
+        self._num_seen = 0
+        self._next_kept = 1
+
+    def is_repeated(self, name: str) -> bool:
+        """Return whether ``name`` is the one that is remembered."""
+        if name == self._kept:
+            return True
+        self._num_seen += 1
+        if self._num_seen == self._next_kept:
+            self._kept, self._next_kept = name, 2 * self._next_kept
+        return False
+
+
 class Client:
     """Calls one store, and leaves it alone for a moment when it does not answer; several threads may use it at once.
 
@@ -123,6 +145,7 @@ class Client:
             raise TierError("obj", explain_opening(settings)) from None
         self._can_create = settings.target.service is not Service.HTTP
         self._is_memory = settings.target.service is Service.MEMORY
+        self._folder = Path(settings.target.bucket) if settings.target.service is Service.FILE else None
 
     def put_new(self, path: str, buffers: Sequence[Buffer]) -> bool:
         """Write an object unless there is one of that name; False when there is.
@@ -137,7 +160,8 @@ class Client:
                 # Sent from the rows themselves. Should a request that has timed out be sent on for a moment, from
                 # a row that is used anew, neither its signature nor the envelope fits what arrives: a miss.
                 body = [b"".join(buffers)] if self._is_memory else list(buffers)
-                obstore.put(self._store, path, body, mode="create", use_multipart=False)
+                with self._kept_private(path):
+                    obstore.put(self._store, path, body, mode="create", use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return self._expiry is not None and self._replace_if_over(path, buffers)
             return True
@@ -196,7 +220,7 @@ class Client:
         """Write small objects unless there are some of those names; return which names are there now."""
 
         async def ask(path: str) -> None:
-            with suppress(AlreadyExistsError, PreconditionError):
+            with suppress(AlreadyExistsError, PreconditionError), self._kept_private(path):
                 await obstore.put_async(self._store, path, objects[path], mode=mode)
 
         mode: obstore.PutMode = "create" if self._can_create else "overwrite"
@@ -209,11 +233,26 @@ class Client:
                 self._remove_page(list(paths[begin : begin + PAGE_OBJECTS]))
 
     def list_all(self, root: str) -> Iterator[Listed]:
-        """Yield every object whose name begins with ``root``, a page at a time in memory."""
+        """Yield every object whose name begins with ``root``, a page at a time in memory.
+
+        Raises:
+            TierError: the store cannot be reached, or lists the same objects again and again.
+        """
         with self._explained():
+            loop = LoopFinder()
             for page in obstore.list(self._store, root or None, chunk_size=PAGE_OBJECTS):
                 for meta in page:
+                    if loop.is_repeated(meta["path"]):
+                        raise TierError(
+                            "obj", f"its listing comes to {shorten(meta['path'])} again: it has no end"
+                        )
                     yield Listed(meta["last_modified"], meta["path"], meta["size"])
+
+    def list_folders(self, root: str) -> list[str]:
+        """Return the next parts of the names below ``root``, one level down; what is deeper is not listed."""
+        with self._explained():
+            found = obstore.list_with_delimiter(self._store, root or None)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def require_bucket(self, path: str) -> None:
         """Ask for one small object, which need not exist.
@@ -233,6 +272,18 @@ class Client:
             obstore.put(self._store, path, [b"".join(buffers)], use_multipart=False)
             return True
         return False  # deleted just now: the next store of the block writes it
+
+    @contextmanager
+    def _kept_private(self, path: str) -> Iterator[None]:
+        """Let an object that is a file be its owner's only: its folders from the beginning, itself from its end."""
+        if self._folder is None:
+            yield
+            return
+        file = self._folder / path
+        make_private_folders(file.parent)
+        yield
+        with suppress(FileNotFoundError):  # another engine has evicted it
+            file.chmod(0o600)
 
     def _put_unless_seen(self, path: str, buffers: Sequence[Buffer]) -> bool:
         # WebDAV has no conditional create here: two writers may both write, and both write the same block.
@@ -354,10 +405,22 @@ def _retry_config(settings: ObjSettings) -> "RetryConfig":
 
 def _make_directory(path: Path) -> Path:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folders(path)
     except OSError as error:
         raise ConfigError("url", f"file://{path}", f"cannot be made: {error.strerror}") from error
     return path
+
+
+def make_private_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, each for its owner only; one that is there stays as it is.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if path.is_dir():
+        return
+    make_private_folders(path.parent)  # mkdir(parents=True) would make them for everybody
+    path.mkdir(mode=0o700, exist_ok=True)
 
 
 async def _request_each(

@@ -42,23 +42,26 @@ METADATA_MARKS = ("/latest/api/token", "/latest/meta-data", "metadata.google.int
 BEYOND_END_MARKS = ("status code: 416 ", "Wanted range starting at", "Requested range was invalid")
 """How servers, memory and directories say that an object ends before the range begins."""
 
+MAX_SEARCHED_CHARS = 65_536
+"""Characters of a client's error that are searched: a store's own answer has some hundred."""
+
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2}) ")
 
 
 def is_bucket_missing(error: Exception) -> bool:
     """Return whether the error says that there is no such bucket. Pure."""
-    return _code_of(str(error)) in MISSING_BUCKET_CODES
+    return _code_of(_text_of(error)) in MISSING_BUCKET_CODES
 
 
 def is_beyond_end(error: Exception) -> bool:
     """Return whether the error says that an object ends before the range that was asked for. Pure."""
-    return any(mark in str(error) for mark in BEYOND_END_MARKS)
+    return any(mark in _text_of(error) for mark in BEYOND_END_MARKS)
 
 
 def is_unanswered(error: Exception) -> bool:
     """Return whether the store has said nothing at all: it is away, hangs, or cannot be reached. Pure."""
-    text = str(error)
+    text = _text_of(error)
     return "error sending request" in text and _STATUS.search(text) is None
 
 
@@ -70,7 +73,7 @@ def explain_opening(settings: ObjSettings) -> str:
 
 def explain(error: Exception, settings: ObjSettings) -> str:
     """Return what happened and what to do. Pure."""
-    text = str(error)
+    text = _text_of(error)
     name = _name_of(settings)
     code = _code_of(text)
     status = _STATUS.search(text)
@@ -88,6 +91,11 @@ def explain(error: Exception, settings: ObjSettings) -> str:
         return f"{name} cannot be reached ({reason}): check url, endpoint, network and timeout_s"
     reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), type(error).__name__)
     return f"{name} has failed ({said or reason}): see the store's own log"
+
+
+def _text_of(error: Exception) -> str:
+    # The client puts the whole answer into it, which a server may make as long as it likes.
+    return str(error)[:MAX_SEARCHED_CHARS]
 
 
 def _name_of(settings: ObjSettings) -> str:

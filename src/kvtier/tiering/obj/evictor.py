@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
-from kvtier.errors import TierError
+from kvtier.errors import TierError, describe_foreign
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
 from kvtier.tiering.obj.expiry import ObjectExpiry
@@ -108,9 +108,9 @@ class Evictor:
                 self._run_pass()
             except TierError as error:
                 self._note_failed(str(error))
-            except Exception:  # thread top
-                logger.exception("tier obj: keeping the capacity failed")
-                self._note_failed("see above")
+            except Exception as error:  # noqa: BLE001  # thread top
+                # Not its text: the client's quotes requests, and a request may carry a key.
+                self._note_failed(describe_foreign(error))
 
     def _wait_due(self) -> bool:
         with self._changed:

@@ -11,7 +11,8 @@ import numpy as np
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.kit.backend import Rows
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, check_block, make_header
+from kvtier.tiering.kit.block_format import BlockFormat
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.layout import (
     POINTER_BYTES,
@@ -38,23 +39,22 @@ class RowsWithHeaders:
         self.row_bytes = rows.row_bytes
         self.block_bytes = ENVELOPE_BYTES + rows.row_bytes
 
-    def with_headers(self, blocks: Sequence[Block], digest: bytes) -> list[Buffer]:
-        """Return the bytes of an object that holds ``blocks``: envelope, row, envelope, row; rows are not copied."""
+    def with_headers(self, blocks: Sequence[Block], block_format: BlockFormat) -> list[Buffer]:
+        """Return the bytes of an object that holds ``blocks``: envelope, row, envelope, row; plain rows as they are."""
         buffers: list[Buffer] = []
         for key, slot in blocks:
-            row = self._rows.row(slot)
-            buffers += [make_header(key, digest, row), row]
+            buffers += block_format.seal(key, self._rows.row(slot), None)
         return buffers
 
-    def copy_checked(self, body: memoryview, block: Block, digest: bytes) -> HeaderCheck:
+    def copy_checked(self, body: memoryview, block: Block, block_format: BlockFormat) -> HeaderCheck:
         """Copy what was read into the block's row if it is what was stored under its key.
 
-        Effects: the row is written when the check is OK, and only then.
+        Effects: the row has the block when the check is OK; otherwise nothing of it.
         """
         key, slot = block
         payload, row = body[ENVELOPE_BYTES:], self._rows.row(slot)
-        header_check = check_block(body, payload, key, digest)
-        if header_check is not HeaderCheck.OK:
+        header_check = block_format.open(body, payload, key, row)
+        if header_check is not HeaderCheck.OK or block_format.is_encrypted:
             return header_check
         if len(payload) != len(row):
             return HeaderCheck.DAMAGED
@@ -84,10 +84,10 @@ class Groups:
 
     def write(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> set[OffloadKey]:
         """Write one object and, once it is there, the pointers into it; return the keys that can be found now."""
-        group_id, digest = draw_group_id(), namespace.identity.digest
-        self._client.put_new(namespace.group_path(group_id), self._rows.with_headers(blocks, digest))
+        group_id, block_format = draw_group_id(), namespace.format
+        self._client.put_new(namespace.group_path(group_id), self._rows.with_headers(blocks, block_format))
         pointers = {
-            namespace.block_path(key): pack_pointer(Location(group_id, position), key, digest)
+            namespace.block_path(key): pack_pointer(Location(group_id, position), key, block_format)
             for position, (key, _) in enumerate(blocks)
         }
         written = self._client.put_new_each(pointers)
@@ -100,7 +100,7 @@ class Groups:
         found = {}
         for key, path in paths.items():
             body = bodies.get(path)
-            location = None if body is None else unpack_pointer(body, key, namespace.identity.digest)
+            location = None if body is None else unpack_pointer(body, key, namespace.format)
             if isinstance(location, Location):
                 found[key] = location
         namespace.on_locations(found.items())
@@ -136,9 +136,7 @@ class Groups:
         failures: dict[OffloadKey, HeaderCheck | None] = {}
         for location, block in members:
             begin = (location.position - first) * block_bytes
-            header_check = self._rows.copy_checked(
-                body[begin : begin + block_bytes], block, namespace.identity.digest
-            )
+            header_check = self._rows.copy_checked(body[begin : begin + block_bytes], block, namespace.format)
             if header_check is not HeaderCheck.OK:
                 failures[block[0]] = header_check
         return failures

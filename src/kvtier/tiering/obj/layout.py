@@ -1,8 +1,9 @@
 """Names of the tier's objects.
 
-``<root>/<namespace>/<two digits>/<key>.kv`` is a block or, where blocks share an object, the small
-pointer to it; the digits are the key's first two in hex, so that a store that partitions by name sees 256 starts of
-names. ``<root>/<namespace>/groups/<number>.kvg`` holds several blocks, its number is drawn at random.
+``<root>/<namespace>/<two digits>/<name>.kv`` is a block or, where blocks share an object, the small
+pointer to it; its name is its key, or keyed bytes where blocks are encrypted. The digits are the name's first two in
+hex, so that a store that partitions by name sees 256 starts of names.
+``<root>/<namespace>/groups/<number>.kvg`` holds several blocks, its number is drawn at random.
 ``<root>/<namespace>/namespace.json`` says for people what the blocks are of.
 
 Whatever does not look like the first two is not ours to count or to remove.
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HeaderCheck, check_block, make_header
+from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, POINTER_CODEC, HeaderCheck
 
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
 GROUP_ID_BYTES = 16
@@ -33,9 +35,9 @@ def namespace_path(root: str, namespace_name: str) -> str:
     return f"{root}/{namespace_name}" if root else namespace_name
 
 
-def block_path(namespace_path: str, key: OffloadKey) -> str:
-    """Return the name of the block of ``key``, or of the pointer to it. Pure."""
-    digits = key.hex()
+def block_path(namespace_path: str, name: BlockName) -> str:
+    """Return the object of the block of that name, the key itself where blocks are plain, or of its pointer. Pure."""
+    digits = name.hex()
     return f"{namespace_path}/{digits[:2]}/{digits}.kv"
 
 
@@ -55,9 +57,6 @@ def is_own(root: str, path: str) -> bool:
     return path.startswith(start) and _OWN.fullmatch(path, len(start)) is not None
 
 
-POINTER_CODEC = 0xFFFF
-"""Far from the numbers of codecs, which count up from zero."""
-
 _PAYLOAD = struct.Struct(f"<{GROUP_ID_BYTES}sI")
 POINTER_BYTES = ENVELOPE_BYTES + _PAYLOAD.size
 
@@ -74,16 +73,17 @@ class Location(NamedTuple):
     position: int
 
 
-def pack_pointer(location: Location, key: OffloadKey, namespace_digest: bytes) -> bytes:
-    """Return the bytes of the pointer to the block of ``key``. Pure."""
-    payload = _PAYLOAD.pack(*location)
-    return make_header(key, namespace_digest, payload, codec=POINTER_CODEC) + payload
+def pack_pointer(location: Location, key: OffloadKey, block_format: BlockFormat) -> bytes:
+    """Return the bytes of the pointer to the block of ``key``."""
+    row = memoryview(bytearray(_PAYLOAD.pack(*location)))
+    header, payload = block_format.seal(key, row, None, codec=POINTER_CODEC)
+    return header + payload
 
 
-def unpack_pointer(body: memoryview, key: OffloadKey, namespace_digest: bytes) -> Location | HeaderCheck:
-    """Return where the block of ``key`` is, or what is wrong with its pointer. Pure."""
-    payload = body[ENVELOPE_BYTES:]
-    header_check = check_block(body, payload, key, namespace_digest, codec=POINTER_CODEC)
+def unpack_pointer(body: memoryview, key: OffloadKey, block_format: BlockFormat) -> Location | HeaderCheck:
+    """Return where the block of ``key`` is, or what is wrong with its pointer."""
+    payload = memoryview(bytearray(body[ENVELOPE_BYTES:]))
+    header_check = block_format.open(body, payload, key, payload, codec=POINTER_CODEC)
     if header_check is not HeaderCheck.OK:
         return header_check
     if len(payload) != _PAYLOAD.size:
@@ -107,6 +107,7 @@ class ObjNamespace:
 
     def __init__(self, identity: Namespace, path: str) -> None:
         self.identity = identity
+        self.format = format_of(identity)
         self.path = path
         self._lock = threading.Lock()
         self._is_described = False
@@ -119,7 +120,7 @@ class ObjNamespace:
 
     def block_path(self, key: OffloadKey) -> str:
         """Return the name of the block of ``key``, or of the pointer to it."""
-        return block_path(self.path, key)
+        return block_path(self.path, self.format.name(key))
 
     def group_path(self, group_id: bytes) -> str:
         """Return the name of an object of several blocks."""
@@ -133,6 +134,12 @@ class ObjNamespace:
         with self._lock:
             is_first, self._is_described = not self._is_described, True
             return is_first
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the readable description has been written, or is about to be."""
+        with self._lock:
+            return self._is_described
 
     def drop_description(self) -> None:
         """Leave the description to the next one, as it could not be written."""

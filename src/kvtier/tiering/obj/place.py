@@ -16,6 +16,7 @@ from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
+    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
@@ -91,13 +92,15 @@ class ObjPlace(Place):
             if namespaces is None or name in namespaces:
                 is_group = listed.path.endswith(GROUP_SUFFIX)
                 written_s = listed.modified.timestamp()
+                key = None if is_group else OffloadKey(bytes.fromhex(Path(listed.path).stem))
                 yield PlaceBlock(
                     name,
                     listed.path,
                     listed.num_bytes,
                     written_s,
                     num_blocks=0 if is_group else 1,
-                    tenant=None if is_group else get_offload_tenant(_key_of(listed.path)),
+                    tenant=None if key is None else get_offload_tenant(key),
+                    key=key,
                 )
 
     def summary(self) -> PlaceSummary:
@@ -131,9 +134,9 @@ class ObjPlace(Place):
         if fetched is None:
             return BlockState.GONE
         if block.address.endswith(GROUP_SUFFIX):
-            return _check_group(fetched.body, block.namespace)
-        key = _key_of(block.address)
-        return check_value(fetched.body, block.namespace, key)
+            return _check_group(fetched.body, block.namespace, self.opener)
+        name = bytes.fromhex(Path(block.address).stem)
+        return check_value(fetched.body, block.namespace, name, self.opener)
 
 
 def open_obj_place(own: Mapping[str, object]) -> ObjPlace:
@@ -176,21 +179,18 @@ def _probe_path(settings: ObjSettings) -> str:
     return namespace_path(settings.target.root, PROBE_NAME)
 
 
-def _check_group(body: memoryview, namespace: str) -> BlockState:
-    """Check every block of an object that holds several; the first fault counts. Pure."""
-    begin = 0
+def _check_group(body: memoryview, namespace: str, opener: Opener | None) -> BlockState:
+    """Check every block of an object that holds several; the first that is not whole counts."""
+    begin, found = 0, BlockState.WHOLE
     while begin < len(body):
         header = body[begin : begin + ENVELOPE_BYTES]
         envelope = unpack(header)
         if not isinstance(envelope, Envelope):
             return check_bytes(header, b"", namespace, None)
         end = begin + ENVELOPE_BYTES + envelope.stored_bytes
-        state = check_bytes(header, body[begin + ENVELOPE_BYTES : end], namespace, None)
-        if state is not BlockState.WHOLE:
+        state = check_bytes(header, body[begin + ENVELOPE_BYTES : end], namespace, None, opener)
+        if state not in (BlockState.WHOLE, BlockState.ENCRYPTED, BlockState.NO_KEY):
             return state
+        found = state if state is not BlockState.WHOLE else found
         begin = end
-    return BlockState.WHOLE if body else BlockState.DAMAGED
-
-
-def _key_of(path: str) -> OffloadKey:
-    return OffloadKey(bytes.fromhex(Path(path).stem))
+    return found if body else BlockState.DAMAGED

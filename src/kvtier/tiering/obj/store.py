@@ -5,28 +5,38 @@ with its reason; a store that cannot be reached fails the call.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey
-from kvtier.departed import DepartedBlocks, Loss
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, Envelope, HeaderCheck, unpack
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    POINTER_CODEC,
+    Envelope,
+    HeaderCheck,
+    unpack,
+)
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import OVER, Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
 from kvtier.tiering.obj.layout import (
     POINTER_BYTES,
-    POINTER_CODEC,
     Location,
     ObjNamespace,
     namespace_path,
     unpack_pointer,
 )
 from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.siblings import FIRST_PAUSE_S, ObjSiblings
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +50,11 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: how.
         evictor: keeps the capacity; None when there is none to keep.
         counters: where everything is counted.
-        losses: remembers which blocks were over; None where blocks have no time to live.
+        clock: seconds, monotonic.
+
+    Attributes:
+        losses: why blocks are gone.
+        siblings: the other namespaces under the root.
     """
 
     def __init__(
@@ -50,9 +64,11 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         settings: ObjSettings,
         evictor: Evictor | None,
         counters: Counters,
-        losses: DepartedBlocks | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._losses = losses
+        self.losses = BackendLosses("obj", clock, settings.ttl_s, renews=False)
+        place = ObjSiblings(client, settings.target.root)
+        self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S)
         self._client = client
         self._rows = rows
         self._root = settings.target.root
@@ -78,16 +94,21 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         paths = {key: namespace.block_path(key) for key in keys}
         sizes = self._client.sizes(list(paths.values()))
         size_of = {key: sizes.get(path) for key, path in paths.items()}
-        if self._losses is not None:
-            self._losses.report([key for key, size in size_of.items() if size == OVER], Loss.EXPIRED)
+        over = [key for key, size in size_of.items() if size == OVER]
+        if over:
+            self.losses.on_expired(over)
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
         unread = {key for key in pointed if namespace.location(key) is None}
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))
-        return [
-            key
-            for key, size in size_of.items()
-            if size == self._rows.block_bytes or key in pointed.difference(unsound)
-        ]
+        sound = pointed.difference(unsound)
+        held = [key for key, size in size_of.items() if size == self._rows.block_bytes or key in sound]
+        if sum(size is not None for size in size_of.values()) > len(held):
+            taken = {key for key, size in size_of.items() if size is not None}
+            self._remove_damaged(paths[key] for key in taken.difference(held))
+        if len(held) < len(keys):
+            there = frozenset(held)
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in there])
+        return held
 
     def store(
         self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -101,6 +122,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             blocks = [block for block in blocks if block[0] not in succeeded]
         for begin in range(0, len(blocks), self._blocks_per_object):
             succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
+        self.losses.on_stored(list(succeeded))
+        if self.siblings.found:
+            self.siblings.forget(list(succeeded))
         return TransferOutcome(succeeded)
 
     def load(
@@ -116,9 +140,20 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         failures = self._load_named(namespace, [block for block in blocks if block[0] not in there])
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
+        self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
         succeeded = [key for key in keys if key not in failures]
+        self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def restore_description(self, namespace: ObjNamespace) -> bool:
+        if not namespace.is_described:
+            return False
+        return self._client.put_new(namespace.document_path, [namespace.identity.document.encode()])
+
+    def drop(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> None:
+        # The block, or its pointer into a group, which may hold others and ages by itself.
+        self._client.remove([namespace.block_path(key) for key in keys])
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -148,10 +183,13 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             num_written = len(blocks)
         else:
             succeeded = (blocks[0][0],)
-            with_headers = self._rows.with_headers(blocks, namespace.identity.digest)
+            with_headers = self._rows.with_headers(blocks, namespace.format)
             num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
             if self._evictor is not None and not num_written:
                 self._evictor.give_back(num_bytes)
+            if not num_written:
+                # Its writer may have been cut off: what is not a whole block there is not held.
+                succeeded = self.contains_batch(namespace, [blocks[0][0]])
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
@@ -174,20 +212,31 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
 
     def _load_single(self, namespace: ObjNamespace, block: Block) -> TierFailure | Location | None:
         """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
-        key, digest = block[0], namespace.identity.digest
+        key = block[0]
         path = namespace.block_path(key)
         fetched = self._client.get(path, self._rows.block_bytes)
         if fetched is None:
             return TierFailure.ABSENT
         envelope = unpack(fetched.body)
         if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
-            pointed = unpack_pointer(fetched.body, key, digest)
+            pointed = unpack_pointer(fetched.body, key, namespace.format)
             if isinstance(pointed, Location):
                 namespace.on_locations([(key, pointed)])
                 return pointed
             return self._explain(path, pointed)
-        header_check = self._rows.copy_checked(fetched.body, block, digest)
+        header_check = self._rows.copy_checked(fetched.body, block, namespace.format)
         return None if header_check is HeaderCheck.OK else self._explain(path, header_check)
+
+    def _remove_damaged(self, paths: Iterable[str]) -> None:
+        """Remove objects that are no whole block: nothing is loaded from them, and new blocks never replace objects."""
+        for path in paths:
+            fetched = self._client.get(path, ENVELOPE_BYTES)
+            if fetched is not None:
+                found = unpack(fetched.body)
+                failure = self._explain(
+                    path, found if isinstance(found, HeaderCheck) else HeaderCheck.DAMAGED
+                )
+                self._counters.add(**{failure.value: 1})
 
     def _explain(self, path: str, header_check: HeaderCheck | None) -> TierFailure:
         """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""

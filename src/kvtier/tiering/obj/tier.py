@@ -6,18 +6,20 @@ engines and models; each namespace has its own names under a prefix, and what li
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
-from kvtier.config import MAX_BYTES, OffloadingConfig
-from kvtier.departed import make_losses
+from kvtier.config import OffloadingConfig
 from kvtier.misses import Miss, MissExplainer
+from kvtier.quantities import MAX_BYTES
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
@@ -33,9 +35,6 @@ TIER_TYPE = "obj"
 POSITIVE_TTL_S = 60.0
 """Seconds for which "held" is believed. Shorter pays a request and a round trip for a block that is still there; longer
 promises for longer what another instance has deleted, which costs a failed load."""
-
-MAX_LOSSES = 2**16
-"""Blocks remembered that were over, 1 MB at most; it is the last of them that requests come for."""
 
 COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks", "stored_bytes", "existed")
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
@@ -58,6 +57,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
     """
 
     own_settings: ClassVar = ObjSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
@@ -77,7 +77,6 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         require_capacity(obj_settings, ENVELOPE_BYTES + rows.row_bytes)
         lifetime = make_lifetime(obj_settings.ttl_s)
         expiry = None if lifetime is None else ObjectExpiry(lifetime, wall_clock)
-        self._losses = None if lifetime is None else make_losses(TIER_TYPE, MAX_LOSSES, clock)
         client = Client(obj_settings, clock, expiry)
         capacity_bytes = obj_settings.capacity_bytes
         is_tidied = capacity_bytes is not None or expiry is not None
@@ -88,26 +87,21 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
             evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry)
         if capacity_bytes is not None:
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
+        store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)
+        self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=ObjBlockStore(
-                client, RowsWithHeaders(rows), obj_settings, evictor, counters, self._losses
-            ),
+            block_store=store,
             options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_obj_place, own)),
         )
 
     @staticmethod
     def get_tier_type() -> str:
         return TIER_TYPE
-
-    def explain(
-        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
-    ) -> Miss | None:
-        del req_context
-        return None if self._losses is None else self._losses.explain(key)
 
     @classmethod
     def open_place(cls, own: Mapping[str, object]) -> ObjPlace:
@@ -116,3 +110,13 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         return probe_obj_place(own)
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key) or self._siblings.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()

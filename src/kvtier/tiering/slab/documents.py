@@ -1,4 +1,4 @@
-"""The readable descriptions of the namespaces in a slab, in a file beside it.
+"""The readable descriptions of the namespaces in a slab, in a file beside it, and what they say of others' blocks.
 
 It is one JSON object: the document of each namespace under its name, the one of the last engine at the end. Nothing
 depends on it. An older version kept the document of the last engine alone, which is read too.
@@ -8,10 +8,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from kvtier.base import OffloadKey
+from kvtier.departed import DepartedBlocks
+from kvtier.misses import Miss
 from kvtier.namespace import Namespace
+from kvtier.tiering.kit.siblings import describe_siblings, log_siblings
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,47 @@ def write_document(slab_path: Path, namespace: Namespace) -> None:
         _replace(path, dict(others) | {namespace.name: namespace.document})
     except OSError as error:
         logger.warning("tier slab: %s was not written: %s", path, error)
+
+
+class SlabSiblings:
+    """The blocks of other namespaces that a slab had at the start, for the blocks that this engine misses.
+
+    Mutable is the memory of them: the thread that scans the slab puts a whole one there, and the scheduler's thread
+    alone uses it afterwards. It is true of the start: such blocks are the first to be written over.
+
+    Args:
+        slab_path: the slab.
+    """
+
+    def __init__(self, slab_path: Path) -> None:
+        self._slab_path = slab_path
+        self._blocks: DepartedBlocks | None = None
+
+    def adopt(
+        self, own: Namespace, keys_by_name: Mapping[str, Sequence[OffloadKey]], *, is_empty: bool
+    ) -> None:
+        """Take over what was found; says once in the log that this namespace is empty where another is not."""
+        documents = read_documents(document_path(self._slab_path))
+        there = [(name, documents[name]) for name in keys_by_name if name in documents]
+        siblings = describe_siblings("slab", own, there)
+        if not siblings:
+            return
+        blocks = DepartedBlocks(sum(len(keys_by_name[sibling.name]) for sibling in siblings))
+        for sibling in siblings:
+            blocks.report(keys_by_name[sibling.name], blocks.add_kind(sibling.miss))
+        self._blocks = blocks
+        if is_empty:
+            log_siblings("slab", own.name, siblings[0], str(len(keys_by_name[siblings[0].name])))
+
+    def explain(self, key: OffloadKey) -> Miss | None:
+        """Return in what the namespace differs that held ``key`` at the start; None when none did."""
+        blocks = self._blocks
+        found = None if blocks is None else blocks.find(key)
+        return None if found is None else found.miss
+
+    def clear(self) -> None:
+        """Forget what was found."""
+        self._blocks = None
 
 
 def drop_documents(path: Path, names: Collection[str]) -> None:

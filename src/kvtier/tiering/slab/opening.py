@@ -1,7 +1,8 @@
 """From a path to a locked, formatted slab: refuses what is not ours, reserves the room, chooses the kind of I/O.
 
-A file is formatted in an order that a crash may interrupt anywhere: emptied, superblock, room. The next opening formats
-an empty file, and gives one that is too short the rest of its room.
+A file is formatted in an order that a crash may interrupt anywhere: emptied, superblock, room, copy of the superblock.
+The next opening formats an empty file, gives one that is too short the rest of its room, and writes what is missing of
+the two superblocks. A file of ours of which neither can be used is refused: what is in its slots may be saved.
 """
 
 import fcntl
@@ -13,15 +14,17 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, allocate_page, is_aligned
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, allocate_page, is_aligned, sync_folder
 from kvtier.tiering.slab.settings import SlabSettings
 from kvtier.tiering.slab.slab_file import SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import (
-    SUPERBLOCK_BYTES,
     Origin,
     SlabGeometry,
+    Superblock,
+    Superblocks,
+    fit_geometry_without_copy,
     pack_superblock,
-    unpack_superblock,
+    read_superblocks,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ class Opening(Enum):
     FORMAT = "format"
     FORMAT_ANEW = "format anew"
     REFUSE = "refuse"
+    REFUSE_DAMAGED = "refuse damaged"
 
 
 def open_slab(
@@ -47,13 +51,13 @@ def open_slab(
 
     Args:
         settings: where it is.
-        geometry: how it is divided.
+        geometry: how it is divided if it is made; one of an older version may have a slot more.
         rows: the primary's, shape (num_blocks, row_stride).
         calls: the system.
 
     Raises:
-        ConfigError: the file is not ours or cannot be made, the disk has no room, or direct I/O is insisted on and
-            impossible.
+        ConfigError: the file is not ours, damaged in both superblocks or cannot be made, the disk has no room, or
+            direct I/O is insisted on and impossible.
         TierError: another process, or another tier of this one, owns the file.
     """
     with _translated(settings):
@@ -63,7 +67,10 @@ def open_slab(
         with _translated(settings):
             _lock(fd, settings)
             is_owner = True
-            is_new = _make_usable(fd, settings, geometry, calls)
+            is_new, geometry = _make_usable(fd, settings, geometry, calls)
+            if settings.durability is Durability.FDATASYNC:
+                os.fdatasync(fd)  # blocks that an engine without it has written are reported as held
+                sync_folder(str(settings.path.parent))
             has_direct_io = _choose_io(fd, settings, calls, are_rows_aligned=is_aligned(rows))
     except BaseException:
         if is_created and is_owner:
@@ -74,18 +81,22 @@ def open_slab(
     return SlabFile(settings.path, fd, geometry, is_new=is_new, has_direct_io=has_direct_io, calls=calls)
 
 
-def plan_opening(found: SlabGeometry | Origin, wanted: SlabGeometry) -> Opening:
-    """Decide what to do with a file, given what its first page says. Pure."""
+def plan_opening(found: Superblock, *wanted: SlabGeometry) -> Opening:
+    """Decide what to do with a file, given what its superblocks say and which geometries will do. Pure."""
     if found is Origin.EMPTY:
         return Opening.FORMAT
     if found is Origin.FOREIGN:
         return Opening.REFUSE
-    return Opening.KEEP if found == wanted else Opening.FORMAT_ANEW
+    if found is Origin.DAMAGED:
+        return Opening.REFUSE_DAMAGED
+    return Opening.KEEP if found in wanted else Opening.FORMAT_ANEW
 
 
 def _open(settings: SlabSettings) -> tuple[int, bool]:
     """Open the file, or make it; returns whether it was made. Never waits, whatever kind of file it is."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if settings.durability is Durability.FDATASYNC:
+        flags |= os.O_DSYNC  # each write ends as if with fdatasync
     try:
         return os.open(settings.path, flags | os.O_CREAT | os.O_EXCL, FILE_MODE), True
     except FileExistsError:
@@ -115,14 +126,23 @@ def _lock(fd: int, settings: SlabSettings) -> None:
         raise TierError("slab", f"{settings.path} was replaced while it was opened: start again")
 
 
-def _make_usable(fd: int, settings: SlabSettings, geometry: SlabGeometry, calls: SystemCalls) -> bool:
-    """Bring the file into its form; returns whether it holds nothing.
+def _make_usable(
+    fd: int, settings: SlabSettings, geometry: SlabGeometry, calls: SystemCalls
+) -> tuple[bool, SlabGeometry]:
+    """Bring the file into its form; returns whether it holds nothing, and how it is divided.
 
     Raises:
         ConfigError: it is not ours, or there is no room.
     """
-    found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
-    opening = plan_opening(found, geometry)
+    found = read_superblocks(fd)
+    older = fit_geometry_without_copy(settings.capacity_bytes, geometry.row_bytes)
+    opening = plan_opening(found.geometry, geometry, older)
+    if opening is Opening.REFUSE_DAMAGED:
+        remedy = (
+            "is a slab whose first page and its copy at the end are both damaged, and was left as it is: restore "
+            "one of them, or remove the file to begin with an empty one"
+        )
+        raise ConfigError("path", str(settings.path), remedy)
     if opening is Opening.REFUSE:
         remedy = "holds something else and was left as it is: give a path that is free, or an empty file"
         raise ConfigError("path", str(settings.path), remedy)
@@ -133,11 +153,39 @@ def _make_usable(fd: int, settings: SlabSettings, geometry: SlabGeometry, calls:
         logger.warning(
             "tier slab: %s was made for other rows or another capacity; it is emptied", settings.path
         )
-    if opening is not Opening.KEEP:
+    if opening is Opening.KEEP:
+        assert isinstance(found.geometry, SlabGeometry)
+        geometry = found.geometry
+    else:
         _require_room(fd, settings, geometry.file_bytes)
         _format(fd, geometry)
+        found = Superblocks(geometry, Origin.EMPTY)
+    is_copied = os.fstat(fd).st_size == geometry.file_bytes
     _allocate(fd, settings, geometry.file_bytes, calls)
-    return opening is not Opening.KEEP
+    _repair(fd, settings, geometry, found, is_copied=is_copied)
+    return opening is not Opening.KEEP, geometry
+
+
+def _repair(
+    fd: int, settings: SlabSettings, geometry: SlabGeometry, found: Superblocks, *, is_copied: bool
+) -> None:
+    """Write the superblock that is missing or damaged; ``is_copied`` says that there ought to be two."""
+    if found == (geometry, geometry):
+        return
+    page = allocate_page()
+    superblock = pack_superblock(geometry)
+    page[: len(superblock)] = superblock
+    is_first = found.first != geometry
+    os.pwrite(fd, page, 0 if is_first else geometry.copy_offset)
+    os.fsync(fd)
+    if is_first or is_copied:
+        which = ("first page", "copy at the end") if is_first else ("copy of its first page", "first page")
+        logger.warning(
+            "tier slab: the %s of %s was damaged, and is repaired from its %s",
+            which[0],
+            settings.path,
+            which[1],
+        )
 
 
 def _require_room(fd: int, settings: SlabSettings, file_bytes: int) -> None:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import get_offload_tenant
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import (
@@ -42,7 +42,7 @@ from kvtier.tiering.kit.place import (
 from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
 from kvtier.tiering.slab.settings import SlabSettings
-from kvtier.tiering.slab.superblock import SUPERBLOCK_BYTES, Origin, SlabGeometry, unpack_superblock
+from kvtier.tiering.slab.superblock import Origin, SlabGeometry, Superblock, read_superblocks
 
 TIER_TYPE = "slab"
 
@@ -98,7 +98,7 @@ class SlabPlace(Place):
                     num_bytes=self._geometry.slot_bytes,
                     used_s=None,
                     stamp=(slot, found.generation),
-                    tenant=get_offload_tenant(found.key),
+                    tenant=None if found.is_encrypted else get_offload_tenant(OffloadKey(found.key)),
                 )
 
     def summary(self) -> PlaceSummary:
@@ -202,7 +202,7 @@ class SlabPlace(Place):
         found = unpack(whole)
         if isinstance(found, HeaderCheck) or found.generation != generation:
             return BlockState.GONE  # the slot was emptied, or holds another block by now
-        return check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, None)
+        return check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, None, self.opener)
 
     def _find_oldest_unfinished(self) -> int:
         """Return the generation from which on writes had not ended, as the newest header says."""
@@ -220,7 +220,8 @@ class SlabPlace(Place):
 REASONS = {
     Origin.EMPTY: "is empty: no slab tier has used it yet",
     Origin.FOREIGN: "is no slab: give the path of a slab tier",
-    Origin.UNREADABLE: "is a slab of another version, or its first page is damaged",
+    Origin.OTHER_VERSION: "is a slab of another version",
+    Origin.DAMAGED: "is a slab whose first page and its copy at the end are damaged: remove it, or restore one of them",
 }
 """Why a file is no place."""
 
@@ -249,10 +250,10 @@ def _open(path: Path) -> SlabPlace | Origin:
         OSError: it cannot be read.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    found: SlabGeometry | Origin = Origin.FOREIGN
+    found: Superblock = Origin.FOREIGN
     try:
         if stat.S_ISREG(os.fstat(fd).st_mode):
-            found = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
+            found = read_superblocks(fd).geometry
     except OSError:
         os.close(fd)
         raise
@@ -289,8 +290,8 @@ def _probe_file(path: Path) -> TierFinding:
     except OSError as error:
         return TierFinding(is_good=False, text=f"{path} cannot be read: {error.strerror}")
     if isinstance(found, Origin):
-        # A tier formats an empty file, and one of ours that it cannot read; what is foreign it refuses.
-        is_good = found is not Origin.FOREIGN
+        # A tier formats an empty file, and one of another version; what is foreign or damaged it refuses.
+        is_good = found not in {Origin.FOREIGN, Origin.DAMAGED}
         return TierFinding(is_good, f"{path} {REASONS[found]}", is_note=is_good)
     owners = found.summary().users
     found.close()

@@ -25,9 +25,9 @@ from kvtier.tiering.kit.envelope import (
     Buffer,
     HeaderCheck,
     check_block,
-    make_header,
     unpack,
 )
+from kvtier.tiering.slab.documents import SlabSiblings
 from kvtier.tiering.slab.expiry import NO_TIME, pack_time, unpack_time
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
@@ -56,9 +56,13 @@ class Indexer:
     Args:
         file: the slab; a new one holds nothing and is not scanned.
         slot_table: takes over what is found.
+
+    Attributes:
+        siblings: what else was found, of other namespaces.
     """
 
     def __init__(self, file: SlabFile, slot_table: SlotTable) -> None:
+        self.siblings = SlabSiblings(file.path)
         self._file = file
         self._slot_table = slot_table
         self._ended = threading.Event()
@@ -104,9 +108,10 @@ class Indexer:
 
     def _work(self, namespace: SlabNamespace) -> None:
         try:
-            contents = scan(self._file, namespace.identity.digest, self._is_stopped.is_set)
+            contents = scan(self._file, namespace, self._is_stopped.is_set)
             if not self._is_stopped.is_set():
                 self._slot_table.adopt(namespace, contents)
+                self.siblings.adopt(namespace.identity, contents.foreign_keys, is_empty=not contents.slot_of)
         except Exception:  # thread top
             logger.exception("tier slab: reading %s failed, it is not used", self._file.path)
         finally:
@@ -114,26 +119,17 @@ class Indexer:
 
 
 def write_header(
-    page: memoryview,
-    key: OffloadKey,
-    namespace_digest: bytes,
-    row: Buffer,
-    generation: int,
-    oldest_generation: int,
-    stored_s: float | None = None,
+    page: memoryview, header: bytes, oldest_generation: int, stored_s: float | None = None
 ) -> None:
     """Fill ``page`` for a block.
 
     Args:
         page: a header page, format 'B'; what is behind the header stays as it is.
-        key: the block.
-        namespace_digest: its namespace's.
-        row: its bytes.
-        generation: of this write.
+        header: the block's, 128 bytes.
         oldest_generation: of the writes that have not ended, this one included.
         stored_s: the time of the store, seconds since 1970, where blocks have a time to live.
     """
-    page[:ENVELOPE_BYTES] = make_header(key, namespace_digest, row, generation=generation)
+    page[:ENVELOPE_BYTES] = header
     _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
     if stored_s is not None:
         pack_time(page, TIME_OFFSET, stored_s)
@@ -152,14 +148,14 @@ class FoundBlock(NamedTuple):
         generation: of its write; first, so that blocks sort by age.
         slot: its number.
         namespace: first bytes of its namespace's digest.
-        key: the block.
+        name: what its namespace calls it.
         stored_s: time of its store, where it has one.
     """
 
     generation: int
     slot: int
     namespace: bytes
-    key: OffloadKey
+    name: bytes
     stored_s: float = NO_TIME
 
 
@@ -170,7 +166,7 @@ class Headers:
     Attributes:
         blocks: one for each slot whose header is right.
         free: slots that hold nothing.
-        unknown: slots with headers of another version or codec.
+        unknown: slots with headers of another version or codec, or of encrypted blocks.
         unreadable: slots that the disk did not give, and why.
         newest: the highest generation.
         oldest_unfinished: generation from which on a crash can have left half a block, as the newest header says.
@@ -284,12 +280,12 @@ class HeaderReader:
             headers.note(found.generation, oldest_unfinished(page))
 
 
-def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]) -> Contents:
+def scan(file: SlabFile, namespace: SlabNamespace, is_stopped: Callable[[], bool]) -> Contents:
     """Return what is in ``file``, as far as a namespace is concerned.
 
     Args:
         file: the slab; it is not written meanwhile.
-        namespace_digest: of the blocks that are ours.
+        namespace: of the blocks that are ours.
         is_stopped: called before each slot; when it is True the answer is incomplete and must not be used.
     """
     headers = HeaderReader(file, is_stopped).read()
@@ -298,39 +294,50 @@ def scan(file: SlabFile, namespace_digest: bytes, is_stopped: Callable[[], bool]
         num = len(headers.unreadable)
         # Left alone for as long as the tier lives: the disk may give them again to the next one.
         logger.warning("tier slab: %d slots of %s cannot be read, first %d: %s", num, file.path, slot, error)
-    torn = {block.slot for block in _torn_blocks(file, headers, is_stopped)}
+    torn = {block.slot for block in _torn_blocks(file, headers, namespace, is_stopped)}
     blocks = [block for block in headers.blocks if block.slot not in torn]
-    return sort_out(blocks, [*headers.free, *sorted(torn)], headers.unknown, namespace_digest)
+    return sort_out(blocks, [*headers.free, *sorted(torn)], headers.unknown, namespace)
 
 
-def sort_out(blocks: list[FoundBlock], free: list[int], unknown: list[int], namespace: bytes) -> Contents:
+def sort_out(
+    blocks: list[FoundBlock], free: list[int], unknown: list[int], namespace: SlabNamespace
+) -> Contents:
     """Say which slots are ours, which others may use, and which hold nothing; a key's newest block counts.
 
     Args:
         blocks: whole ones; they are sorted.
         free: slots that hold nothing.
         unknown: slots with headers of another version or codec.
-        namespace: digest of the blocks that are ours. Pure but for the order of ``blocks``.
+        namespace: of the blocks that are ours. Pure but for the order of ``blocks``.
     """
+    own = namespace.identity.digest[:NAMESPACE_BYTES]
     contents = Contents()
     contents.foreign.extend(sorted(unknown))
     blocks.sort()
     for block in blocks:
-        if block.namespace != namespace[:NAMESPACE_BYTES]:
+        if block.namespace != own:
             contents.foreign.append(block.slot)
+            contents.foreign_keys.setdefault(block.namespace.hex(), []).append(OffloadKey(block.name))
             continue
-        outdated = contents.slot_of.pop(block.key, None)
+        key = namespace.format.key(block.name)
+        outdated = contents.slot_of.pop(key, None)
         if outdated is not None:
             free.append(outdated)
-        contents.slot_of[block.key] = block.slot
-        contents.stored_s[block.key] = block.stored_s
+        contents.slot_of[key] = block.slot
+        contents.stored_s[key] = block.stored_s
     contents.free.extend(sorted(free))
     contents.next_generation = blocks[-1].generation + 1 if blocks else 1
     return contents
 
 
-def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool]) -> Iterator[FoundBlock]:
-    """Yield the blocks that a crash left half written, and erase them."""
+def _torn_blocks(
+    file: SlabFile, headers: Headers, namespace: SlabNamespace, is_stopped: Callable[[], bool]
+) -> Iterator[FoundBlock]:
+    """Yield the blocks that a crash left half written, and erase them.
+
+    Encrypted blocks of other namespaces, or whose key is not in the ring, cannot be checked: they are left to the check
+    of each load.
+    """
     suspects = [block for block in headers.blocks if block.generation >= headers.oldest_unfinished]
     if not suspects:
         return
@@ -342,7 +349,7 @@ def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool
             return
         try:
             is_read = file.read(block.slot, [page, row]) == slot_bytes
-            is_whole = is_read and check_block(page, row, block.key, block.namespace) is HeaderCheck.OK
+            is_whole = is_read and _is_whole(page, row, block, namespace)
             if not is_whole:
                 file.erase(block.slot)
         except OSError as error:
@@ -350,3 +357,13 @@ def _torn_blocks(file: SlabFile, headers: Headers, is_stopped: Callable[[], bool
             is_whole = False
         if not is_whole:
             yield block
+
+
+def _is_whole(page: memoryview, row: memoryview, block: FoundBlock, namespace: SlabNamespace) -> bool:
+    header = unpack(page)
+    if isinstance(header, HeaderCheck) or not header.is_encrypted:
+        return check_block(page, row, OffloadKey(block.name), block.namespace) is HeaderCheck.OK
+    if block.namespace != namespace.identity.digest[:NAMESPACE_BYTES] or not namespace.format.is_encrypted:
+        return True
+    found = namespace.format.open(page, row, namespace.format.key(block.name), row)
+    return found in (HeaderCheck.OK, HeaderCheck.UNKNOWN_KEY_ID)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, setting, size_bytes
-from kvtier.tiering.kit.disk import DIRECT_IO, num_threads_setting
+from kvtier.tiering.kit.disk import DIRECT_IO, DURABILITY, Durability, num_threads_setting
 from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
 
@@ -40,6 +40,7 @@ class SlabSettings:
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
     ttl_s: float | None = field(default=None, metadata=TTL)
+    durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
     num_threads: int | None = field(default=None, metadata=num_threads_setting())
 
 

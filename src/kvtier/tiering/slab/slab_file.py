@@ -113,6 +113,28 @@ class SlabFile:
         """
         self.write(slot, [self._zero_page])
 
+    def find_loss(self) -> str | None:
+        """Return what has become of the file if another program has deleted, replaced, cut or emptied it, else None."""
+        try:
+            found = os.stat(self.path, follow_symlinks=False)  # noqa: PTH116 - once a second at most
+            own = os.fstat(self._fd)
+            if not os.path.samestat(found, own):
+                return f"{self.path} was replaced by another file"
+            if own.st_size < self.geometry.file_bytes:
+                return f"{self.path} was cut to {own.st_size} bytes"
+            first_page = allocate_page()
+            if os.preadv(self._fd, [first_page], 0) and not any(first_page):
+                return f"{self.path} was emptied"
+        except FileNotFoundError:
+            return f"{self.path} was deleted, or its file system is not mounted"
+        except OSError as error:
+            return f"{self.path} cannot be reached: {error.strerror}"
+        return None
+
+    def close_in_child(self) -> None:
+        """Close a forked child's copy. Unlocking it would unlock the parent's too."""
+        os.close(self._fd)
+
     def close(self) -> None:
         """Give the file and its lock back."""
         # Closing alone would not do: a child that was forked meanwhile has the same lock.

@@ -8,9 +8,8 @@ recent ones.
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import length_hint
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
@@ -18,9 +17,11 @@ from kvtier.cpu.policies import BlockStatus, CachePolicy
 from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 from kvtier.tiering.slab.expiry import NO_TIME, SlotExpiry
+from kvtier.tiering.slab.reusable_slots import EpochBlocks, ReusableSlots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +30,14 @@ class SlabNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        format: how they are written.
     """
 
     identity: Namespace
+    format: BlockFormat = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", format_of(self.identity))
 
 
 @dataclass(slots=True)
@@ -41,6 +47,7 @@ class Contents:
     Attributes:
         slot_of: our blocks, oldest first.
         foreign: slots of other namespaces, oldest first.
+        foreign_keys: blocks of other namespaces, by name.
         free: slots that hold nothing.
         next_generation: beyond every one that was found.
         stored_s: time of the store of each of our blocks.
@@ -48,47 +55,10 @@ class Contents:
 
     slot_of: dict[OffloadKey, int] = field(default_factory=dict)
     foreign: deque[int] = field(default_factory=deque)
+    foreign_keys: dict[str, list[OffloadKey]] = field(default_factory=dict)
     free: deque[int] = field(default_factory=deque)
     next_generation: int = 1
     stored_s: dict[OffloadKey, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class EpochBlocks:
-    """The blocks of one epoch: an eviction policy and their number. The slot table's lock guards it.
-
-    Attributes:
-        policy: has the blocks in their order.
-        num_blocks: how many there are.
-    """
-
-    policy: CachePolicy
-    num_blocks: int = 0
-
-    def insert(self, key: OffloadKey, status: BlockStatus) -> None:
-        """Add a block that is not there."""
-        self.policy.insert(key, status)
-        self.num_blocks += 1
-
-    def remove(self, key: OffloadKey, status: BlockStatus) -> bool:
-        """Remove a block; False when another one, or none, stands under its key."""
-        if self.policy.get(key) is not status:
-            return False
-        self.policy.remove(key)
-        self.num_blocks -= 1
-        return True
-
-    def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Remove ``num`` blocks, or as many as are not pinned, and return them."""
-        if num <= 0:
-            return []
-        victims = self.policy.evict(num, protected)
-        if victims is None:
-            victims = []
-            while one := self.policy.evict(1, protected):
-                victims += one
-        self.num_blocks -= len(victims)
-        return victims
 
 
 class SlotPin(NamedTuple):
@@ -110,69 +80,6 @@ class SlotPin(NamedTuple):
     def slot(self) -> int:
         """Number of the slot."""
         return self.status.block_id
-
-
-class ReusableSlots:
-    """Slots that may be written without evicting a block of this epoch. The slot table's lock guards it.
-
-    Args:
-        num_fresh: slots from 0 on that have never held anything.
-    """
-
-    def __init__(self, num_fresh: int) -> None:
-        self._fresh: Iterator[int] = iter(range(num_fresh))
-        self._free: deque[int] = deque()
-        self._foreign: deque[int] = deque()
-        self._old_epochs: deque[EpochBlocks] = deque()
-        self._failed: deque[int] = deque()
-        self._num_overwritten = 0
-
-    def add_free(self, slots: Iterable[int]) -> None:
-        """Add slots that hold nothing."""
-        self._free.extend(slots)
-
-    def add_failed(self, slot: int) -> None:
-        """Add a slot that could not be written."""
-        self._failed.append(slot)
-
-    def add_foreign(self, slots: Iterable[int]) -> None:
-        """Add slots with blocks that are not found now, oldest first."""
-        self._foreign.extend(slots)
-
-    def add_epoch(self, epoch: EpochBlocks) -> None:
-        """Add the blocks of an epoch that is over."""
-        self._old_epochs.append(epoch)
-
-    def take(self) -> int | None:
-        """Return the next slot, None when there is none that can be had now."""
-        if self._free:
-            return self._free.popleft()
-        slot = next(self._fresh, None)
-        if slot is None:
-            slot = self._foreign.popleft() if self._foreign else self._take_old()
-            self._num_overwritten += slot is not None
-        return slot
-
-    def take_failed(self) -> int | None:
-        """Return the slot that failed longest ago, None when there is none."""
-        return self._failed.popleft() if self._failed else None
-
-    def stats(self) -> dict[str, float]:
-        """Return how many slots there are, and how many blocks of others have been given away."""
-        return {
-            "free_slots": len(self._free) + length_hint(self._fresh),
-            "failed_slots": len(self._failed),
-            "foreign_slots": len(self._foreign) + sum(epoch.num_blocks for epoch in self._old_epochs),
-            "evicted_foreign_blocks": self._num_overwritten,
-        }
-
-    def _take_old(self) -> int | None:
-        for epoch in tuple(self._old_epochs):
-            for _, status in epoch.evict(1):
-                return status.block_id
-            if epoch.num_blocks == 0:
-                self._old_epochs.remove(epoch)
-        return None
 
 
 class SlotReservation(NamedTuple):
@@ -377,6 +284,37 @@ class SlotTable:
                 if pin.status.ref_cnt == 0 and pin.slot in self._lost_slots:
                     self._lost_slots.remove(pin.slot)
                     self._reusable.add_free((pin.slot,))
+
+    def take_blocks(self, namespace_name: str, num: int) -> list[int]:
+        """Forget up to ``num`` blocks that are not pinned, and return their slots, which ``give_back`` makes free.
+
+        Args:
+            namespace_name: whose blocks are to go; none when it is not the current one.
+            num: how many.
+        """
+        with self._lock:
+            if self._namespace is None or self._namespace.identity.name != namespace_name:
+                return []
+            victims = [self._unused.popitem(last=False) for _ in range(min(num, len(self._unused)))]
+            victims += self._epoch.evict(num - len(victims))
+            keys = [key for key, _ in victims]
+            if self._evicted is not None:
+                for key in keys:
+                    self._evicted.add(key)
+            if self._expiry is not None:
+                for key in keys:
+                    self._expiry.forget(key)
+            self._uncount(keys, self._epoch)
+            if self._losses is not None:
+                self._losses.report(keys, Loss.PURGED)
+            return [status.block_id for _, status in victims]
+
+    def give_back(self, erased: Iterable[int], failed: Iterable[int]) -> None:
+        """Make slots of ``take_blocks`` usable again: those that hold nothing, and those that still may."""
+        with self._lock:
+            self._reusable.add_free(erased)
+            for slot in failed:
+                self._reusable.add_failed(slot)
 
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
         """Return the blocks that were evicted or found damaged since the last call and are not back.

@@ -1,14 +1,17 @@
-"""The first page of a slab: what says that the file is ours, and how it is divided.
+"""The first page of a slab: what says that the file is ours, and how it is divided; and its copy in the last page.
 
 A page has a magic of 16 bytes, version 4, padding 4, row length 8, number of slots 8, and
-BLAKE2b of those, 16 bytes; all little endian. Behind it stand the slots, each a page with the envelope and then
-the row.
+BLAKE2b of those, 16 bytes; all little endian. Between the two stand the slots, each a page with the envelope and then
+the row. Either page is enough, and repairs the other. Files that an older version has made end with their last slot;
+they get the copy when they are opened.
 """
 
 import hashlib
+import os
 import struct
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
@@ -38,9 +41,14 @@ class SlabGeometry:
         return HEADER_PAGE_BYTES + self.row_bytes
 
     @property
+    def copy_offset(self) -> int:
+        """Where the copy of the superblock begins, behind the last slot."""
+        return self.offset_of(self.num_slots)
+
+    @property
     def file_bytes(self) -> int:
         """Length of the file."""
-        return self.offset_of(self.num_slots)
+        return self.copy_offset + SUPERBLOCK_BYTES
 
     def offset_of(self, slot: int) -> int:
         """Return where ``slot`` begins."""
@@ -52,23 +60,52 @@ class Origin(Enum):
 
     EMPTY = "empty"
     FOREIGN = "foreign"
-    UNREADABLE = "unreadable"
+    DAMAGED = "damaged"
+    OTHER_VERSION = "other version"
+
+
+Superblock = SlabGeometry | Origin
+
+
+class Superblocks(NamedTuple):
+    """What the two pages of a file say.
+
+    Attributes:
+        first: the first page.
+        last: the last page, ``EMPTY`` where it is none of a superblock: in a file without one, or one that was cut.
+    """
+
+    first: Superblock
+    last: Superblock
+
+    @property
+    def geometry(self) -> Superblock:
+        """What counts: the first page, the last where the first is of no use, or whose the file is without one."""
+        for found in self:
+            if isinstance(found, SlabGeometry):
+                return found
+        return Origin.DAMAGED if Origin.DAMAGED in self else self.first
 
 
 def fit_geometry(capacity_bytes: int, row_bytes: int) -> SlabGeometry:
     """Return the largest slab of such rows within ``capacity_bytes``; it may have no slot. Pure."""
-    slot_bytes = SlabGeometry(row_bytes, 0).slot_bytes
-    return SlabGeometry(row_bytes, max(0, capacity_bytes - SUPERBLOCK_BYTES) // slot_bytes)
+    room_bytes = capacity_bytes - SlabGeometry(row_bytes, 0).file_bytes
+    return SlabGeometry(row_bytes, max(0, room_bytes) // SlabGeometry(row_bytes, 0).slot_bytes)
+
+
+def fit_geometry_without_copy(capacity_bytes: int, row_bytes: int) -> SlabGeometry:
+    """Return the slab that older versions made, whose files had no copy: one slot more where it just fits. Pure."""
+    return fit_geometry(capacity_bytes + SUPERBLOCK_BYTES, row_bytes)
 
 
 def pack_superblock(geometry: SlabGeometry) -> bytes:
-    """Return the used bytes of the first page; the rest of it is zero. Pure."""
+    """Return the used bytes of the page; the rest of it is zero. Pure."""
     fields = _FIELDS.pack(MAGIC, VERSION, geometry.row_bytes, geometry.num_slots)
     return fields + _digest(fields)
 
 
-def unpack_superblock(page: bytes) -> SlabGeometry | Origin:
-    """Say how the file is divided whose first bytes are ``page``, or whose it is. Pure.
+def unpack_superblock(page: bytes) -> Superblock:
+    """Say how the file is divided that a page is of, or whose it is. Pure.
 
     A page with our magic is ours whatever else is wrong with it: damaged, or of another version.
     """
@@ -78,9 +115,30 @@ def unpack_superblock(page: bytes) -> SlabGeometry | Origin:
         return Origin.FOREIGN
     fields = page[: _FIELDS.size]
     if page[_FIELDS.size : _FIELDS.size + _DIGEST_BYTES] != _digest(fields):
-        return Origin.UNREADABLE
+        return Origin.DAMAGED
     _, version, row_bytes, num_slots = _FIELDS.unpack(fields)
-    return SlabGeometry(row_bytes, num_slots) if version == VERSION else Origin.UNREADABLE
+    return SlabGeometry(row_bytes, num_slots) if version == VERSION else Origin.OTHER_VERSION
+
+
+def read_superblocks(fd: int) -> Superblocks:
+    """Return what the first and the last page of a file say.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    first = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, 0))
+    copy_offset = os.fstat(fd).st_size - SUPERBLOCK_BYTES
+    last: Superblock = Origin.EMPTY
+    if copy_offset >= SUPERBLOCK_BYTES:
+        last = unpack_superblock(os.pread(fd, SUPERBLOCK_BYTES, copy_offset))
+    # A row may hold the bytes of a superblock; one that stands where it says is no row of another geometry.
+    if isinstance(last, SlabGeometry) and last.copy_offset != copy_offset:
+        last = Origin.EMPTY
+    if first is Origin.DAMAGED and copy_offset <= 0:
+        first = (
+            Origin.EMPTY
+        )  # not even a page: a crash has interrupted the making of the file, and no slot is there
+    return Superblocks(first, last)
 
 
 def _digest(fields: bytes) -> bytes:

@@ -16,6 +16,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.learning import make_arrived
 from kvtier.departed import make_losses
+from kvtier.errors import TierError
 from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, TierSettings
@@ -23,6 +24,7 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
+from kvtier.tiering.kit.mount import MountPoint
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
@@ -30,8 +32,9 @@ from kvtier.tiering.slab.documents import write_document
 from kvtier.tiering.slab.expiry import SlotExpiry
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.place import SlabPlace, open_slab_place, probe_slab_place
+from kvtier.tiering.slab.reopening import CurrentSlab
 from kvtier.tiering.slab.settings import SlabSettings, plan_geometry, plan_max_task_blocks
-from kvtier.tiering.slab.slab_file import REAL_CALLS, SystemCalls
+from kvtier.tiering.slab.slab_file import REAL_CALLS, SlabFile, SystemCalls
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotTable
 from kvtier.tiering.slab.store import SlabBlockStore
 
@@ -61,6 +64,7 @@ class SlabTier(
     """
 
     own_settings: ClassVar = SlabSettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.LOCAL
     place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
@@ -80,38 +84,50 @@ class SlabTier(
         rows = rows_of(primary_kv_view)
         slab_settings = parse_settings(SlabSettings, own, f"tier {TIER_TYPE!r}")
         geometry = plan_geometry(slab_settings, rows.row_bytes)
-        make_policy = partial(create_cache_policy, settings.policy or DEFAULT_POLICY, geometry.num_slots)
-        make_policy()  # an unknown name is refused before the file is made
+        policy = settings.policy or DEFAULT_POLICY
+        create_cache_policy(policy, geometry.num_slots)  # an unknown name is refused before the file is made
         max_task_blocks = plan_max_task_blocks(rows.row_bytes)
-        file = open_slab(slab_settings, geometry, primary_kv_view, calls)
-        self._losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
         lifetime = make_lifetime(slab_settings.ttl_s)
-        expiry = None if lifetime is None else SlotExpiry(lifetime, wall_clock)
-        self._slots = SlotTable(
-            geometry.num_slots,
-            make_policy,
-            is_empty=file.is_new,
-            emit_events=settings.emit_events,
-            losses=self._losses,
-            expiry=expiry,
-            tenant_counts=make_tenant_counts(config),
-        )
-        self._slab = SlabBlockStore(file, rows, self._slots, max_task_blocks, expiry)
-        self.capacity_blocks = geometry.num_slots
+        self._losses = losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
+        mount = MountPoint(slab_settings.path)
+
+        def open_file() -> SlabFile:
+            if mount.is_away():
+                raise TierError(TIER_TYPE, f"nothing is mounted at {mount.path} any more")
+            return open_slab(slab_settings, geometry, primary_kv_view, calls)
+
+        def make_slot_table(file: SlabFile) -> SlotTable:
+            num_slots = file.geometry.num_slots
+            return SlotTable(
+                num_slots,
+                partial(create_cache_policy, policy, num_slots),
+                is_empty=file.is_new,
+                emit_events=settings.emit_events,
+                losses=losses,
+                expiry=None if lifetime is None else SlotExpiry(lifetime, wall_clock),
+                tenant_counts=make_tenant_counts(config),
+            )
+
+        self._slab = CurrentSlab(open_file, make_slot_table, clock)
+        file = self._slab.opened.file
+        self._num_reopened = 0
+        self.capacity_blocks = file.geometry.num_slots
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
         )
+        store = SlabBlockStore(self._slab, rows, max_task_blocks, None if lifetime is None else wall_clock)
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=self._slab,
+            block_store=store,
             # The slot table has every block: no answer is cached beyond the moment of the start.
             options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
             clock=clock,
+            remove_blocks=store.remove_all,
         )
         write_document(slab_settings.path, self._namespace.identity)
-        self._slab.indexer.start(self._namespace)
+        self._slab.opened.indexer.start(self._namespace)
 
     @staticmethod
     def get_tier_type() -> str:
@@ -126,9 +142,12 @@ class SlabTier(
         return probe_slab_place(own)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._encryption is not None and not self._encryption.serves(key):
+            return False
         # Whether it is complete is read first: what is adopted between the two reads is found.
-        is_complete = self._slab.indexer.is_complete
-        if self._slots.is_held(self._namespace, key):
+        opened = self._slab.opened
+        is_complete = opened.indexer.is_complete
+        if opened.slots.is_held(self._namespace, key):
             return True
         if is_complete or len(key) > MAX_KEY_BYTES:
             return False
@@ -138,31 +157,39 @@ class SlabTier(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        if not self._slab.indexer.is_complete:
+        if not self._slab.opened.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        return self._losses.explain(key)
+        return self._losses.explain(key) or self._slab.opened.indexer.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._losses.clear()
+        self._slab.opened.indexer.siblings.clear()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._slots.touch(self._namespace, keys)
+        self._slab.opened.slots.touch(self._namespace, keys)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         request = make_arrived(chains, req_context, self._clock())
-        self._slots.report_to_learner(self._namespace, lambda policy: policy.note_request(request))
+        self._slab.opened.slots.report_to_learner(
+            self._namespace, lambda policy: policy.note_request(request)
+        )
 
     def request_finished(self, req_context: ReqContext) -> None:
-        self._slots.report_to_learner(self._namespace, lambda policy: policy.on_finished(req_context.req_id))
+        self._slab.opened.slots.report_to_learner(
+            self._namespace, lambda policy: policy.on_finished(req_context.req_id)
+        )
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""
-        return self._slab.indexer.wait_complete(timeout_s)
+        return self._slab.opened.indexer.wait_complete(timeout_s)
 
     def shutdown(self, timeout_s: float) -> bool:
-        self._slab.indexer.stop()
+        self._slab.opened.indexer.stop()
         return super().shutdown(timeout_s)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
-        return self._slots.drain_evicted(self.keys_being_stored())
+        if self._num_reopened != self._slab.num_reopened:
+            self._num_reopened = self._slab.num_reopened
+            return None  # every block of the file that was lost
+        return self._slab.opened.slots.drain_evicted(self.keys_being_stored())

@@ -1,82 +1,38 @@
 """A cluster: sends each command to the node that has its name, by a map that the nodes themselves give.
 
-The map is a value that redis-py reads from the first node that answers; it is read again when it turned out to be
+The map is a value that comes from the first node that answers; it is read again when it turned out to be
 wrong. A command that was sent to the wrong node is sent on, a few times at most.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.valkey.connection import (
-    Command,
-    ReplyOrError,
-    connection_arguments,
-    error_code,
-    tls_arguments,
-)
+from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
-from kvtier.tiering.valkey.resp import Reply
+from kvtier.tiering.valkey.resp import OverdueError, Reply
 from kvtier.tiering.valkey.servers import (
     CHECK_COMMANDS,
+    MAX_EXCHANGE_S,
     ServerNode,
     Servers,
     raise_if_away,
     raise_if_refused,
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
+from kvtier.tiering.valkey.slot_map import MAX_NODES, MAX_PORT, SlotMap, fetch_slot_map
 
 try:
-    from redis.cluster import ClusterNode, RedisCluster
     from redis.crc import key_slot
-    from redis.exceptions import ClusterDownError, RedisClusterException, RedisError
 except ImportError as error:
     raise MissingExtraError("redis", "valkey") from error
-
-SlotMap: TypeAlias = dict[int, Address]
-"""The primary of each hash slot; a slot without one is not in it."""
 
 
 def slot_of(name: bytes) -> int:
     """Return the hash slot of a name: of what stands in its braces. Pure."""
     return int(key_slot(name))
-
-
-def fetch_slot_map(settings: ValkeySettings, addresses: Iterable[Address]) -> SlotMap:
-    """Return the map of the first of the nodes at ``addresses`` that answers.
-
-    Raises:
-        TierError: none of them did.
-
-    Thread: any; blocks, for the time-outs of each node that does not answer.
-    """
-    error: TierError | None = None
-    for address in addresses:
-        try:
-            return _fetch_from(settings, address)
-        except (RedisError, RedisClusterException, OSError) as cause:
-            error = unreachable(address, cause)
-            error.__cause__ = cause
-    assert error is not None, "the address that the user gave is one of them"
-    raise error
-
-
-def _fetch_from(settings: ValkeySettings, address: Address) -> SlotMap:
-    # One node at a time: redis-py would ask them in an order of its own, the one that hangs first.
-    node = ClusterNode(address.host, address.port)  # type: ignore[no-untyped-call]  # redis-py 8.1 has none there
-    is_tls = settings.url.is_tls
-    arguments = connection_arguments(settings) | ({"ssl": True, **tls_arguments(settings)} if is_tls else {})
-    del arguments["db"]
-    try:
-        cluster = RedisCluster(startup_nodes=[node], require_full_coverage=False, **arguments)
-    except IndexError as error:  # 2026-11, redis-py 8.1: takes the first primary of a cluster without slots
-        raise ClusterDownError("CLUSTERDOWN no slots") from error
-    slots = cluster.nodes_manager.slots_cache
-    slot_map = {slot: Address(str(owners[0].host), int(owners[0].port)) for slot, owners in slots.items()}
-    cluster.close()
-    return slot_map
 
 
 MAX_HOPS = 4
@@ -86,8 +42,6 @@ one that the name is moving to; one more for a map that changes meanwhile."""
 REFRESH_S = 1.0
 """Seconds between two readings of the map. Shorter burdens a cluster in trouble; longer finds a new primary
 later, and each of its blocks is a miss until then."""
-
-MAX_PORT = 65_535
 
 TROUBLE_THAT_LASTS = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN"})
 TROUBLE_OF_ONE_NODE = TROUBLE_THAT_LASTS | {"MOVED", "ASK", "TRYAGAIN"}
@@ -132,6 +86,8 @@ class Cluster(Servers):
 
     def run(self, commands: Sequence[Command], end_s: float | None = None) -> list[ReplyOrError]:
         slot_map = self._current_map()
+        # A map or redirections that name many dead nodes must not cost a time-out for each.
+        end_s = self._clock() + MAX_EXCHANGE_S if end_s is None else end_s
         unserved = TierError(TIER_TYPE, "no node of the cluster serves the block's slot")
         replies: list[ReplyOrError] = [unserved] * len(commands)
         waiting: dict[Destination, list[int]] = {}
@@ -155,8 +111,12 @@ class Cluster(Servers):
 
     def check_reachable(self) -> None:
         slot_map = self._read_map()
-        nodes = [self._node(address) for address in sorted(set(slot_map.values()))]
-        probes = {node.address: node.run(CHECK_COMMANDS, ignores_pause=True) for node in nodes}
+        probes: dict[Address, list[ReplyOrError]] = {}
+        end_s = self._clock() + MAX_EXCHANGE_S
+        for address in sorted(set(slot_map.values())):
+            node = self._node(address)
+            if node is not None and self._clock() < end_s:
+                probes[address] = node.run(CHECK_COMMANDS, end_s, ignores_pause=True)
         raise_if_away([reply for replies in probes.values() for reply in replies])
         for address, replies in probes.items():
             # Permission is checked before the slot: a node that says "not mine" would have let us.
@@ -173,7 +133,7 @@ class Cluster(Servers):
         commands: Sequence[Command],
         waiting: dict[Destination, list[int]],
         replies: list[ReplyOrError],
-        end_s: float | None,
+        end_s: float,
     ) -> dict[Destination, list[int]]:
         """Run commands at their destinations, note the replies, return those that have to go elsewhere."""
         moved: dict[Destination, list[int]] = {}
@@ -188,9 +148,14 @@ class Cluster(Servers):
         return moved
 
     def _run_at(
-        self, destination: Destination, commands: Sequence[Command], end_s: float | None
+        self, destination: Destination, commands: Sequence[Command], end_s: float
     ) -> list[ReplyOrError]:
         node = self._node(destination.address)
+        if node is None:
+            unknown = TierError(TIER_TYPE, "the cluster redirects to too many nodes")
+            return [unknown] * len(commands)
+        if self._clock() >= end_s:
+            return [unreachable(destination.address, OverdueError())] * len(commands)
         replies = node.run(commands, end_s, is_asking=destination.is_asking)
         trouble = next((reply for reply in replies if isinstance(reply, TierError)), None)
         codes = {error_code(reply) for reply in replies} & TROUBLE_THAT_LASTS
@@ -205,9 +170,12 @@ class Cluster(Servers):
             self._note_stale()
         return replies
 
-    def _node(self, address: Address) -> ServerNode:
+    def _node(self, address: Address) -> ServerNode | None:
+        """Return the node at ``address``; None when it would be one too many."""
         with self._lock:
             if address not in self._nodes:
+                if len(self._nodes) >= 2 * MAX_NODES:  # those of the map, and those that redirections name
+                    return None
                 self._nodes[address] = ServerNode(self._settings, address, self._clock)
             return self._nodes[address]
 
@@ -231,7 +199,8 @@ class Cluster(Servers):
         # Those that were away a moment ago last: each of them may cost a time-out.
         known.setdefault(self.address, False)
         try:
-            slot_map = fetch_slot_map(self._settings, sorted(known, key=lambda address: known[address]))
+            addresses = sorted(known, key=lambda address: known[address])
+            slot_map = fetch_slot_map(self._settings, addresses, self._clock)
         except TierError as error:
             with self._lock:
                 self._unread = error
@@ -258,6 +227,6 @@ def redirection(reply: ReplyOrError, asked: Address) -> Destination | None:
     if code not in {"MOVED", "ASK"} or not isinstance(reply, Reply):
         return None
     host, _, port = reply.text.rpartition(" ")[2].rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):
+    if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) <= MAX_PORT):
         return None
     return Destination(Address(host or asked.host, int(port)), is_asking=code == "ASK")

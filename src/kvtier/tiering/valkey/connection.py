@@ -6,18 +6,30 @@ sockets, so that rows are read and written without a copy.
 
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import Buffer
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.resp import ProtocolError, Reply, ReplyReader, encode, read_reply
+from kvtier.tiering.valkey.errors import HandshakeRefusedError
+from kvtier.tiering.valkey.resp import (
+    Deadline,
+    ProtocolError,
+    Reply,
+    ReplyReader,
+    encode,
+    read_reply,
+    send_all,
+)
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 try:
     from redis.backoff import NoBackoff
     from redis.connection import Connection, ConnectionPool, SSLConnection
+    from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import RedisError
     from redis.retry import Retry
 except ImportError as error:
     raise MissingExtraError("redis", "valkey") from error
@@ -65,15 +77,19 @@ class ServerConnections:
     Args:
         settings: how to connect.
         address: where to.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, settings: ValkeySettings, address: Address) -> None:
+    def __init__(
+        self, settings: ValkeySettings, address: Address, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         is_tls = settings.url.is_tls
         self._pool = ConnectionPool(
             connection_class=TLSConnection if is_tls else PlainConnection,
             max_connections=settings.num_threads + SPARE_CONNECTIONS,
             host=address.host,
             port=address.port,
+            clock=clock,
             **connection_arguments(settings),
             **(tls_arguments(settings) if is_tls else {}),
         )
@@ -82,9 +98,14 @@ class ServerConnections:
         """Return a connection that is open and has nothing to read; blocks while it is made.
 
         Raises:
-            RedisError: it cannot be made.
+            RedisError, OSError, ProtocolError, HandshakeRefusedError: it cannot be made.
         """
-        connection = self._pool.get_connection()
+        try:
+            connection = self._pool.get_connection()
+        except (RedisError, OSError, ProtocolError, HandshakeRefusedError):
+            raise
+        except Exception as error:  # foreign: resolving a name and TLS raise more than they document
+            raise RedisConnectionError(type(error).__name__) from error
         assert isinstance(connection, PlainConnection | TLSConnection), "the pool makes no other"
         return connection
 
@@ -106,7 +127,20 @@ class PlainConnection(Connection):
 
     With a time-out of Python's a socket never blocks: each of the dozen pieces in which a row of 1 MiB comes costs two
     calls and the interpreter's lock twice. The kernel puts a row together in one.
+
+    Args:
+        clock: seconds, monotonic.
+        arguments: redis-py's.
     """
+
+    def __init__(self, *, clock: Callable[[], float], **arguments: Any) -> None:  # noqa: ANN401  # redis-py's
+        super().__init__(**arguments)  # type: ignore[no-untyped-call]  # redis-py 8.1 has none there
+        self._clock = clock
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, in place of redis-py's handshake, which reads whatever a server sends for as long as it sends."""
+        del check_health
+        greet(self, self._clock)
 
     def lend_socket(self) -> socket.socket:
         """Return the connected socket; who does not read each reply must disconnect."""
@@ -125,6 +159,15 @@ class PlainConnection(Connection):
 
 class TLSConnection(SSLConnection):
     """The same with TLS."""
+
+    def __init__(self, *, clock: Callable[[], float], **arguments: Any) -> None:  # noqa: ANN401  # redis-py's
+        super().__init__(**arguments)
+        self._clock = clock
+
+    def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Log in, likewise."""
+        del check_health
+        greet(self, self._clock)
 
     def lend_socket(self) -> socket.socket:
         """Return the connected socket; who does not read each reply must disconnect."""
@@ -146,10 +189,57 @@ def connection_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: re
         "retry": Retry(NoBackoff(), 0),
         # The third version may send unrequested data in front of a reply.
         "protocol": 2,
-        # redis-py names itself on each new connection, and we let it: those replies also take the tickets off the
-        # socket that a server sends after a TLS 1.3 handshake. Unread they make redis-py 8.1 believe in stray data
-        # and give the connection up. A user who may not name himself is let in all the same.
     }
+
+
+NAMING = encode(b"CLIENT", b"SETINFO", b"LIB-NAME", b"kvtier")
+"""Sent on each new connection. Its reply also takes the tickets off the socket that a server sends after a TLS 1.3
+handshake; unread they make redis-py 8.1 believe in stray data and give the connection up. Servers that do not know it,
+or do not allow it, refuse it, which is no matter."""
+
+
+def greet(connection: "PlainConnection | TLSConnection", clock: Callable[[], float]) -> None:
+    """Log in on a new connection and choose its database; a connection that cannot is closed.
+
+    The whole exchange may take ``timeout_s``, and each reply a line.
+
+    Raises:
+        HandshakeRefusedError: the server refuses.
+        OSError, ProtocolError: it does not answer in time, or not as the protocol has it.
+    """
+    try:
+        _log_in(connection, clock)
+    except BaseException:
+        # redis-py closes for its own errors only, and would use a connection that is not logged in.
+        connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py 8.1 has no annotations there
+        raise
+
+
+def _log_in(connection: "PlainConnection | TLSConnection", clock: Callable[[], float]) -> None:
+    connection._parser.on_connect(connection)  # noqa: SLF001  # as redis-py's own handshake does
+    sock, timeout_s = _lent(connection._sock), connection.socket_timeout  # noqa: SLF001
+    assert timeout_s is not None, "every connection is made with a time-out"
+    password, username = connection.password, connection.username
+    login = [part.encode() for part in (username, password) if part]
+    requests = [encode(b"AUTH", *login)] if password else []
+    requests.append(NAMING)
+    if connection.db:
+        requests.append(encode(b"SELECT", b"%d" % connection.db))
+    deadline = Deadline(clock, clock() + timeout_s)
+    send_all(sock, requests, deadline)
+    reader = ReplyReader(sock, deadline)
+    for request in requests:
+        reply = read_reply(reader)
+        if reply.kind not in {"+", "-"}:
+            raise ProtocolError("a status was expected")
+        if reply.kind == "-" and request is not NAMING:
+            is_login = request is requests[0] and bool(password)
+            # Older servers say "ERR" to a wrong password, and those without one to any.
+            raise HandshakeRefusedError(
+                "WRONGPASS" if is_login and reply.error_code == "ERR" else reply.error_code
+            )
+    if not reader.is_drained:
+        raise ProtocolError("more came than was asked for")
 
 
 def tls_arguments(settings: ValkeySettings) -> dict[str, Any]:  # Any: redis-py's keyword arguments

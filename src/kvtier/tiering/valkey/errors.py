@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.valkey.endpoint import PASSWORD_VARIABLE, Address
-from kvtier.tiering.valkey.resp import OverdueError
+from kvtier.tiering.valkey.resp import ClosedError, OverdueError, ProtocolError
 
 try:
     import redis.exceptions
@@ -46,6 +46,18 @@ CODES_OF_EXCEPTIONS: dict[type[Exception], str] = {
 }
 
 
+class HandshakeRefusedError(Exception):
+    """A server does not let a new connection in.
+
+    Attributes:
+        code: the first word of its refusal.
+    """
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        super().__init__(code)
+
+
 def refused(address: Address, code: str) -> TierError:
     """Return what to raise when the server at ``address`` answers with an error of this code. Pure."""
     remedy = REMEDIES.get(code, "see the server's log")
@@ -55,6 +67,8 @@ def refused(address: Address, code: str) -> TierError:
 def unreachable(address: Address, error: BaseException) -> TierError:
     """Return what to raise when ``error`` came of talking to the server at ``address``. Pure."""
     for cause in _causes(error):
+        if isinstance(cause, HandshakeRefusedError):
+            return refused(address, cause.code)
         for kind, code in CODES_OF_EXCEPTIONS.items():
             if isinstance(cause, kind):
                 return refused(address, "NOAUTH" if _wants_password(cause) else code)
@@ -73,10 +87,10 @@ def _reason(cause: BaseException) -> str | None:
     # The kernel's own time-outs, which lent sockets have, come as a call that would block.
     if isinstance(cause, TimeoutError | BlockingIOError | redis.exceptions.TimeoutError):
         return "it has not answered within timeout_s"
+    if isinstance(cause, ProtocolError) and not isinstance(cause, ClosedError):
+        return "what it sends is not the protocol: is it a Valkey or Redis server?"
     if isinstance(cause, socket.gaierror):
         return "its name is not known: check the host in url"
-    if isinstance(cause, redis.exceptions.RedisClusterException):
-        return "it is not one of a cluster: set cluster to false"
     if isinstance(cause, OSError) and cause.errno is not None:
         return f"{os.strerror(cause.errno)}: is it running, and is url right?"
     return None

@@ -5,13 +5,14 @@ evicts by use, so nothing that is read here may look like one: the connection sa
 knows that. Where it does not, only the reading of whole blocks is a use.
 """
 
+import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
-from kvtier.base import get_offload_tenant
-from kvtier.errors import MissingExtraError, TierError
+from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
@@ -24,19 +25,15 @@ from kvtier.tiering.kit.place import (
     TierFinding,
     check_value,
 )
-from kvtier.tiering.valkey.cluster import Cluster, fetch_slot_map
-from kvtier.tiering.valkey.connection import connection_arguments, tls_arguments
+from kvtier.tiering.valkey.cluster import Cluster
+from kvtier.tiering.valkey.connection import PlainConnection, ServerConnections, TLSConnection
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.errors import TIER_TYPE, unreachable
-from kvtier.tiering.valkey.names import BlockName, document_name, parse_block_name, parse_document_name
-from kvtier.tiering.valkey.servers import SingleServer
+from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
+from kvtier.tiering.valkey.names import ServerName, document_name, parse_block_name, parse_document_name
+from kvtier.tiering.valkey.resp import Deadline, Reply, ReplyReader, Tree, encode, read_tree, send_all
+from kvtier.tiering.valkey.servers import MAX_EXCHANGE_S, SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
-
-try:
-    from redis import Redis
-    from redis.exceptions import RedisError, ResponseError
-except ImportError as error:
-    raise MissingExtraError("redis", "valkey") from error
+from kvtier.tiering.valkey.slot_map import fetch_slot_map
 
 SCAN_NAMES = 1000
 """Names that one SCAN goes through. More keep the server's one thread busy longer; fewer make more round trips."""
@@ -47,7 +44,8 @@ BATCH_NAMES = 500
 OWN_NAMES = "kvtier:*"
 
 
-T = TypeVar("T")
+MAX_ANSWER_BYTES = 2**30
+"""Bytes of an answer here, at most: a value may be half of that, and a pipeline of short answers is each far less."""
 
 Word: TypeAlias = bytes | str | int
 """A part of a command."""
@@ -70,12 +68,10 @@ class PlaceNode:
 
     def __init__(self, settings: ValkeySettings, address: Address) -> None:
         self.length_command = "MEMORY USAGE"
-        arguments = connection_arguments(settings)
-        if settings.url.is_tls:
-            arguments |= {"ssl": True, **tls_arguments(settings)}
         self._address = address
-        # One connection, pipelines included: what ``greet`` says holds for it alone.
-        self._redis = Redis(host=address.host, port=address.port, max_connections=1, **arguments)
+        self._connections = ServerConnections(settings, address)
+        # One connection for all commands: what ``greet`` says holds for it alone.
+        self._connection: PlainConnection | TLSConnection | None = None
 
     def __str__(self) -> str:
         return str(self._address)
@@ -91,16 +87,20 @@ class PlaceNode:
             self.execute("CLIENT NO-TOUCH", "ON")
             self.length_command = "STRLEN"
 
-    def execute(self, *command: Word) -> Any:  # noqa: ANN401  # Any: what redis-py makes of the reply
+    def execute(self, *command: Word) -> Tree:
         """Return the reply to one command.
 
         Raises:
             RefusedError: the server refuses it.
             TierError: the server does not answer.
         """
-        return self._translated(lambda: self._redis.execute_command(*command))  # type: ignore[no-untyped-call]
+        (reply,) = self.execute_all([command])
+        if isinstance(reply, Reply) and reply.kind == "-":
+            code = refused(self._address, reply.error_code)
+            raise RefusedError(TIER_TYPE, str(code).removeprefix(f"tier {TIER_TYPE!r}: "))
+        return reply
 
-    def execute_all(self, commands: Sequence[tuple[Word, ...]]) -> list[Any]:  # Any: as above
+    def execute_all(self, commands: Sequence[tuple[Word, ...]]) -> list[Tree]:
         """Return the reply to each command, in one round trip; errors of single ones are among them.
 
         Raises:
@@ -108,32 +108,58 @@ class PlaceNode:
         """
         if not commands:
             return []
-        pipeline = self._redis.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis-py 8.1 has none there
-        return list(self._translated(lambda: pipeline.execute(raise_on_error=False)))
+        try:
+            if self._connection is None:
+                self._connection = self._connections.take()
+            sock = self._connection.lend_socket()
+            deadline = Deadline(time.monotonic, time.monotonic() + MAX_EXCHANGE_S)
+            send_all(sock, [_encoded(command) for command in commands], deadline)
+            reader = ReplyReader(sock, deadline)
+            return [read_tree(reader, MAX_ANSWER_BYTES) for _ in commands]
+        except Exception as error:  # noqa: BLE001  # foreign: a client library may raise anything
+            self._drop()
+            raise unreachable(self._address, error) from None
 
     def scan(self) -> Iterator[list[bytes]]:
         """Yield our names, a page at a time; some twice when the server grows meanwhile."""
-        cursor = 0
-        while True:
-            cursor, page = self.execute("SCAN", cursor, "MATCH", OWN_NAMES, "COUNT", SCAN_NAMES)
-            yield page
-            if cursor == 0:
+        cursor: Tree = b"0"
+        while isinstance(cursor, bytes):
+            answer = self.execute("SCAN", cursor, "MATCH", OWN_NAMES, "COUNT", SCAN_NAMES)
+            if not isinstance(answer, list) or len(answer) != 2:
+                raise self._nonsense("SCAN")
+            cursor, page = answer
+            if not isinstance(cursor, bytes) or not isinstance(page, list):
+                raise self._nonsense("SCAN")
+            yield [name for name in page if isinstance(name, bytes)]
+            if cursor == b"0":
                 return
+
+    def max_memory_bytes(self) -> int:
+        """Return the limit of the server's memory, 0 where it has none."""
+        answer = self.execute("INFO", "memory")
+        text = answer if isinstance(answer, bytes) else b""
+        found = re.search(rb"^maxmemory:([0-9]{1,19})\r?$", text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     def close(self) -> None:
         """Close the connection."""
-        self._redis.close()
+        self._drop()
+        self._connections.close()
 
-    def _translated(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except ResponseError as error:
-            code = str(error).partition(" ")[0]
-            raise RefusedError(TIER_TYPE, f"{self._address} refuses a command: {code}") from error
-        except (RedisError, OSError) as error:
-            raise unreachable(self._address, error) from None
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._connections.give_back(connection, is_clean=False)
+
+    def _nonsense(self, command: str) -> TierError:
+        return TierError(TIER_TYPE, f"{self._address} answers {command} with something else")
+
+
+def _encoded(command: tuple[Word, ...]) -> bytes:
+    """Return the request; a verb of two words is two. Pure."""
+    verb, *arguments = command
+    words = [*str(verb).split(), *arguments]
+    return encode(*(word if isinstance(word, bytes) else str(word).encode() for word in words))
 
 
 class ValkeyPlace(Place):
@@ -176,7 +202,7 @@ class ValkeyPlace(Place):
                 yield from _ask(node, wanted)
 
     def summary(self) -> PlaceSummary:
-        limits = [int(node.execute("INFO", "memory").get("maxmemory", 0)) for node in self._nodes.values()]
+        limits = [node.max_memory_bytes() for node in self._nodes.values()]
         return PlaceSummary(capacity_bytes=sum(limits) if all(limits) else None, foreign=self._foreign)
 
     def check(self, block: PlaceBlock) -> BlockState:
@@ -221,10 +247,12 @@ class ValkeyPlace(Place):
             return BlockState.UNREADABLE  # it is no string, or has moved to another node
         if value is None:
             return BlockState.GONE
-        return check_value(memoryview(value), found.namespace, found.key)
+        if not isinstance(value, bytes):
+            return BlockState.UNREADABLE
+        return check_value(memoryview(value), found.namespace, found.name, self.opener)
 
 
-def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, BlockName]]) -> Iterator[PlaceBlock]:
+def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, ServerName]]) -> Iterator[PlaceBlock]:
     """Yield the blocks of some names, with their length and last use; those that are gone are left out."""
     for begin in range(0, len(wanted), BATCH_NAMES):
         batch = wanted[begin : begin + BATCH_NAMES]
@@ -234,8 +262,9 @@ def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, BlockName]]) -> Iterator
         for (name, parsed), idle_s, num_bytes in zip(batch, idle, sizes, strict=True):
             if isinstance(num_bytes, int) and num_bytes:
                 used_s = now_s - idle_s if isinstance(idle_s, int) else None
-                address, tenant = f"{node} {name.decode()}", get_offload_tenant(parsed.key)
-                yield PlaceBlock(parsed.namespace, address, num_bytes, used_s, tenant=tenant)
+                key = OffloadKey(parsed.name)
+                address, tenant = f"{node} {name.decode()}", get_offload_tenant(key)
+                yield PlaceBlock(parsed.namespace, address, num_bytes, used_s, tenant=tenant, key=key)
 
 
 def _without_used(node: PlaceNode, blocks: Sequence[PlaceBlock]) -> list[PlaceBlock]:
@@ -292,8 +321,8 @@ def probe_valkey_place(own: Mapping[str, object]) -> list[TierFinding]:
     return [TierFinding(is_good=True, text=f"{settings.url.address} answers and lets us write")]
 
 
-def _as_text(value: bytes | None) -> str:
-    return "" if value is None else value.decode("utf-8", "replace")
+def _as_text(value: Tree) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
 
 
 def _node_of(block: PlaceBlock) -> str:

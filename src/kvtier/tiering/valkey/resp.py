@@ -5,10 +5,11 @@ socket begins anew with each byte: a server that sends one now and then would ke
 """
 
 import math
+import re
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvtier.tiering.kit.envelope import Buffer
 
@@ -20,7 +21,21 @@ MAX_BUFFERS = 512
 """Buffers handed to the kernel in one call; Linux takes 1024."""
 
 SKIP_BYTES = 65_536
+
+MAX_REPLY_BYTES = 2**20
+"""Bytes of a reply that has no block in it. Ours are some dozen; more would let a server that lies fill the memory."""
+
+MAX_DEPTH = 8
+"""Arrays within arrays. A cluster's map has four; without a limit a reply of some thousand bytes would exhaust the
+interpreter's stack."""
+
+MIN_ELEMENT_BYTES = 4
+"""The shortest element of an array, ``:1`` and a line's end less one: an empty line is none."""
+
 CRLF = b"\r\n"
+
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
+"""Numbers of the protocol have 64 bits."""
 
 
 class OverdueError(TimeoutError):
@@ -55,6 +70,10 @@ def never() -> Deadline:
 
 class ProtocolError(Exception):
     """What came is not what the protocol allows, or ended within a reply."""
+
+
+class ClosedError(ProtocolError):
+    """The connection ended within a reply."""
 
 
 class Reply(NamedTuple):
@@ -110,6 +129,11 @@ class ReplyReader:
         while num_done < len(target):
             num_done += self._receive(target[num_done:], self._row_flags)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is read ahead."""
+        return self._begin == self._end
+
     def skip(self, num_bytes: int) -> None:
         """Read ``num_bytes`` and forget them."""
         if not num_bytes:
@@ -135,7 +159,7 @@ class ReplyReader:
         except BlockingIOError as error:  # how the kernel's own time-out shows itself
             raise TimeoutError("nothing came in time") from error
         if num_bytes == 0:
-            raise ProtocolError("the connection was closed within a reply")
+            raise ClosedError("the connection was closed within a reply")
         return num_bytes
 
 
@@ -200,9 +224,75 @@ def read_reply(reader: ReplyReader) -> Reply:
     """
     reply = _read_head(reader)
     if reply.kind == "$" and reply.number >= 0:
+        if reply.number > MAX_REPLY_BYTES:
+            raise ProtocolError(f"a reply without a block is longer than {MAX_REPLY_BYTES} bytes")
         reader.skip(reply.number)
         _read_value_end(reader)
     return reply
+
+
+Tree: TypeAlias = "int | bytes | Reply | list[Tree] | None"
+"""A whole reply: a number, a value, a status or an error, an array of them, or none."""
+
+
+def read_tree(reader: ReplyReader, max_bytes: int = MAX_REPLY_BYTES) -> Tree:
+    """Read one reply of any shape into memory.
+
+    Args:
+        reader: where from.
+        max_bytes: bytes of the reply on the wire, at most; it takes some ten times as many in memory.
+
+    Raises:
+        ProtocolError: it is none, ends too soon, or is longer or deeper than it may be.
+    """
+    return _TreeReader(reader, max_bytes).read(0)
+
+
+class _TreeReader:
+    """Reads the parts of one reply, and counts their bytes before it takes them."""
+
+    def __init__(self, reader: ReplyReader, max_bytes: int) -> None:
+        self._reader = reader
+        self._num_left = self._max_bytes = max_bytes
+
+    def read(self, depth: int) -> Tree:
+        line = self._reader.read_line()
+        self._take(len(line) + len(CRLF))
+        if line[:1] != b"*":
+            reply = _parse_head(line)
+            if reply.kind == "$":
+                return self._read_value(reply.number)
+            return reply.number if reply.kind == ":" else reply
+        length = _parse_number(line[1:])
+        if length < 0:
+            return None
+        if depth == MAX_DEPTH:
+            raise ProtocolError(f"arrays are more than {MAX_DEPTH} deep")
+        if length * MIN_ELEMENT_BYTES > self._num_left:
+            raise self._too_long()
+        return [self.read(depth + 1) for _ in range(length)]
+
+    def _read_value(self, num_bytes: int) -> bytes | None:
+        if num_bytes < 0:
+            return None
+        self._take(num_bytes + len(CRLF))
+        # In pieces: what is announced and does not come takes no memory.
+        pieces = []
+        while num_bytes > 0:
+            piece = bytearray(min(num_bytes, SKIP_BYTES))
+            self._reader.read_into(memoryview(piece))
+            pieces.append(piece)
+            num_bytes -= len(piece)
+        _read_value_end(self._reader)
+        return b"".join(pieces)
+
+    def _take(self, num_bytes: int) -> None:
+        self._num_left -= num_bytes
+        if self._num_left < 0:
+            raise self._too_long()
+
+    def _too_long(self) -> ProtocolError:
+        return ProtocolError(f"a reply is longer than {self._max_bytes} bytes")
 
 
 def read_value(reader: ReplyReader, header: memoryview, row: memoryview) -> Reply:
@@ -240,19 +330,25 @@ def _send_first(sock: socket.socket, views: Sequence[memoryview]) -> int:
 
 
 def _read_head(reader: ReplyReader) -> Reply:
-    line = reader.read_line()
+    return _parse_head(reader.read_line())
+
+
+def _parse_head(line: bytes) -> Reply:
     kind, rest = chr(line[0]) if line else "", line[1:]
     if kind in {"+", "-"}:
         return Reply(kind, text=rest.decode("ascii", "replace"))
     if kind in {":", "$"}:
-        try:
-            number = int(rest)
-        except ValueError:
-            raise ProtocolError("a number was expected") from None
+        number = _parse_number(rest)
         if kind == "$" and number < -1:
             raise ProtocolError("a value has a negative length")
         return Reply(kind, number)
     raise ProtocolError(f"no reply begins with {kind!r}")
+
+
+def _parse_number(text: bytes) -> int:
+    if _NUMBER.fullmatch(text) is None:
+        raise ProtocolError("a number was expected")
+    return int(text)
 
 
 def _read_value_end(reader: ReplyReader) -> None:

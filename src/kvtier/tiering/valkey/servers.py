@@ -18,7 +18,7 @@ from kvtier.tiering.valkey.connection import (
     make_command,
 )
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.errors import REMEDIES, TIER_TYPE, refused, unreachable
+from kvtier.tiering.valkey.errors import REMEDIES, TIER_TYPE, HandshakeRefusedError, refused, unreachable
 from kvtier.tiering.valkey.resp import (
     Deadline,
     ProtocolError,
@@ -65,7 +65,7 @@ class ServerNode:
 
     def __init__(self, settings: ValkeySettings, address: Address, clock: Callable[[], float]) -> None:
         self.address = address
-        self._connections = ServerConnections(settings, address)
+        self._connections = ServerConnections(settings, address, clock)
         self._clock = clock
         self.health = BackendHealth(TIER_TYPE, clock, pause_s=PAUSE_S, name=f"{TIER_TYPE}, node {address}")
 
@@ -99,7 +99,7 @@ class ServerNode:
         try:
             deadline = Deadline(self._clock, self._clock() + MAX_EXCHANGE_S if end_s is None else end_s)
             self._exchange(commands, replies, deadline, is_asking=is_asking)
-        except (RedisError, OSError, ProtocolError) as error:
+        except (RedisError, OSError, ProtocolError, HandshakeRefusedError) as error:
             self.health.begin_pause(f"{self.address} was away a moment ago and is left alone for a second")
             away = unreachable(self.address, error)
             replies.extend([away] * (len(commands) - len(replies)))

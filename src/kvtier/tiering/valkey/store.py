@@ -6,7 +6,8 @@ wrong with one block costs that block and is counted with its reason; a damaged 
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
@@ -14,18 +15,19 @@ from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.block_format import BlockFormat
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
     Buffer,
     HeaderCheck,
-    check_block,
-    make_header,
     unpack,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
+from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.names import ValkeyNamespace, document_name
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
@@ -55,14 +57,14 @@ class ReadTarget:
     Attributes:
         key: the block.
         row: its slot.
-        namespace_digest: the reader's.
+        format: of the reader's namespace.
         header: room for its envelope.
         header_check: of what was read; damaged before.
     """
 
     key: OffloadKey
     row: memoryview
-    namespace_digest: bytes
+    format: BlockFormat
     header: memoryview = field(default_factory=lambda: memoryview(bytearray(ENVELOPE_BYTES)))
     header_check: HeaderCheck = HeaderCheck.DAMAGED
 
@@ -75,7 +77,7 @@ class ReadTarget:
 
     def _check(self, num_bytes: int) -> HeaderCheck:
         if num_bytes == ENVELOPE_BYTES + len(self.row):
-            return check_block(self.header, self.row, self.key, self.namespace_digest)
+            return self.format.open(self.header, self.row, self.key, self.row)
         # Of another version, perhaps; one of ours has exactly this length, so otherwise it was cut or replaced.
         envelope = unpack(self.header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
         return envelope if isinstance(envelope, HeaderCheck) else HeaderCheck.DAMAGED
@@ -90,21 +92,21 @@ class SetRequest:
     Attributes:
         key: the block.
         row: its slot.
-        namespace_digest: the writer's.
+        format: of the writer's namespace.
         name: under which the server keeps it.
         ttl_ms: milliseconds until it expires; None for never.
     """
 
     key: OffloadKey
     row: memoryview
-    namespace_digest: bytes
+    format: BlockFormat
     name: bytes
     ttl_ms: int | None
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        header = make_header(self.key, self.namespace_digest, self.row)
-        yield from encode_set(self.name, header, self.row, self.ttl_ms)
+        header, payload = self.format.seal(self.key, self.row, None)
+        yield from encode_set(self.name, header, payload, self.ttl_ms)
 
 
 class DescribedNamespaces:
@@ -123,6 +125,10 @@ class DescribedNamespaces:
         self._names.add(name)
         return True
 
+    def has(self, name: str) -> bool:
+        """Return whether the description of ``name`` has been sent."""
+        return name in self._names
+
     def forget(self, name: str) -> None:
         """Have the description of ``name`` sent again: the server was away."""
         self._names.discard(name)
@@ -136,13 +142,24 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         rows: the primary's.
         ttl_s: seconds after its last use that a block is kept; None for ever.
         renews: whether a use counts; otherwise they count from the store.
+        clock: seconds, monotonic.
 
     Attributes:
+        losses: why blocks are gone.
         end_s: deadline of its calls' replies; None: the default deadline.
     """
 
-    def __init__(self, servers: Servers, rows: Rows, ttl_s: float | None, *, renews: bool = True) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        rows: Rows,
+        ttl_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        renews: bool = True,
+    ) -> None:
         self._renews = renews
+        self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
         self._rows = rows
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
@@ -195,15 +212,16 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             declined=num_declined,
             store_errors=num_failed,
         )
+        self.losses.on_stored([*held, *written])
         failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
         return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
 
     def load(
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        digest = namespace.identity.digest
         targets = [
-            ReadTarget(key, self._rows.row(slot), digest) for key, slot in zip(keys, slots, strict=True)
+            ReadTarget(key, self._rows.row(slot), namespace.format)
+            for key, slot in zip(keys, slots, strict=True)
         ]
         names = [namespace.block_name(key) for key in keys]
         commands = [
@@ -229,11 +247,24 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
+        self.losses.on_used(succeeded)
+        self.losses.on_damaged(damaged)
         self._remove(namespace, damaged)
         return TransferOutcome(succeeded, is_fault)
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
+
+    def restore_description(self, namespace: ValkeyNamespace) -> bool:
+        if not self._described.has(namespace.identity.name):
+            return False
+        name, text = document_name(namespace.identity.name), namespace.identity.document.encode()
+        expiry = () if self._ttl_ms is None else (b"PX", b"%d" % self._ttl_ms)
+        (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)])
+        return isinstance(reply, Reply) and reply.kind == "+"
+
+    def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
+        self._remove(namespace, keys)
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
@@ -263,9 +294,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         return isinstance(reply, Reply) and reply.kind == ":" and reply.number == self._value_bytes
 
     def _set_command(self, namespace: ValkeyNamespace, key: OffloadKey, slot: int, name: bytes) -> Command:
-        return Command(
-            name, SetRequest(key, self._rows.row(slot), namespace.identity.digest, name, self._ttl_ms)
-        )
+        return Command(name, SetRequest(key, self._rows.row(slot), namespace.format, name, self._ttl_ms))
 
     def _description(self, namespace: ValkeyNamespace) -> list[Command]:
         """Return the commands that keep the readable description of a namespace as long as its newest block."""

@@ -5,15 +5,18 @@ for a server. One server serves any number of engines and models; it decides wha
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import ClassVar
 
-from kvtier.base import Locality
+from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
+from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.errors import TIER_TYPE
@@ -35,7 +38,7 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
+class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExplainer):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
     Args:
@@ -50,6 +53,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
     """
 
     own_settings: ClassVar = ValkeySettings
+    can_encrypt: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
@@ -66,13 +70,15 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
         rows = rows_of(primary_kv_view)
         valkey_settings = parse_settings(ValkeySettings, own, f"tier {TIER_TYPE!r}")
         servers = (Cluster if valkey_settings.cluster else SingleServer)(valkey_settings, clock)
+        store = ValkeyBlockStore(
+            servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl
+        )
+        self._losses = store.losses
         super().__init__(
             config,
             primary_kv_view,
             settings,
-            block_store=ValkeyBlockStore(
-                servers, rows, valkey_settings.ttl_s, renews=valkey_settings.renew_ttl
-            ),
+            block_store=store,
             options=ThreadOptions(
                 valkey_settings.num_threads,
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
@@ -80,6 +86,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
                 cuts_evenly=True,
             ),
             clock=clock,
+            remove_blocks=partial(remove_from_place, partial(open_valkey_place, own)),
         )
 
     @staticmethod
@@ -93,3 +100,13 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier):
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         return probe_valkey_place(own)
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        del req_context
+        return self._losses.explain(key)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self._losses.clear()

@@ -36,7 +36,9 @@ def serve(directory: Path) -> Iterator[ServerInfo]:
         wait_until(lambda: not is_free(port), process, "mooncake_master")
         store = provide_memory(f"127.0.0.1:{port}")
         try:
-            yield ServerInfo({"master": f"127.0.0.1:{port}", "segment_bytes": 0}, LOOPBACK)
+            # A demo on one machine, which ends: the engine's listeners live as long as its table takes.
+            settings = {"master": f"127.0.0.1:{port}", "segment_bytes": 0, "allow_any_interface": True}
+            yield ServerInfo(settings, LOOPBACK)
         finally:
             store.close()
 

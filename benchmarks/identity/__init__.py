@@ -1,0 +1,1 @@
+"""Which changes of an engine separate its blocks from those of another one."""

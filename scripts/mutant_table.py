@@ -1,0 +1,199 @@
+"""Plausible bugs of the production code, each as one replacement of text; what the storm and the suites must find.
+
+A text that is not found exactly once fails the quick test beside the storm's: then the code has changed, and the bug
+must be planted anew.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One bug.
+
+    Attributes:
+        name: what goes wrong, in a few words.
+        path: the file, below ``src/kvtier``.
+        old: what stands there, exactly once.
+        new: what stands there instead.
+        suite: tests that find it when the storm does not; "" when the storm must.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    suite: str = ""
+
+
+MUTANTS = (
+    Mutant(
+        "a job ends with its first worker",
+        "connector/jobs.py",
+        "if job.num_reports_missing > 0:",
+        "if job.num_reports_missing > 1:",
+    ),
+    Mutant(
+        "no store is flushed before its device block is written",
+        "connector/jobs.py",
+        "for block_id in self.fenced.keys() & block_ids for job_id",
+        "for block_id in () for job_id",
+    ),
+    Mutant(
+        "a load of before a reset is served",
+        "connector/scheduler.py",
+        "self._jobs_to_fail |= loads - self._load_jobs.keys()",
+        "self._jobs_to_fail |= loads & self._load_jobs.keys()",
+    ),
+    Mutant(
+        "a request loads again after a failed load",
+        "connector/scheduler.py",
+        "        if state.load.has_failed:\n            return num_local_tokens\n",
+        "",
+    ),
+    Mutant(
+        "the last token of a prompt is loaded too",
+        "connector/scheduler.py",
+        "max_end_token = state.request.num_tokens - 1",
+        "max_end_token = state.request.num_tokens",
+    ),
+    Mutant(
+        "blocks of before a reset are stored under the new weights",
+        "connector/scheduler.py",
+        "            state.on_reset()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a failed store gives no slot back",
+        "cpu/block_table.py",
+        "self.slots.give_back([block.block_id for block in blocks if block is not None])\n            for key",
+        "list(blocks)\n            for key",
+    ),
+    Mutant(
+        "a pin of two readers ends with the first",
+        "cpu/block_table.py",
+        "                block.ref_cnt = num_pins - 1\n        self._count_idle",
+        "                block.ref_cnt = 0\n                num_idle += 1\n        self._count_idle",
+    ),
+    Mutant(
+        "a reset frees slots that are being written",
+        "cpu/block_table.py",
+        "idle_slots = [block.block_id for block in held.values() if block.ref_cnt == 0]",
+        "idle_slots = [block.block_id for block in held.values() if block.ref_cnt <= 0]",
+    ),
+    Mutant(
+        "a failed store makes its blocks ready",
+        "cpu/manager.py",
+        "        finished = table.finish_writes(keys, success=success)",
+        "        finished = table.finish_writes(keys, success=True)",
+    ),
+    Mutant(
+        "a failed promotion makes its blocks ready",
+        "tiering/transfers.py",
+        "            finish_writes(failed, success=False, may_settle_orphans=False)",
+        "            finish_writes(failed, success=True, may_settle_orphans=False)",
+    ),
+    Mutant(
+        "a finished cascade stays pinned",
+        "tiering/transfers.py",
+        "            self._table.unpin_each(metadata.keys)\n            return\n",
+        "            self._table.unpin_each(metadata.keys[1:])\n            return\n",
+    ),
+    Mutant(
+        "a promotion of before a reset counts as one of after it",
+        "tiering/transfers.py",
+        "            job.is_stale = True\n",
+        "            job.is_stale = not job.metadata.is_promotion\n",
+    ),
+    Mutant(
+        "a deadline never comes",
+        "tiering/waiting.py",
+        "self.by_deadline[0].deadline_s <= now_s:",
+        "self.by_deadline[0].deadline_s <= 0:",
+        "tests/tiering/test_waiting.py",
+    ),
+    Mutant(
+        "a circuit breaker never closes again",
+        "tiering/breaker.py",
+        "            self.has_failures = False\n            self.is_closed = True\n",
+        "            self.has_failures = False\n",
+    ),
+    Mutant(
+        "a job is reported while a task of it runs",
+        "tiering/kit/io_pool.py",
+        "if job.num_running_tasks or job.num_begun < len(job.keys):",
+        "if job.num_begun < len(job.keys):",
+    ),
+    Mutant(
+        "a job that is overdue is forgotten",
+        "tiering/kit/io_pool.py",
+        "                queue.remove(job)\n                self._fail_unbegun(job, is_timeout=True)",
+        "                queue.remove(job)",
+    ),
+    Mutant(
+        "answers of before a reset are believed after it",
+        "tiering/kit/lookup.py",
+        "            if answer.generation == self.generation:\n",
+        "            if answer.generation <= self.generation:\n",
+        "tests/tiering/kit/test_lookup.py",
+    ),
+    Mutant(
+        "a checksum is not compared",
+        "tiering/kit/envelope.py",
+        "if num_stored != len(payload) or checksum != xxhash.xxh3_128_digest(payload):",
+        "if num_stored != len(payload):",
+    ),
+    Mutant(
+        "a header's key is not compared",
+        "tiering/kit/envelope.py",
+        "    if found_key[:key_bytes] != key:\n        return HeaderCheck.OTHER_KEY\n",
+        "",
+    ),
+    Mutant(
+        "an evicted file stays in the index",
+        "tiering/fs/evictor.py",
+        "        own.index.evict(keys)\n",
+        "",
+    ),
+    Mutant(
+        "a file for which there was no room counts as written",
+        "tiering/fs/store.py",
+        "    if answer.errno in NO_ROOM:\n        return StoreOutcome.NO_ROOM\n",
+        "    if answer.errno in NO_ROOM:\n        return StoreOutcome.WRITTEN\n",
+        "tests/tiering/fs/test_store.py",
+    ),
+    Mutant(
+        "a slot is reused while a slow load reads it",
+        "tiering/slab/slot_table.py",
+        "        status.ref_cnt += 1\n        return SlotPin(key, status, epoch)",
+        "        return SlotPin(key, BlockStatus(status.block_id), epoch)",
+        "tests/tiering/slab/test_slot_table.py tests/tiering/slab/test_store.py",
+    ),
+    Mutant(
+        "a slab's failed write counts as written",
+        "tiering/slab/store.py",
+        "            self._erase([run[0].pin])\n            return []\n",
+        "            self._erase([run[0].pin])\n",
+        "tests/tiering/slab/test_store.py",
+    ),
+    Mutant(
+        "a block is read from its neighbour's place in a group",
+        "tiering/obj/group.py",
+        "            begin = (location.position - first) * block_bytes\n",
+        "            begin = location.position * block_bytes\n",
+        "tests/tiering/obj/test_store.py",
+    ),
+    Mutant(
+        "pointers into a group are written and not counted",
+        "tiering/obj/client.py",
+        "        return set(self._request_each(list(objects), ask))",
+        "        self._request_each(list(objects), ask)\n        return set()",
+        "tests/tiering/obj/test_store.py",
+    ),
+    Mutant(
+        "a refused SET counts as done",
+        "tiering/valkey/store.py",
+        'return isinstance(reply, Reply) and reply.kind != "-"',
+        "return isinstance(reply, Reply)",
+        "tests/tiering/valkey/test_store.py",
+    ),
+)

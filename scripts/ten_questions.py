@@ -1,0 +1,221 @@
+"""Write docs/guide/ten-questions.md: ten questions of an operator, each answered by one command on a real engine.
+
+    python -m scripts.ten_questions          starts an engine, gives each command and rewrites the page
+
+A test gives each command to an engine of its own and looks for what the page says it shows.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.engines.transformers import KVTierEngine
+from kvtier.namespace import tag_tenant
+from scripts.small_engine import ROW_BYTES, WAIT_S, prompt_of, running_engine
+
+ROOT = Path(__file__).parents[1]
+
+PAGE = ROOT / "docs" / "guide" / "ten-questions.md"
+
+TENANT_SALT = "drawn at random"
+"""Of a second engine that shares the directory."""
+
+NUM_PROMPTS = 10
+NUM_ROUNDS = 3
+METRICS_PORT = 9464
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What an operator wants to know.
+
+    Attributes:
+        text: the question.
+        command: what answers it, as typed; ``FOLDER`` stands for where the engine keeps everything, ``TENANT`` for the
+            tenant's tag.
+        shows: texts that the answer has.
+        reading: how to read it, and where to go on.
+        status: the command's exit status.
+    """
+
+    text: str
+    command: str
+    shows: Sequence[str]
+    reading: str
+    status: int = 0
+
+
+QUESTIONS = (
+    Question(
+        "Why are there no hits?",
+        "kvtier why chat",
+        ("never_seen", "requests of engine chat"),
+        "Each prompt token is counted once: found somewhere, or computed for a cause. The three largest "
+        "causes come with what to do; "
+        "[troubleshooting](troubleshooting.md) goes through all of them.",
+    ),
+    Question(
+        "How full is it?",
+        "kvtier ps",
+        ("100 % full", "fs 4", " % full", "chat"),
+        "Host memory that is full is normal. A tier that is left out says so here. `kvtier top chat` "
+        "watches the same.",
+    ),
+    Question(
+        "How old are the blocks?",
+        "kvtier inspect FOLDER/fs",
+        ("blocks by last use: ", "within an hour", "last used"),
+        "Blocks that were last used longer ago than a prefix usually takes to come back are what "
+        "`kvtier purge PLACE --older-than 7d` removes; "
+        "with `--dry-run` it only counts them.",
+    ),
+    Question(
+        "Which tenant holds what?",
+        "kvtier inspect FOLDER/fs | grep tenant",
+        ("no tenant: 40 blocks", "tenant TENANT: 8 blocks"),
+        "`--json` has the same by namespace. A tag is made from the tenant's `tenant_salt`: "
+        "`python -c 'from kvtier.namespace import tag_tenant; print(tag_tenant(input()))'`.",
+    ),
+    Question(
+        "How do I delete what a tenant has?",
+        "kvtier purge FOLDER/fs --tenant TENANT",
+        ("removed 8 blocks",),
+        "Engines that use the directory see misses, and go on. What an engine of that tenant has in its "
+        "own host memory goes with "
+        "`kvtier purge --instance ID --all`.",
+    ),
+    Question(
+        "Is the disk healthy?",
+        "kvtier verify FOLDER/fs --max-duration 10m",
+        ("40 whole",),
+        "Every block that is read is compared with its checksum. Exit status 1 means damage, and "
+        "`--delete` removes it.",
+    ),
+    Question(
+        "What would more memory bring?",
+        "kvtier simulate FOLDER/trace --kv-bytes-per-token 512 --device 32KiB --sweep "
+        "host=32KiB,64KiB,128KiB,256KiB --prefill 500",
+        ("host memory", "fewer prompt tokens", "256KiB"),
+        "The trace is a recording of this engine ([record](record.md)). `--kv-bytes-per-token` is what "
+        "`kvtier size MODEL` prints, "
+        "`--prefill` the prompt tokens that yours computes in a second.",
+    ),
+    Question(
+        "Is it worth it?",
+        "kvtier simulate FOLDER/trace --kv-bytes-per-token 512 --device 32KiB --host 256KiB --prefill 500",
+        ("fewer prompt tokens", "less for their first tokens"),
+        "The seconds that all requests together waited less for their first tokens, against the same "
+        "engine without kvtier.",
+    ),
+    Question(
+        "What happens at an upgrade?",
+        "kvtier doctor --dir FOLDER/fs",
+        ("formats", "block header", "namespace"),
+        "Run it with both versions: where the numbers are equal, blocks stay warm. "
+        "[Upgrading](upgrading.md) says what else must stay as it "
+        "is, and `kvtier verify` of the new version counts what it cannot read.",
+    ),
+    Question(
+        "Where do I alert?",
+        "grep -h -E '^ +- alert:|summary:' deploy/prometheus/alerts.yml",
+        ("KVTierBreakerOpen", "KVTierDamagedBlocks"),
+        "Give that file to Prometheus, and scrape the address in the last column of `kvtier ps`. "
+        "[Monitoring](monitoring.md#what-to-alert-on) "
+        "says what each alert means and what to do.",
+    ),
+)
+
+
+def main() -> int:
+    """Rewrite the page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["XDG_RUNTIME_DIR"] = name  # no other engine of this user is on the page
+        with serving(folder, metrics_port=METRICS_PORT) as engine:
+            answers = [answer(question, folder, engine) for question in QUESTIONS]
+    for question, (status, shown) in zip(QUESTIONS, answers, strict=True):
+        assert status == question.status, shown
+    PAGE.write_text(make_page(answers), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: {len(QUESTIONS)} questions")
+    return 0
+
+
+@contextmanager
+def serving(folder: Path, **more: object) -> Iterator[KVTierEngine]:
+    """Yield an engine that has served prompts several times from an fs tier, which a tenant's engine has used too."""
+    tier = {"type": "fs", "root_dir": str(folder / "fs"), "capacity_bytes": "64MiB"}
+    shared: dict[str, object] = {"cpu_bytes_to_use": 8 * ROW_BYTES, "secondary_tiers": [tier]}
+    own = {**shared, "record_trace": "", "tenant_salt": TENANT_SALT, "control_socket": False}
+    with running_engine(folder, **own) as engine:
+        for seed in (100, 101):
+            engine.run(prompt_of(seed), 1)
+        assert engine.drain(WAIT_S)
+    with running_engine(folder, **shared, instance_id="chat", **more) as engine:
+        for _ in range(NUM_ROUNDS):
+            for seed in range(NUM_PROMPTS):
+                engine.run(prompt_of(seed), 1)
+                assert engine.drain(WAIT_S)
+            engine.drop_device_cache()
+        yield engine
+
+
+def answer(question: Question, folder: Path, engine: KVTierEngine) -> tuple[int, str]:
+    """Give a command while the engine carries out what operators want; return its status and what it has printed."""
+    text = question.command.replace("FOLDER", str(folder)).replace("TENANT", tag_tenant(TENANT_SALT))
+    command = text.replace("kvtier", f"{sys.executable} -m kvtier", 1) if text.startswith("kvtier") else text
+    process = subprocess.Popen(  # noqa: S602 - a command of this file
+        command,
+        shell=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100", "TERM": "dumb"},
+    )
+    while process.poll() is None:
+        engine.drain(0.0)
+    shown, errors = process.communicate()
+    return process.returncode, (shown + errors * (process.returncode != question.status)).replace(
+        str(folder), "/var/cache/kvtier"
+    )
+
+
+def make_page(answers: Sequence[tuple[int, str]]) -> str:
+    """Return the page. Pure."""
+    parts = [PREFACE]
+    for number, (question, (_, shown)) in enumerate(zip(QUESTIONS, answers, strict=True), 1):
+        command = question.command.replace("FOLDER", "/var/cache/kvtier").replace(
+            "TENANT", tag_tenant(TENANT_SALT)
+        )
+        parts += [f"## {number}. {question.text}", "", "```", f"$ {command}", *shorten(shown), "```", ""]
+        parts += [question.reading, ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+MAX_LINES = 36
+
+
+def shorten(shown: str) -> list[str]:
+    """Return the lines of an answer that the page shows: no empty ends, and of many the first. Pure."""
+    lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
+    return lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "..."]
+
+
+PREFACE = """# Ten questions
+
+What an operator asks first, each answered by one command in well under a minute. The answers are those of a small
+engine with an fs tier in `/var/cache/kvtier/fs`, and of a tenant's engine that has used the directory too. This page is
+written by a command:
+
+```
+python -m scripts.ten_questions
+```
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())

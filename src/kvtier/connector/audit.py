@@ -1,0 +1,436 @@
+"""Computes a few requests although their prefix is held, and compares the two: are hits right, and are they worth it?
+
+A request is drawn at its first search, with the probability ``audit_ratio``. The engine gets the answer that nothing is
+held and computes it at once. Beside that the audit searches as for any other request, which brings blocks of the tiers
+into host memory, and pins what is found. When a pinned block has been computed, a job compares the two in the workers,
+where a store would copy: it fences device blocks as a store does (``jobs``), and ends with the deviation of each block.
+
+A block that is off by more than batching can explain is dropped from every tier. After more than ``audit_limit`` of
+them no hit is loaded any more, until a restart or ``resume``.
+
+The same requests are the control arm of a trial (``control_arm``): the seconds to their first tokens show what loading
+saves. A request that is drawn does not wait for a tier, so it takes as long as it would have without kvtier.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    GPULoadStoreSpec,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadKey,
+    TransferJobId,
+    TransferSpec,
+)
+from kvtier.config import GroupKind, Settings
+from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
+from kvtier.connector.control_arm import ControlArm
+from kvtier.connector.groups import make_group_layouts
+from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
+from kvtier.connector.planning import iterate_load_keys
+from kvtier.connector.prefix_search import split_by_need
+from kvtier.connector.protocols import AuditedSpec, PromotingManager
+from kvtier.connector.request_records import RequestRecords, count_tokens_by_tier
+from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, AuditState, PinnedBlock, RequestState
+from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
+from kvtier.errors import BlockNotReadyError
+from kvtier.locations import LocatingManager
+from kvtier.misses import HOST_ORIGIN
+from kvtier.operating import DroppingManager
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_BLOCKS = 20
+"""Wrong blocks that are logged by name. More say nothing new: loading has stopped, or ``audit_limit`` is large."""
+
+MAX_DEVIATION = 1.0
+"""The largest deviation that batching can explain (``kvtier.cpu.compare``)."""
+
+REMEDY = (
+    "Find out what wrote them (log lines of the tiers, kvtier verify PLACE, weights that changed under an old name), "
+    "purge the places or take another tenant_salt, then restart, or run kvtier audit --resume"
+)
+
+
+class Audit:
+    """The audit of one scheduler half. Used from its thread; any thread may call ``stats``.
+
+    Args:
+        spec: has settings and groups, and names the namespace.
+        namespace: of the blocks, for the log.
+        manager: where blocks are.
+        jobs: the open jobs.
+        records: gets each drawn request's record when its search is final.
+        clock: seconds, monotonic.
+        find_end: searches for a request from a token on; None while it would have to wait.
+
+    Attributes:
+        arms: what loading saves.
+        condemned: wrong blocks that are still in host memory, because something uses them; they are not loaded.
+        is_stopped: whether nothing is loaded any more.
+    """
+
+    def __init__(
+        self,
+        spec: OffloadingSpec,
+        namespace: str,
+        manager: OffloadingManager,
+        jobs: TransferJobs,
+        records: RequestRecords,
+        clock: Callable[[], float],
+        find_end: Callable[[RequestState, int], int | None],
+    ) -> None:
+        settings: Settings = spec.config.settings
+        self._ratio = settings.audit_ratio
+        self._limit = settings.audit_limit
+        self._rng = random.Random(settings.audit_seed)  # noqa: S311 - a sample, no secret
+        self.arms = ControlArm(self._rng)
+        self._namespace = namespace
+        self._manager = manager
+        self._promoting = manager if isinstance(manager, PromotingManager) else None
+        self._locating = manager if isinstance(manager, LocatingManager) else None
+        self._dropping = manager if isinstance(manager, DroppingManager) else None
+        self._layouts = layouts = make_group_layouts(spec)
+        self._first_layout = split_by_need(layouts).first
+        # A page of a recurrent state has numbers of several kinds, and it is not kept for every block.
+        self._compared_groups = frozenset(
+            layout.idx for layout in layouts if spec.config.groups[layout.idx].kind is not GroupKind.STATE
+        )
+        self._jobs = jobs
+        self._records = records
+        self._clock = clock
+        self._find_end = find_end
+        self.condemned: set[OffloadKey] = set()
+        self.is_stopped = False
+        self._num_wrong_since_resumed = 0
+        self._searching: dict[str, RequestState] = {}
+        self._comparing: dict[str, RequestState] = {}
+        self._watched: dict[str, RequestState] = {}
+        self._deviations: dict[TransferJobId, list[float]] = {}
+        self._counts = dict.fromkeys(
+            ("requests", "equal_blocks", "close_blocks", "wrong_blocks", "lost_blocks"), 0
+        )
+        self._largest_deviation = 0.0
+
+    def find_end(self, state: RequestState, first_token: int) -> int | None:
+        """Return up to which token to load a request; None when it has to wait.
+
+        Args:
+            state: the request.
+            first_token: leading tokens that the device has, which is the answer for a request that is computed.
+        """
+        if self.takes(state):
+            return first_token
+        end_token = self._find_end(state, first_token)
+        if not self.condemned or end_token is None:
+            return end_token
+        wanted = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
+        return end_token if self.condemned.isdisjoint(wanted) else first_token
+
+    def takes(self, state: RequestState) -> bool:
+        """Return whether the request computes its hit instead of loading it; its first search decides."""
+        audit = state.audit
+        if audit is None:
+            is_drawn = self._rng.random() < self._ratio and not self.is_stopped
+            audit = state.audit = AuditState(Arm.AUDITED if is_drawn else Arm.LOADED)
+            if is_drawn:
+                self._searching[state.context.req_id] = state
+                self._search(state)
+        if self.is_stopped and audit.arm is not Arm.AUDITED:
+            audit.arm = Arm.STOPPED
+        return audit.is_computed
+
+    def skips(self, state: RequestState, tokens_by_tier: Mapping[str, int]) -> bool:
+        """Return whether the request computes its hit because such hits turned out slower to load.
+
+        Args:
+            state: the request.
+            tokens_by_tier: its hit, by medium or type of the tier.
+        """
+        audit, tier, num_tokens = state.audit, tier_of(tokens_by_tier), sum(tokens_by_tier.values())
+        if (
+            audit is None
+            or audit.arm is Arm.AUDITED
+            or audit.is_forced
+            or not self.arms.is_off(tier, num_tokens)
+        ):
+            return False
+        # One draw for each request: it is searched again as long as it waits for the engine.
+        if audit.arm is not Arm.SKIPPED:
+            audit.is_forced = self.arms.draws_treatment()
+        if not audit.is_forced:
+            audit.arm, audit.tier, audit.num_tokens = Arm.SKIPPED, tier, num_tokens
+        return not audit.is_forced
+
+    def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
+        """Record that the engine has begun a request; its load, if any, is planned by now."""
+        audit = state.audit
+        if audit is None or audit.is_begun:
+            return
+        audit.is_begun = True
+        if num_external_tokens:
+            audit.arm, audit.tier = Arm.LOADED, tier_of(state.load.tokens_by_tier)
+            audit.num_tokens = num_external_tokens
+        if audit.num_tokens or audit.is_open:
+            audit.is_watched = True
+            self._watched[state.context.req_id] = state
+
+    def on_step(self, num_scheduled_tokens: Mapping[str, int]) -> dict[TransferJobId, TransferJob]:
+        """Continue searches, take times, and return the comparisons of blocks that this step completes.
+
+        Args:
+            num_scheduled_tokens: tokens that the step computes, by request.
+        """
+        for state in list(self._searching.values()):
+            self._search(state)
+        if self._watched:
+            now_s = self._clock()
+            for state in list(self._watched.values()):
+                self._take_time(state, now_s)
+        if self.condemned:
+            self._drop(())
+        jobs: dict[TransferJobId, TransferJob] = {}
+        for req_id, state in list(self._comparing.items()):
+            self._compare(state, num_scheduled_tokens.get(req_id, 0), jobs)
+        return jobs
+
+    def on_reports(self, report: OffloadingWorkerMetadata, ended: Iterable[OpenTransfer]) -> None:
+        """Take what workers have found; a block is as far off as the worst of its parts.
+
+        Args:
+            report: of all workers.
+            ended: the jobs that have ended with it.
+        """
+        for job_id, deviations in report.audits:
+            known = self._deviations.setdefault(job_id, [0.0] * len(deviations))
+            self._deviations[job_id] = [max(pair) for pair in zip(known, deviations, strict=True)]
+        for job in ended:
+            if job.kind is JobKind.AUDIT:
+                self._on_compared(job)
+
+    def on_finished(self, state: RequestState) -> None:
+        """Record the end of a request, before the manager's own ``request_finished``."""
+        audit, req_id = state.audit, state.context.req_id
+        if audit is None:
+            return
+        if audit.is_watched:
+            self._take_time(state, self._clock())
+            self._watched.pop(req_id, None)
+        if self._searching.pop(req_id, None) is not None and audit.is_begun:
+            self._settle(state)
+        self._unpin(state)
+
+    def on_reset(self) -> None:
+        """Unpin every block and end every search, before the manager forgets its blocks."""
+        for state in list(self._comparing.values()):
+            self._unpin(state)
+        for state in list(self._searching.values()):
+            self._settle(state)
+        self._searching.clear()
+        self.condemned.clear()
+
+    def resume(self) -> bool:
+        """Load hits again; return whether loading was stopped."""
+        was_stopped, self.is_stopped = self.is_stopped, False
+        self._num_wrong_since_resumed = 0
+        if was_stopped:
+            logger.warning("hits are loaded again, on an operator's command")
+        return was_stopped
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and what loading saves, by dotted name. Thread: any."""
+        counts = {f"audit.{name}": float(count) for name, count in self._counts.items()}
+        counts["audit.largest_deviation"] = min(self._largest_deviation, 1e9)
+        counts["audit.loads_stopped"] = float(self.is_stopped)
+        return counts | self.arms.stats()
+
+    def _search(self, state: RequestState) -> None:
+        """Search for a drawn request; when that is final, pin what is found."""
+        first_token = state.search.num_local_tokens or 0
+        if state.search.blocking_job in self._jobs.by_id or self._manager.is_waiting(state.context):
+            return
+        state.grow_keys(self._layouts)
+        end_token = self._find_end(state, first_token)
+        state.choice.unwanted = NOTHING_UNWANTED
+        if end_token is None:
+            self._locate(state, first_token)
+            return
+        del self._searching[state.context.req_id]
+        if end_token > first_token:
+            self._pin(state, first_token, end_token)
+        self._settle(state)
+
+    def _locate(self, state: RequestState, first_token: int) -> None:
+        """Find out how long a hit is whose blocks are still to come: the request may end before they do."""
+        audit, layout = state.audit, self._first_layout
+        if self._locating is None or audit is None or audit.num_tokens:
+            return
+        last_token = state.request.num_tokens - 1
+        first, end = first_token // layout.block_tokens, last_token // layout.block_tokens
+        run = self._locating.locator.locate(state.keys[layout.idx][first : max(first, end)], state.context)
+        if run is None:
+            return
+        tokens: dict[str, int] = {}
+        for place in run.places:
+            name = CPULoadStoreSpec.medium() if place.tier is None else run.tiers[place.tier].name
+            tokens[name] = tokens.get(name, 0) + layout.block_tokens
+        audit.tier, audit.num_tokens = tier_of(tokens), sum(tokens.values())
+
+    def _pin(self, state: RequestState, first_token: int, end_token: int) -> None:
+        audit, context = state.audit, state.context
+        assert audit is not None, "only drawn requests are searched for"
+        promoted = {} if self._promoting is None else self._promoting.promoted_for(context)
+        tokens = count_tokens_by_tier(self._layouts, state.keys, promoted, first_token, end_token)
+        places: dict[OffloadKey, tuple[int, int]] = {}
+        for layout in self._layouts:
+            if layout.idx in self._compared_groups:
+                span = layout.span(first_token, end_token)
+                blocks = range(span.first_block, span.end_block)
+                places |= {state.keys[layout.idx][block]: (layout.idx, block) for block in blocks}
+        try:
+            held = self._manager.prepare_load(list(places), context)
+        except BlockNotReadyError:
+            return  # they have left since they were found: there is nothing to compare with
+        assert isinstance(held, BlockIDsLoadStoreSpec), "host memory is slots"
+        slots = held.block_ids.tolist()
+        audit.blocks = {key: PinnedBlock(*places[key], slot) for key, slot in zip(places, slots, strict=True)}
+        audit.tier, audit.num_tokens = tier_of(tokens), end_token - first_token
+        self._counts["requests"] += 1
+        self._comparing[context.req_id] = state
+
+    def _settle(self, state: RequestState) -> None:
+        """Record that a search is over; the record of a request that waited for it can be made now."""
+        audit = state.audit
+        assert audit is not None, "only drawn requests are searched for"
+        audit.is_searched = True
+        if audit.is_begun:
+            self._records.on_begun(state, 0)
+        self._add_to_trial(state)
+
+    def _take_time(self, state: RequestState, now_s: float) -> None:
+        audit, request = state.audit, state.request
+        if audit is not None and audit.time_s is None and request.num_tokens > request.num_prompt_tokens:
+            audit.time_s = now_s - state.search.began_s
+            self._watched.pop(state.context.req_id, None)
+            self._add_to_trial(state)
+
+    def _add_to_trial(self, state: RequestState) -> None:
+        """Add a request of which hit and time are known."""
+        audit = state.audit
+        if audit is None or audit.is_counted or not audit.is_begun:
+            return
+        if audit.time_s is not None and audit.num_tokens:
+            audit.is_counted = True
+            self.arms.add(audit.tier, audit.num_tokens, audit.time_s, audit.arm)
+
+    def _compare(
+        self, state: RequestState, num_scheduled_tokens: int, jobs: dict[TransferJobId, TransferJob]
+    ) -> None:
+        """Add to ``jobs`` the comparisons of a request's pinned blocks that are computed with this step."""
+        audit, tables = state.audit, state.blocks
+        assert audit is not None, "only drawn requests are compared"
+        if not tables.is_allocated or tables.is_stale:
+            return
+        end_token = min(tables.num_computed_tokens + num_scheduled_tokens, state.request.num_tokens)
+        for layout in self._layouts:
+            factor, table = layout.block_size_factor, tables.block_ids[layout.idx]
+            end = min(end_token // layout.block_tokens, len(table) // factor)
+            first = 0 if layout.num_tail_tokens is None else layout.first_live_block(tables.num_freed_tokens)
+            keys = [
+                key
+                for key, pinned in audit.blocks.items()
+                if pinned.group_idx == layout.idx and first <= pinned.block < end
+            ]
+            if not keys:
+                continue
+            blocks = [audit.blocks.pop(key) for key in keys]
+            starts = [pinned.block * factor for pinned in blocks]
+            device_blocks = [one for start in starts for one in table[start : start + factor]]
+            sizes = [len(device_blocks) if other.idx == layout.idx else 0 for other in self._layouts]
+            source = GPULoadStoreSpec(device_blocks, sizes, [0] * len(sizes))
+            slots = AuditLoadStoreSpec(pinned.slot for pinned in blocks)
+            job_id = self._jobs.open_store(state, keys, device_blocks, JobKind.AUDIT)
+            jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(source, slots))
+        if not audit.blocks:
+            del self._comparing[state.context.req_id]
+
+    def _on_compared(self, job: OpenTransfer) -> None:
+        """Unpin the blocks of a comparison that every worker has ended, and drop those that are wrong."""
+        deviations = self._deviations.pop(job.job_id, [])
+        if job.has_failed or len(deviations) != len(job.keys):
+            self._counts["lost_blocks"] += len(job.keys)
+            self._manager.complete_load(job.keys, job.state.context)
+            return
+        wrong = [pair for pair in zip(job.keys, deviations, strict=True) if not pair[1] <= MAX_DEVIATION]
+        num_equal = deviations.count(0.0)
+        self._counts["equal_blocks"] += num_equal
+        self._counts["close_blocks"] += len(deviations) - num_equal - len(wrong)
+        self._largest_deviation = max(self._largest_deviation, *deviations)
+        self._manager.complete_load(job.keys, job.state.context)
+        if wrong:
+            self._on_wrong(job.state, wrong)
+
+    def _on_wrong(self, state: RequestState, wrong: Sequence[tuple[OffloadKey, float]]) -> None:
+        num_known = self._counts["wrong_blocks"]
+        self._counts["wrong_blocks"] += len(wrong)
+        self._num_wrong_since_resumed += len(wrong)
+        for key, deviation in wrong[: max(0, MAX_LOGGED_BLOCKS - num_known)]:
+            logger.error(
+                "namespace %s: block %s is held with other bytes than request %s has computed, %.3g times the "
+                "tolerance: it is dropped",
+                self._namespace,
+                key.hex(),
+                state.context.req_id,
+                deviation,
+            )
+        self._drop([key for key, _ in wrong])
+        if self._num_wrong_since_resumed > self._limit and not self.is_stopped:
+            self.is_stopped = True
+            logger.error(
+                "namespace %s: %d blocks were wrong, more than audit_limit=%d: no hit is loaded any more. %s",
+                self._namespace,
+                self._num_wrong_since_resumed,
+                self._limit,
+                REMEDY,
+            )
+
+    def _drop(self, keys: Iterable[OffloadKey]) -> None:
+        self.condemned.update(keys)
+        if self._dropping is not None:
+            self.condemned = set(self._dropping.drop(list(self.condemned)).in_use)
+
+    def _unpin(self, state: RequestState) -> None:
+        """Unpin the blocks of a request that are not being compared."""
+        audit = state.audit
+        if audit is None or not audit.blocks:
+            return
+        keys, audit.blocks = list(audit.blocks), {}
+        self._counts["lost_blocks"] += len(keys)
+        self._comparing.pop(state.context.req_id, None)
+        self._manager.complete_load(keys, state.context)
+
+
+def tier_of(tokens_by_tier: Mapping[str, int]) -> str:
+    """Return the secondary tier with the most tokens of a hit, "host" when all are in host memory. Pure."""
+    behind = {tier: num for tier, num in tokens_by_tier.items() if tier != CPULoadStoreSpec.medium()}
+    return max(behind, key=lambda tier: behind[tier]) if behind else HOST_ORIGIN
+
+
+def make_audit(
+    spec: OffloadingSpec,
+    manager: OffloadingManager,
+    jobs: TransferJobs,
+    records: RequestRecords,
+    clock: Callable[[], float],
+    find_end: Callable[[RequestState, int], int | None],
+) -> Audit | None:
+    """Return the audit; None when it is off, or the spec's handlers cannot compare. The arguments are the audit's."""
+    if spec.config.settings.audit_ratio == 0 or not isinstance(spec, AuditedSpec):
+        return None
+    namespace = spec.audited_namespace()
+    if namespace is None:
+        return None
+    return Audit(spec, namespace, manager, jobs, records, clock, find_end)

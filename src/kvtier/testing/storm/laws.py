@@ -1,0 +1,136 @@
+"""What the storm checks beside bytes: jobs reported once, no lie to a router, no error that only a thread has seen."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvtier.base import JobId, OffloadKey, ReqContext, get_offload_block_hash, get_offload_group_idx
+from kvtier.connector.common import BlockRemoved, BlockStored
+from kvtier.cpu.block_table import BlockTable
+from kvtier.misses import Miss, MissExplainer
+from kvtier.testing.wrapped_tier import WrappedTier
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+
+Block = tuple[int, bytes]
+"""KV group and content hash."""
+
+
+class BrokenLawError(AssertionError):
+    """A law that does not hold."""
+
+
+class WatchedTier(WrappedTier, MissExplainer):
+    """Passes everything on, and counts jobs: each is reported once, and with keys that it has.
+
+    Args:
+        inner: the tier.
+        may_lie: whether it is made to report unknown jobs and to repeat reports.
+
+    Attributes:
+        open_jobs: jobs that have not been reported.
+    """
+
+    def __init__(self, inner: SecondaryTierManager, *, may_lie: bool) -> None:
+        super().__init__(inner)
+        self.get_tier_type = inner.get_tier_type  # type: ignore[method-assign]  # events and counters name the inner tier
+        self.locality = inner.locality  # type: ignore[misc]  # what a class says of itself
+        self.open_jobs: dict[JobId, JobMetadata] = {}
+        self._may_lie = may_lie
+        self._explainer = inner if isinstance(inner, MissExplainer) else None
+
+    def submit_store(self, job: JobMetadata) -> None:
+        super().submit_store(job)
+        self._open(job)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        super().submit_load(job)
+        self._open(job)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        results = list(super().get_finished())
+        for result in results:
+            job = self.open_jobs.pop(result.job_id, None)
+            if job is None:
+                if not self._may_lie:
+                    raise BrokenLawError(f"job {result.job_id} was reported twice, or never submitted")
+            elif not set(result.successful_keys or ()) <= set(job.keys):
+                raise BrokenLawError(f"job {result.job_id} was reported with keys of others")
+        return results
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        return None if self._explainer is None else self._explainer.explain(key, req_context, behind)
+
+    def _open(self, job: JobMetadata) -> None:
+        if job.job_id in self.open_jobs:
+            raise BrokenLawError(f"job {job.job_id} was submitted twice")
+        self.open_jobs[job.job_id] = job
+
+
+class Router:
+    """Believes the events of one engine.
+
+    Attributes:
+        believed: the blocks that each tier is believed to hold, host memory under None.
+    """
+
+    def __init__(self) -> None:
+        self.believed: dict[str | None, set[Block]] = {None: set()}
+
+    def read(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
+        """Believe ``events``."""
+        for event in events:
+            believed = self.believed.setdefault(event.tier, set())
+            blocks = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
+            if isinstance(event, BlockRemoved):
+                believed -= blocks
+            else:
+                believed |= blocks
+
+    def check_host(self, table: BlockTable) -> None:
+        """Fail when host memory holds something else than is believed."""
+        held = table.slots.held_blocks(table.get_block)
+        ready = {block_of(key) for key, block in held.items() if block.ref_cnt >= 0}
+        if self.believed[None] != ready:
+            wrong = len(self.believed[None] ^ ready)
+            raise BrokenLawError(f"events and host memory differ in {wrong} blocks")
+
+
+def block_of(key: OffloadKey) -> Block:
+    """Return what events call a block. Pure."""
+    return get_offload_group_idx(key), get_offload_block_hash(key)
+
+
+class ThreadErrors(logging.Handler):
+    """Keeps the errors that the top of a thread has caught: no fault that the storm makes may get there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record that has an exception."""
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            self.found.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+def require_bounded(stats: Mapping[str, float], num_requests: int, num_slots: int) -> None:
+    """Fail when something that requests and jobs leave behind grows beyond what they can need."""
+    limits = {"waiting_requests": num_requests, "open_jobs": 64 + 8 * num_slots}
+    for name, limit in limits.items():
+        if stats[name] > limit:
+            raise BrokenLawError(f"{name} is {stats[name]:g}, {limit} can be needed")
+
+
+def require_at_rest(stats: Mapping[str, float]) -> None:
+    """Fail when something still counts as under way although nothing is."""
+    gauges = (
+        "waiting_requests",
+        "open_jobs",
+        "connector.open_jobs",
+        "connector.fenced_jobs",
+        "connector.requests",
+    )
+    for name, value in stats.items():
+        if value and (name in gauges or name.endswith(".in_flight_store_bytes")):
+            raise BrokenLawError(f"{name} is {value:g} when nothing is under way")

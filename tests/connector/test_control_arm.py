@@ -1,0 +1,115 @@
+"""What loading saves, with its interval: on numbers whose truth is known."""
+
+import random
+from statistics import fmean
+
+import pytest
+
+from kvtier.connector.control_arm import (
+    BUCKETS,
+    MIN_REQUESTS,
+    TREATMENT_RATIO,
+    ControlArm,
+    DecayingMean,
+    bucket_of,
+    find_interval,
+)
+from kvtier.connector.request_state import Arm
+
+NUM_TOKENS = 1000
+
+
+def fill(arm: ControlArm, rng: random.Random, loaded_s: float, computed_s: float, num: int) -> None:
+    """Add ``num`` requests of each kind with noisy times."""
+    for _ in range(num):
+        arm.add("fs", NUM_TOKENS, loaded_s * rng.lognormvariate(0, 0.3), Arm.LOADED)
+        arm.add("fs", NUM_TOKENS, computed_s * rng.lognormvariate(0, 0.3), Arm.AUDITED)
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng, num_covered, num_trials = random.Random(1), 0, 400
+    truth = (2.0 - 0.5) * 1.046 / NUM_TOKENS  # the mean of that noise is exp(0.3^2 / 2)
+    for _ in range(num_trials):
+        arm = ControlArm(random.Random(0))
+        fill(arm, rng, loaded_s=0.5, computed_s=2.0, num=30)
+        found = arm.intervals()[0]
+        num_covered += found.low_s <= truth <= found.high_s
+
+    assert num_covered / num_trials > 0.9
+
+
+def test_with_few_audits_the_interval_is_wide_and_still_covers() -> None:
+    rng, num_covered, num_trials = random.Random(2), 0, 400
+    for _ in range(num_trials):
+        loaded, computed = DecayingMean(), DecayingMean()
+        for _ in range(100):
+            loaded.add(rng.gauss(1.0, 0.2))
+        for _ in range(MIN_REQUESTS):
+            computed.add(rng.gauss(1.5, 0.2))
+        _, low_s, high_s = find_interval(loaded, computed)
+        num_covered += low_s <= 0.5 <= high_s
+
+    assert num_covered / num_trials > 0.9
+
+
+def test_too_few_requests_give_no_interval_and_switch_nothing_off() -> None:
+    arm = ControlArm(random.Random(0))
+    fill(arm, random.Random(0), loaded_s=100.0, computed_s=0.1, num=MIN_REQUESTS - 1)
+
+    assert not arm.is_off("fs", NUM_TOKENS)
+    assert not [name for name in arm.stats() if name.startswith("audit.saved_s.")]
+
+
+def test_a_class_is_off_while_its_interval_lies_below_zero_and_the_others_are_not() -> None:
+    arm, rng = ControlArm(random.Random(0)), random.Random(3)
+    fill(arm, rng, loaded_s=5.0, computed_s=1.0, num=10)
+
+    assert arm.is_off("fs", NUM_TOKENS)
+    assert not arm.is_off("fs", 20_000)
+    assert not arm.is_off("host", NUM_TOKENS)
+    assert arm.stats()["audit.switched_off.256.fs"] == 1.0
+
+    for _ in range(40):
+        arm.add("fs", NUM_TOKENS, 0.2 * rng.lognormvariate(0, 0.3), Arm.LOADED)
+    assert not arm.is_off("fs", NUM_TOKENS)
+
+
+def test_equal_kinds_are_not_told_apart_more_often_than_chance() -> None:
+    rng, num_off = random.Random(4), 0
+    for _ in range(400):
+        arm = ControlArm(random.Random(0))
+        fill(arm, rng, loaded_s=1.0, computed_s=1.0, num=30)
+        num_off += arm.is_off("fs", NUM_TOKENS)
+
+    assert num_off / 400 < 0.05
+
+
+def test_the_mean_of_equal_weights_follows_a_change() -> None:
+    mean = DecayingMean()
+    for _ in range(100):
+        mean.add(1.0)
+    for _ in range(64):
+        mean.add(3.0)
+
+    assert mean.mean == pytest.approx(3.0, abs=0.15)
+    assert mean.num == 164
+
+
+def test_equal_numbers_have_no_variance() -> None:
+    loaded, computed = DecayingMean(), DecayingMean()
+    for _ in range(5):
+        loaded.add(1.0)
+        computed.add(4.0)
+
+    assert find_interval(loaded, computed) == (3.0, 3.0, 3.0)
+
+
+def test_a_small_share_is_loaded_although_switched_off() -> None:
+    arm = ControlArm(random.Random(7))
+
+    assert fmean(arm.draws_treatment() for _ in range(10_000)) == pytest.approx(TREATMENT_RATIO, rel=0.2)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 255, 256, 1023, 1024, 65_536, 10**6])
+def test_a_hit_belongs_to_the_last_class_that_begins_at_or_below_it(num_tokens: int) -> None:
+    assert bucket_of(num_tokens) == max(begin for begin in BUCKETS if begin <= num_tokens)

@@ -1,0 +1,258 @@
+"""What parses bytes that others have written, one function each, as fuzzers call it.
+
+A function returns when the bytes are accepted or refused in the way that its parser promises. Everything else is a
+finding: another exception, an answer that contradicts the bytes, a call that takes seconds.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvtier.base import OffloadKey
+from kvtier.config import parse_settings as parse_connector_settings
+from kvtier.errors import KVTierError
+from kvtier.namespace import ABSENT, differences, parse_document
+from kvtier.observe.control_commands import make_command
+from kvtier.observe.control_wire import decode
+from kvtier.settings import parse_settings
+from kvtier.sim.formats.registry import read_trace
+from kvtier.tiering.base import parse_tier_settings
+from kvtier.tiering.fs.settings import FSSettings
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    Envelope,
+    HeaderCheck,
+    check_block,
+    make_header,
+    unpack,
+)
+from kvtier.tiering.mooncake.settings import MooncakeSettings
+from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.slab.settings import SlabSettings
+from kvtier.tiering.slab.superblock import SlabGeometry, pack_superblock, unpack_superblock
+from kvtier.tiering.valkey.resp import ProtocolError, ReplyReader, read_reply, read_value
+from kvtier.tiering.valkey.settings import ValkeySettings
+
+NAMESPACE = bytes(range(16))
+KEY = OffloadKey(bytes(36))
+SUPERBLOCK_FIELDS_BYTES = 40
+"""Bytes in front of a superblock's digest."""
+
+MAX_MESSAGE_CHARS = 2000
+
+DOCUMENT = json.dumps({"layout_version": 1, "model": {"dtype": "float16", "layers": [1, 2, 3]}})
+SETTINGS_OF_TIER = {
+    "fs": FSSettings,
+    "slab": SlabSettings,
+    "obj": ObjSettings,
+    "valkey": ValkeySettings,
+    "mooncake": MooncakeSettings,
+}
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A parser under test.
+
+    Attributes:
+        name: as the corpus' folder is called.
+        feed: hands it some bytes; raises on a finding.
+        seeds: bytes that it accepts, or nearly.
+        words: what its input is made of, for a fuzzer's dictionary.
+    """
+
+    name: str
+    feed: Callable[[bytes], None]
+    seeds: Sequence[bytes]
+    words: Sequence[bytes] = ()
+
+
+def feed_envelope(data: bytes) -> None:
+    """Read a block's header and check the payload behind it, as they are and with the header's checksum made right."""
+    header, payload = data[:ENVELOPE_BYTES], data[ENVELOPE_BYTES:]
+    _read_envelope(header, payload)
+    if len(header) == ENVELOPE_BYTES:
+        fields = header[:-8]
+        _read_envelope(fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little"), payload)
+
+
+def _read_envelope(header: bytes, payload: bytes) -> None:
+    found = unpack(header)
+    asked = check_block(header, payload, KEY, NAMESPACE)
+    if isinstance(found, Envelope):
+        own = check_block(header, payload, found.key, found.namespace, codec=found.codec)
+        assert own in (HeaderCheck.OK, HeaderCheck.DAMAGED), own
+        if asked is HeaderCheck.OK:
+            assert (found.key, found.namespace, found.stored_bytes) == (KEY, NAMESPACE, len(payload))
+    else:
+        assert asked is found, (asked, found)
+
+
+def feed_superblock(data: bytes) -> None:
+    """Read the first page of a slab, as it is and with its digest made right.
+
+    A page that is accepted has the bytes that its geometry makes.
+    """
+    fields = data[:SUPERBLOCK_FIELDS_BYTES]
+    digest = hashlib.blake2b(fields, digest_size=16, usedforsecurity=False).digest()
+    for page in (data, fields + digest):
+        found = unpack_superblock(page)
+        if isinstance(found, SlabGeometry):
+            made = pack_superblock(found)
+            assert unpack_superblock(made) == found
+            padding = slice(20, 24)
+            assert made[: padding.start] == page[: padding.start]
+            assert (
+                made[padding.stop : SUPERBLOCK_FIELDS_BYTES] == page[padding.stop : SUPERBLOCK_FIELDS_BYTES]
+            )
+
+
+def feed_document(data: bytes) -> None:
+    """Read a namespace's document and compare it with another one and with itself."""
+    text = data.decode("utf-8", "replace")
+    try:
+        parse_document(text)
+        assert not differences(text, text) or "NaN" in text, "a document differs from itself"
+        found = differences(text, DOCUMENT)
+    except KVTierError:
+        return
+    assert all(one.value_a != one.value_b or one.value_a == ABSENT for one in found) or found
+
+
+class Wire:
+    """A socket that hands out prepared bytes, a few at a time."""
+
+    def __init__(self, data: bytes, step: int) -> None:
+        self._data, self._step = memoryview(data), step
+
+    def recv_into(self, target: memoryview, num_bytes: int = 0, flags: int = 0) -> int:
+        """Fill ``target`` with what is left, at most ``step`` bytes; 0 at the end."""
+        del flags
+        length = min(num_bytes or len(target), len(target), self._step, len(self._data))
+        target[:length] = self._data[:length]
+        self._data = self._data[length:]
+        return length
+
+
+def feed_reply(data: bytes) -> None:
+    """Read replies of a server: the first byte says how the rest is cut; a row is filled whole or is no value."""
+    step, replies = 1 + data[0] % 64 if data else 1, data[1:]
+    wire: Any = Wire(replies, step)  # Any: it stands in for a socket
+    reader = ReplyReader(wire)
+    header, row = bytearray(8), bytearray(32)
+    try:
+        reply = read_value(reader, memoryview(header), memoryview(row))
+        if reply.kind == "$" and reply.number == len(header) + len(row):
+            assert bytes(header + row) in replies, "the row is not what was sent"
+        while True:
+            read_reply(reader)
+    except ProtocolError:
+        return
+
+
+def feed_trace(data: bytes) -> None:
+    """Read a trace: the first byte says in which format, 0 to find out."""
+    names = (None, "shared", "mooncake", "qwen_bailian", "kvtier", "kv_events")
+    name = names[data[0] % len(names)] if data else None
+    with tempfile.NamedTemporaryFile(dir=_quick_folder()) as file:
+        file.write(data[1:])
+        file.flush()
+        try:
+            trace = read_trace(Path(file.name), name)
+        except KVTierError:
+            return
+    assert trace.requests, "a trace without a request is refused"
+
+
+def feed_settings(data: bytes) -> None:
+    """Read the settings of the connector and of its tiers from JSON."""
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(values, dict):
+        return
+    _expect_own_error(partial(parse_connector_settings, values))
+    for tier in _tiers_in(values):
+        kind = SETTINGS_OF_TIER.get(str(tier.get("type")))
+        own = {name: value for name, value in tier.items() if name != "type"}
+        if kind is None:
+            _expect_own_error(partial(parse_tier_settings, own))
+        else:
+            _expect_own_error(partial(parse_settings, kind, own))
+
+
+def feed_control(data: bytes) -> None:
+    """Read a line of the control socket and make the command that it asks for."""
+    try:
+        request = decode(data)
+        make_command(request.get("do"), request, lambda tokens: [b"hash"] * (len(tokens) // 16))
+    except KVTierError:
+        return
+
+
+def _expect_own_error(parse: Callable[[], object]) -> None:
+    message = ""
+    try:
+        parse()
+    except KVTierError as error:
+        message = str(error)
+    assert len(message) < MAX_MESSAGE_CHARS, "a value was not cut"
+
+
+def _tiers_in(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    tiers = values.get("secondary_tiers", [])
+    return [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []
+
+
+def _quick_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108  # a file of its own name, gone at once
+
+
+PAYLOAD = b"payload of a block"
+MOONCAKE_LINE = b'{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}\n'
+QWEN_LINE = (
+    b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 32, "output_length": 4, "type": "text", '
+    b'"turn": 1, "hash_ids": [7, 8]}\n'
+)
+FS_TIER = b'{"type": "fs", "root_dir": "/x", "capacity_bytes": 1}'
+
+PARSERS = {
+    one.name: one
+    for one in (
+        Parser("envelope", feed_envelope, [make_header(KEY, NAMESPACE, PAYLOAD) + PAYLOAD], [b"KVTB"]),
+        Parser("superblock", feed_superblock, [pack_superblock(SlabGeometry(4096, 10))], [b"kvtier-slab"]),
+        Parser("document", feed_document, [DOCUMENT.encode()], [b"layout_version", b"tenant_salt", b"epoch"]),
+        Parser(
+            "reply",
+            feed_reply,
+            [b"\x07+OK\r\n", b"\x01$40\r\n" + bytes(40) + b"\r\n:1\r\n", b"\x20-MOVED 1 a:2\r\n$-1\r\n"],
+            [b"\r\n", b"$-1", b"-ASK ", b"*2"],
+        ),
+        Parser(
+            "trace",
+            feed_trace,
+            [b"\x00" + MOONCAKE_LINE, b"\x03" + QWEN_LINE, b"\x00" + QWEN_LINE],
+            [b"hash_ids"],
+        ),
+        Parser(
+            "settings",
+            feed_settings,
+            [b'{"cpu_bytes_to_use": "8GiB", "secondary_tiers": [' + FS_TIER + b"]}"],
+            [b"GiB", b'"type"', b"secondary_tiers", b"valkey", b"slab", b"1e999"],
+        ),
+        Parser(
+            "control",
+            feed_control,
+            [b'{"do": "pin", "token_ids": [1, 2, 3], "lease_s": 5}', b'{"do": "purge", "all": true}'],
+            [b"unpin", b"prefetch", b"drain", b"tiers"],
+        ),
+    )
+}

@@ -1,0 +1,111 @@
+"""What a store holds is listed, checked and removed without an engine, and by a living one."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+from tests.cli.place.conftest import Run, run
+from tests.tiering.mooncake.conftest import StartTier, salted
+from tests.tiering.mooncake.live import LiveStore, Vandal
+from tests.tiering.purged import check_purge
+
+from kvtier.errors import TierError
+from kvtier.namespace import make_namespace
+from kvtier.testing.tier_suite import ROW_BYTES, make_config
+from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.place import BlockState, Place
+from kvtier.tiering.mooncake import MooncakeTier
+from kvtier.tiering.mooncake.place import open_mooncake_place
+from kvtier.tiering.places import open_place
+
+__all__ = ["run"]
+
+pytestmark = pytest.mark.servers
+
+BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
+
+
+@pytest.fixture
+def place(shared_store: LiveStore) -> Place:
+    """The shared store."""
+    return open_mooncake_place({"master": shared_store.address, "admin_port": shared_store.admin_port})
+
+
+def name_of_model(salt: str, model: str = "model-a") -> str:
+    return make_namespace(salted(make_config(model), salt), ROW_BYTES).name
+
+
+def test_blocks_are_listed_by_namespace_with_their_bytes(
+    shared_store: LiveStore, start_tier: StartTier, salt: str, place: Place, vandal: Vandal
+) -> None:
+    start_tier(shared_store).store([1, 2])
+    start_tier(shared_store, "model-b").store([3])
+    a, b = name_of_model(salt), name_of_model(salt, "model-b")
+    assert {a, b} <= {one.name for one in place.namespaces()}
+    blocks = list(place.blocks([a]))
+    assert [(block.namespace, block.num_bytes, block.used_s) for block in blocks] == [
+        (a, BLOCK_BYTES, None)
+    ] * 2
+    summary = place.summary()
+    assert summary.capacity_bytes == 2 * 64 * 2**20
+    place.close()
+
+
+def test_a_damaged_value_is_told_from_whole_ones(
+    shared_store: LiveStore,
+    start_tier: StartTier,
+    salt: str,
+    place: Place,
+    vandal: Vandal,
+    name_of: Callable[[int], str],
+) -> None:
+    start_tier(shared_store).store([1])
+    vandal.put(name_of(2), b"x" * BLOCK_BYTES)
+    states = {block.address: place.check(block) for block in place.blocks([name_of_model(salt)])}
+    assert states == {name_of(1): BlockState.WHOLE, name_of(2): BlockState.DAMAGED}
+    (gone,) = (block for block in place.blocks([name_of_model(salt)]) if block.address == name_of(2))
+    place.begin_removal()
+    assert place.remove([gone], unless_changed=False).num == 1
+    assert place.check(gone) is BlockState.GONE
+    place.end_removal(())
+    place.close()
+
+
+def test_the_commands_work_on_a_store(
+    shared_store: LiveStore, start_tier: StartTier, salt: str, run: Run
+) -> None:
+    start_tier(shared_store).store([1, 2, 3])
+    start_tier(shared_store, "model-b").store([3])
+    name = name_of_model(salt)
+    where = json.dumps(
+        {"type": "mooncake", "master": shared_store.address, "admin_port": shared_store.admin_port}
+    )
+    status, out, _ = run("inspect", where, "--json")
+    found = {one["name"]: one["blocks"] for one in json.loads(out)["namespaces"]}
+    assert (status, found[name]) == (0, 3)
+    # Other tests of the session have put damaged values beside these.
+    status, out, _ = run("verify", where, "--json")
+    assert status in (0, 1)
+    assert json.loads(out)["states"]["whole"] >= 4
+    assert run("purge", where, "--namespace", name)[1].startswith("removed 3 blocks")
+    found = {
+        one["name"]: one["blocks"] for one in json.loads(run("inspect", where, "--json")[1])["namespaces"]
+    }
+    assert name not in found
+    assert found[name_of_model(salt, "model-b")] == 1
+    status, _, err = run("purge", where, "--older-than", "1d")
+    assert status == 2
+    assert "its blocks have no time" in err
+
+
+def test_a_page_that_does_not_answer_is_named_with_its_setting(shared_store: LiveStore) -> None:
+    with pytest.raises(TierError, match="is admin_port its --metrics_port"):
+        open_place(json.dumps({"type": "mooncake", "master": shared_store.address, "admin_port": 1}))
+    with pytest.raises(TierError, match=r"page http://127\.0\.0\.1:9003"):
+        open_place(f"mooncake://{shared_store.address}")
+
+
+def test_a_living_engine_purges_what_it_has_in_a_store(shared_store: LiveStore, salt: str) -> None:
+    config = salted(make_config("model-a", DRIVEN_ROW_BYTES), salt)
+    check_purge(lambda view: MooncakeTier(config, view, master=shared_store.address), is_named=False)

@@ -1,0 +1,233 @@
+"""A purge of a living engine reaches its tiers: nothing comes back, and nothing is lost that a transfer uses."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import pytest
+from tests.tiering.purged import BLOCKS, HANG_GUARD_S, check_purge, end, make_driver
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import TierError, UnknownNameError
+from kvtier.misses import MissCause
+from kvtier.testing.tier_suite import key_of, make_config
+from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
+from kvtier.tiering.base import BackendPurger, PurgeOutcome, SecondaryTierManager, TierSettings
+from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.kit.purging import BackgroundPurge, Batches, Removed
+from kvtier.tiering.obj import ObjTier
+from kvtier.tiering.slab import SlabTier
+from kvtier.tiering.slab.slab_file import REAL_CALLS, Buffers, SystemCalls
+
+CAPACITY = "1MiB"
+
+EVENTS = TierSettings(emit_events=True)
+
+Make = Callable[[Path, memoryview], SecondaryTierManager]
+
+
+def make_fs(folder: Path, view: memoryview, model: str = "model-a") -> SecondaryTierManager:
+    root = str(folder / "fs")
+    return FSTier(make_config(model, ROW_BYTES), view, EVENTS, root_dir=root, capacity_bytes=CAPACITY)
+
+
+def make_slab(folder: Path, view: memoryview, calls: SystemCalls = REAL_CALLS) -> SlabTier:
+    path, config = str(folder / "slab"), make_config("model-a", ROW_BYTES)
+    return SlabTier(config, view, EVENTS, calls=calls, path=path, capacity_bytes=CAPACITY)
+
+
+def make_obj(folder: Path, view: memoryview) -> SecondaryTierManager:
+    return ObjTier(make_config("model-a", ROW_BYTES), view, url=f"file://{folder / 'obj'}")
+
+
+@pytest.mark.parametrize("make", [make_fs, make_slab, make_obj])
+def test_a_purge_leaves_nothing_to_find(make: Make, tmp_path: Path) -> None:
+    check_purge(lambda view: make(tmp_path, view))
+
+
+def test_a_purge_leaves_the_blocks_of_other_namespaces(tmp_path: Path) -> None:
+    other = make_driver(lambda view: make_fs(tmp_path, view, "model-b"))
+    other.evict_everything()
+    assert other.manager.drain(HANG_GUARD_S)
+    driver = make_driver(lambda view: make_fs(tmp_path, view))
+    assert end(driver, driver.manager.purge(["fs"])).num_purged == {"fs": len(BLOCKS)}
+    assert other.search_until_known([0, 1], ReqContext("other"), 10**6) == 2
+    for each in (driver, other):
+        each.manager.shutdown()
+
+
+def test_routers_hear_of_each_block_that_a_purge_removes(tmp_path: Path) -> None:
+    driver = make_driver(lambda view: make_fs(tmp_path, view))
+    driver.step()
+    announced = keys_of_events(driver, removed=False)
+    end(driver, driver.manager.purge(["fs"]))
+    driver.step()
+    assert announced == keys_of_events(driver, removed=True) == {key_of(number) for number in BLOCKS}
+    driver.manager.shutdown()
+
+
+def keys_of_events(driver: TieringDriver, *, removed: bool) -> set[OffloadKey]:
+    events = [event for event in driver.manager.take_events() if event.medium == "fs"]
+    return {key for event in events if event.removed is removed for key in event.keys}
+
+
+def test_a_slot_that_cannot_be_emptied_is_named_and_not_found(tmp_path: Path) -> None:
+    def refuse(fd: int, buffers: Buffers, offset: int) -> int:
+        if is_broken.is_set():
+            raise OSError(errno.EIO, "no")
+        return REAL_CALLS.pwritev(fd, buffers, offset)
+
+    is_broken = Event()
+    calls = replace(REAL_CALLS, pwritev=refuse)
+    driver = make_driver(lambda view: make_slab(tmp_path, view, calls))
+    is_broken.set()
+    purged = end(driver, driver.manager.purge(["slab"]))
+    assert "12 slots of" in purged.unable["slab"]
+    driver.evict_everything()
+    assert driver.search_until_known(list(BLOCKS), ReqContext("asked")) == 0
+    is_broken.clear()
+    driver.manager.shutdown()
+
+
+class ScriptedTier(ExampleSecondaryTier, BackendPurger):
+    """The example tier, whose purge ends when a test says so."""
+
+    purge = None  # type: ignore[assignment]  # a tier is purged in one of two ways
+    outcome: PurgeOutcome | int = 0
+    num_begun = 0
+    num_looked_up = 0
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "scripted"
+
+    def begin_purge(self) -> None:
+        self.num_begun += 1
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        return self.outcome
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self.num_looked_up += 1
+        return super().lookup(key, req_context)
+
+
+@pytest.fixture
+def driver() -> TieringDriver:
+    """A manager with a tier whose jobs end a step late."""
+    return TieringDriver(
+        16, lambda view: [ScriptedTier(make_config("model-a", ROW_BYTES), view, simulate_async=True)]
+    )
+
+
+def tier_of(driver: TieringDriver) -> ScriptedTier:
+    (tier,) = driver.tiers
+    assert isinstance(tier, ScriptedTier)
+    return tier
+
+
+def test_a_backend_removes_only_when_no_job_is_open_and_gets_none_meanwhile(driver: TieringDriver) -> None:
+    tier = tier_of(driver)
+    driver.store([1, 2])
+    assert driver.manager.stats()["tier.0.scripted.in_flight_store_bytes"] > 0
+    purge = driver.manager.purge(["scripted"])
+    assert tier.num_begun == 0
+    driver.search([1, 2, 7], ReqContext("during"))
+    driver.store([3])
+    for _ in range(4):
+        driver.step()
+    assert (tier.num_begun, tier.num_looked_up, purge.result) == (1, 0, None)
+    assert driver.manager.stats()["tier.0.scripted.in_flight_store_bytes"] == 0
+
+    tier.outcome = PurgeOutcome(2, [key_of(1), key_of(2)])
+    assert end(driver, purge).num_purged == {"scripted": 2}
+    driver.step()
+    assert driver.manager.stats()["tier.0.scripted.in_flight_store_bytes"] > 0
+
+
+def test_two_purges_at_once_are_one(driver: TieringDriver) -> None:
+    first = driver.manager.purge(["scripted"])
+    second = driver.manager.purge(None)
+    assert first is second
+    assert tier_of(driver).num_begun == 1
+    tier_of(driver).outcome = 5
+    driver.step()
+    assert first.num_removed == 5
+    tier_of(driver).outcome = PurgeOutcome(7)
+    assert end(driver, first).num_purged == {"host": 0, "scripted": 7}
+    assert driver.manager.purge(["scripted"]) is not first
+
+
+def test_what_a_tier_delivers_while_host_memory_is_purged_goes_too(driver: TieringDriver) -> None:
+    driver.store([1])
+    assert driver.manager.drain(HANG_GUARD_S)
+    driver.evict_everything()
+    request = ReqContext("waits")
+    assert driver.search([1], request) is None
+    driver.step()
+    tier_of(driver).outcome = PurgeOutcome(1, [key_of(1)])
+    purge = driver.manager.purge(None)
+    driver.manager.request_finished(request)
+    end(driver, purge)
+    assert driver.primary.table.num_held == 0
+
+
+def test_a_tier_that_fails_or_cannot_is_named_with_the_reason(driver: TieringDriver) -> None:
+    tier = tier_of(driver)
+    tier.outcome = PurgeOutcome(3, error="the disk is gone")
+    purged = end(driver, driver.manager.purge(None))
+    assert (purged.num_purged, purged.unable) == (
+        {"host": 0, "scripted": 3},
+        {"scripted": "the disk is gone"},
+    )
+
+    def refuse() -> None:
+        raise TierError("scripted", "not today")
+
+    tier.begin_purge = refuse  # type: ignore[method-assign]
+    assert "not today" in end(driver, driver.manager.purge(["scripted"])).unable["scripted"]
+    with pytest.raises(UnknownNameError, match="scripted"):
+        driver.manager.purge(["script"])
+
+
+def test_a_miss_while_a_purge_is_under_way_says_so(driver: TieringDriver) -> None:
+    driver.manager.purge(["scripted"])
+    asked = ReqContext("asked")
+    assert driver.search([1], asked) == 0
+    miss = driver.manager.explain(key_of(1), asked)
+    assert miss is not None
+    assert (miss.cause, miss.detail["reason"]) == (MissCause.PURGED, "a purge is under way")
+
+
+def test_a_purge_ends_with_its_engine() -> None:
+    removing = Event()
+
+    def remove(namespace: str) -> Batches:
+        while True:
+            removing.set()
+            yield Removed(1, [])
+
+    purge = BackgroundPurge("some", remove)
+    purge.begin("a")
+    assert removing.wait(HANG_GUARD_S)
+    assert purge.stop(HANG_GUARD_S)
+    outcome = purge.poll()
+    assert isinstance(outcome, PurgeOutcome)
+    assert outcome.num_blocks > 0
+    assert "ended before" in outcome.error
+
+
+def test_a_crash_of_a_removal_is_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    def remove(namespace: str) -> Batches:
+        yield Removed(2, [key_of(1)])
+        raise RuntimeError("a bug")
+
+    purge = BackgroundPurge("some", remove)
+    purge.begin("a")
+    while isinstance(outcome := purge.poll(), int):
+        pass
+    assert outcome == PurgeOutcome(2, [key_of(1)], "RuntimeError: a bug")
+    assert "a purge has failed" in caplog.text

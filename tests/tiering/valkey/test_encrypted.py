@@ -1,0 +1,46 @@
+"""The valkey tier keeps the contract of a tier that encrypts, on each kind of server."""
+
+from pathlib import Path
+
+import pytest
+from tests.tiering.encrypted_suite import EncryptedSuite
+from tests.tiering.valkey.live import LiveServer
+
+from kvtier.base import OffloadKey
+from kvtier.config import OffloadingConfig
+from kvtier.testing.tier_suite import TierDriver, key_of
+from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.valkey import ValkeyTier
+
+
+class TestServer(EncryptedSuite):
+    """As configured by a user who names the server only."""
+
+    @pytest.fixture(autouse=True)
+    def _server(self, shared_server: LiveServer) -> None:
+        self.url = shared_server.url
+        self.server = shared_server
+
+    def make_encrypting(
+        self, config: OffloadingConfig, rows: memoryview, directory: Path
+    ) -> SecondaryTierManager:
+        return ValkeyTier(config, rows, url=self.url)
+
+    def read_value(self, tier: SecondaryTierManager, key: OffloadKey) -> bytes:
+        assert isinstance(tier, ValkeyTier)
+        with self.server.client() as client:
+            value = client.get(tier._namespace.block_name(key))
+        assert isinstance(value, bytes)
+        return value
+
+    def write_value(self, tier: SecondaryTierManager, key: OffloadKey, value: bytes) -> None:
+        assert isinstance(tier, ValkeyTier)
+        with self.server.client() as client:
+            client.set(tier._namespace.block_name(key), value)
+
+    def test_no_name_on_the_server_has_a_key(self, driver: TierDriver) -> None:
+        driver.store([1, 2])
+        with self.server.client() as client:
+            names = list(client.scan_iter())
+        assert len(names) >= 3
+        assert not any(key_of(number).hex().encode() in name for name in names for number in (1, 2))
