@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from benchmarks.identity.peers import PEERS
 
+SAME_ANSWER = "same answer"
+"""What a row says whose engines answer alike where their keys and values cannot be read."""
+
 UNCHANGED = "nothing"
 """Group of the rows whose blocks must be found."""
 
@@ -58,7 +61,7 @@ def summarize(rows: Sequence[Row]) -> str:
         asked = [row for row in changes if peer.name in row.separated_by]
         if asked:
             shared = [row for row in asked if not row.separated_by[peer.name] and not row.num_shared]
-            wrong = sum(row.difference not in (0, 0.0) for row in shared)
+            wrong = sum(row.difference not in (0, SAME_ANSWER) for row in shared)
             text += f" The key of {peer.name} is the same in {len(shared)} of {len(asked)} changes"
             text += f", in {wrong} of which the bytes differ."
     return text
