@@ -249,6 +249,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         found = self._purge.poll()
         if isinstance(found, PurgeOutcome):
             self._lookup.clear()  # what was found before is gone
+            self._block_store.on_purged()
         return found
 
     def stats(self) -> dict[str, float]:

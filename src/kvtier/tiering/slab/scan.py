@@ -21,7 +21,6 @@ from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     HEADER_PAGE_BYTES,
     NAMESPACE_BYTES,
-    NO_ENCRYPTION,
     RAW_CODEC,
     Buffer,
     HeaderCheck,
@@ -262,7 +261,7 @@ class HeaderReader:
             headers.unknown.append(slot)
         elif isinstance(found, HeaderCheck) or found.stored_bytes != self._file.geometry.row_bytes:
             headers.free.append(slot)
-        elif found.codec != RAW_CODEC or found.key_id != NO_ENCRYPTION:
+        elif found.codec != RAW_CODEC:
             headers.unknown.append(slot)
         else:
             headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key))
