@@ -9,7 +9,7 @@ from tests.tiering.mooncake.conftest import StartTier, salted
 from tests.tiering.mooncake.live import LiveStore, Vandal
 from tests.tiering.purged import check_purge
 
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
@@ -118,6 +118,13 @@ def test_a_page_that_does_not_answer_is_named_with_its_setting(shared_store: Liv
             )
         )
     with pytest.raises(TierError, match=r"page http://127\.0\.0\.1:9003"):
+        open_place(
+            json.dumps({"type": "mooncake", "master": shared_store.address, "allow_any_interface": True})
+        )
+
+
+def test_a_url_alone_allows_no_listener(shared_store: LiveStore) -> None:
+    with pytest.raises(ConfigError, match="allow_any_interface"):
         open_place(f"mooncake://{shared_store.address}")
 
 
