@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "a file for which there was no room counts as written",
         "tiering/fs/store.py",
-        "            self._full_disk.on_failure(\"room\", f\"no room although capacity_bytes is not reached: {answer}\")\n            return StoreOutcome.NO_ROOM\n",
-        "            return StoreOutcome.WRITTEN\n",
+        ' is not reached: {answer}")\n            return StoreOutcome.NO_ROOM\n',
+        ' is not reached: {answer}")\n            return StoreOutcome.WRITTEN\n',
         "tests/tiering/fs/test_store.py",
     ),
     Mutant(
