@@ -250,6 +250,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         if isinstance(found, PurgeOutcome):
             self._lookup.clear()  # what was found before is gone
             self._block_store.on_purged()
+            if self._encryption is not None:
+                # The backend has keyed names. Without keys every announced block is withdrawn.
+                return PurgeOutcome(found.num_blocks, error=found.error)
         return found
 
     def stats(self) -> dict[str, float]:
