@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "a failed promotion makes its blocks ready",
         "tiering/transfers.py",
-        "            finish_writes(failed, success=False, may_settle_orphans=False)",
-        "            finish_writes(failed, success=True, may_settle_orphans=False)",
+        "            finish_writes(failed, success=False, is_promotion=True)",
+        "            finish_writes(failed, success=True, is_promotion=True)",
     ),
     Mutant(
         "a finished cascade stays pinned",
@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "a file for which there was no room counts as written",
         "tiering/fs/store.py",
-        "    if answer.errno in NO_ROOM:\n        return StoreOutcome.NO_ROOM\n",
-        "    if answer.errno in NO_ROOM:\n        return StoreOutcome.WRITTEN\n",
+        ' is not reached: {answer}")\n            return StoreOutcome.NO_ROOM\n',
+        ' is not reached: {answer}")\n            return StoreOutcome.WRITTEN\n',
         "tests/tiering/fs/test_store.py",
     ),
     Mutant(
@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "a slab's failed write counts as written",
         "tiering/slab/store.py",
-        "            self._erase([run[0].pin])\n            return []\n",
-        "            self._erase([run[0].pin])\n",
+        "            self._erase(opened, [run[0].pin])\n            return []\n",
+        "            self._erase(opened, [run[0].pin])\n",
         "tests/tiering/slab/test_store.py",
     ),
     Mutant(

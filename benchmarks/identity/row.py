@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from benchmarks.identity.peers import PEERS
 
+SAME_ANSWER = "same answer"
+"""What a row says whose engines answer alike where their keys and values cannot be read."""
+
 UNCHANGED = "nothing"
 """Group of the rows whose blocks must be found."""
 
@@ -53,14 +56,15 @@ def summarize(rows: Sequence[Row]) -> str:
     """Return the sums of all rows in one sentence. Pure."""
     leaks, lost = sum(row.is_leak for row in rows), sum(row.is_lost for row in rows)
     changes = [row for row in rows if row.group != UNCHANGED]
-    text = f"{len(rows)} rows: {leaks} find blocks of the other engine, {lost} miss blocks that both have in common."
+    text = f"Of {len(rows)} rows {leaks} find blocks of the other engine."
+    text += f" Of those that both have in common {lost} are missed."
     for peer in PEERS:
         asked = [row for row in changes if peer.name in row.separated_by]
         if asked:
             shared = [row for row in asked if not row.separated_by[peer.name] and not row.num_shared]
-            wrong = sum(row.difference not in (0, 0.0) for row in shared)
-            text += f" The key of {peer.name} is the same in {len(shared)} of {len(asked)} changes"
-            text += f", in {wrong} of which the bytes differ."
+            wrong = sum(row.difference not in (0, SAME_ANSWER) for row in shared)
+            text += f" The key of {peer.name} is the same in {len(shared)} of {len(asked)} changes."
+            text += f" The bytes differ in {wrong} of those."
     return text
 
 

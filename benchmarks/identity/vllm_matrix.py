@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.identity.peers import PEERS, KeyFields
-from benchmarks.identity.row import UNCHANGED, Row
+from benchmarks.identity.row import SAME_ANSWER, UNCHANGED, Row
 from benchmarks.vllm.checkpoints import SMALL, VOCAB_SIZE, save_llama
 from benchmarks.vllm.engine import EngineOptions
 from benchmarks.vllm.engine_process import EngineProcess
@@ -92,13 +92,6 @@ def list_changes() -> list[Change]:
         ),
         Change("settings", "seed of the hashes", environment={"PYTHONHASHSEED": "1"}, key=None),
         Change("settings", "tenant", settings={"tenant_salt": "b"}),
-        Change(
-            "settings",
-            "two ranks of tensor parallelism",
-            arguments={"tensor_parallel_size": 2},
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-            key={"tensor_parallel_size": 2},
-        ),
         Change("settings", "the checkpoint in another folder", key={"model_name": "/other"}),
         Change("prompt", "cache_salt of the request", request={"cache_salt": "x"}, key=None),
     ]
@@ -129,7 +122,7 @@ def run_matrix(folder: Path, changes: list[Change]) -> Iterator[Row]:
         with EngineProcess(_options_of(change, options, _place_checkpoint(change, original))) as engine:
             found = engine.serve([PROMPT], 1).loaded_tokens.get("fs", 0)
             other = engine.serve_without([PROMPT], 8).answers[0].tokens
-        difference = "same answer" if other == answer else "another answer"
+        difference = SAME_ANSWER if other == answer else "another answer"
         shared = expected if change.is_found else 0
         yield Row(change.group, f"vLLM: {change.name}", found, shared, difference, _separated_by(change))
 

@@ -42,8 +42,10 @@ def test_a_row_that_finds_more_is_a_leak_and_one_that_finds_less_is_lost() -> No
     assert (leak.is_leak, lost.is_leak) == (True, False)
     assert (leak.is_lost, lost.is_lost) == (False, True)
     summary = summarize([ROW, leak, lost])
-    assert summary.startswith("3 rows: 1 find blocks of the other engine, 1 miss blocks")
-    assert "The key of LMCache is the same in 2 of 2 changes, in 2 of which the bytes differ" in summary
+    assert summary.startswith(
+        "Of 3 rows 1 find blocks of the other engine. Of those that both have in common 1 are"
+    )
+    assert "The key of LMCache is the same in 2 of 2 changes. The bytes differ in 2 of those." in summary
 
 
 def test_the_page_gets_the_table_between_its_marks(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kvtier.connector.common import (
     LostLoadStoreSpec,
     OffloadingConnectorMetadata,
 )
+from kvtier.connector.prefix_search import maximal_prefix_lookup, sliding_window_lookup
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 
@@ -442,13 +443,12 @@ def test_stats_count_jobs_and_include_the_managers() -> None:
 
 
 def test_searches_depend_on_the_manager_alone() -> None:
-    half = Bench().half
     keys = keys_of(PROMPT)
     context = ReqContext("a")
-    half.manager = TableManager({keys[0]: True, keys[1]: True, keys[3]: None})
+    manager = TableManager({keys[0]: True, keys[1]: True, keys[3]: None})
 
-    assert half._maximal_prefix_lookup(keys, context) == 2
-    assert half._sliding_window_lookup(keys[:3], 2, context) == 2
+    assert maximal_prefix_lookup(manager, keys, context) == 2
+    assert sliding_window_lookup(manager, keys[:3], 2, context) == 2
 
 
 def test_blocks_of_one_salt_are_not_found_with_another() -> None:

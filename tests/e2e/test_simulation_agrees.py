@@ -180,8 +180,9 @@ def test_hits_are_those_of_the_real_engine_when_the_tier_evicts_too(
     model: LlamaForCausalLM, tmp_path: Path, seed: int, sizes: Sizes
 ) -> None:
     assert sizes.tier is not None
-    # A slab has a page in front of its slots, and one in front of each; files are evicted by times of a minute.
-    capacity_bytes = 2 * SLOT_BYTES * sizes.tier + SLOT_BYTES
+    # A slab has a page in front of its slots, one behind, and one in front of each; files are evicted by times of a
+    # minute.
+    capacity_bytes = 2 * SLOT_BYTES * sizes.tier + 2 * SLOT_BYTES
     path = tmp_path / "blocks.slab"
     tier = {"type": "slab", "path": str(path), "capacity_bytes": capacity_bytes, "policy": "lru"}
 

@@ -35,7 +35,7 @@ from kvtier.tiering.mooncake.store import MORE_COUNTS as MORE_MOONCAKE_NAMES
 BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_requests")
 
 TIER_COUNTS = {
-    "fs": (*FS_NAMES, "expired_blocks"),
+    "fs": (*FS_NAMES, "expired_blocks", "keyless_blocks"),
     "slab": SLAB_NAMES,
     "obj": (*OBJ_NAMES, *OBJ_CAPACITY_NAMES),
     "valkey": (*VALKEY_NAMES, *(failure.value for failure in TierFailure)),

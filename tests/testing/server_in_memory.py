@@ -111,6 +111,11 @@ class MemoryBlockStore(BlockStore[Namespace]):
                 succeeded.append(key)
         return TransferOutcome(succeeded)
 
+    def drop(self, namespace: Namespace, keys: Sequence[OffloadKey]) -> None:
+        self.server.call()
+        for key in keys:
+            self.server.values.pop(name_of(namespace, key), None)
+
     def load(self, namespace: Namespace, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         self.server.call()
         reasons = [

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,12 @@ def make_fs(place: Path, view: memoryview) -> SecondaryTierManager:
 
 
 def lose_fs(place: Path) -> None:
-    """Make its count one that cannot be changed."""
-    (place / ".usage").unlink()
-    (place / ".usage").mkdir()
+    """Put a folder in the place of its shared count."""
+    usage = place / ".usage"
+    while not usage.is_dir():
+        usage.unlink(missing_ok=True)
+        with suppress(FileExistsError):  # the tier has made the file again in between
+            usage.mkdir()
 
 
 def find_fs(place: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from tests.tiering.encrypted_suite import encrypted
 from tests.tiering.purged import BLOCKS, HANG_GUARD_S, check_purge, end, make_driver
 
 from kvtier.base import OffloadKey, ReqContext
@@ -17,6 +18,7 @@ from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import BackendPurger, PurgeOutcome, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.fs import FSTier
+from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.kit.purging import BackgroundPurge, Batches, Removed
 from kvtier.tiering.obj import ObjTier
 from kvtier.tiering.slab import SlabTier
@@ -69,8 +71,34 @@ def test_routers_hear_of_each_block_that_a_purge_removes(tmp_path: Path) -> None
     driver.manager.shutdown()
 
 
-def keys_of_events(driver: TieringDriver, *, removed: bool) -> set[OffloadKey]:
-    events = [event for event in driver.manager.take_events() if event.medium == "fs"]
+@pytest.mark.parametrize("kind", ["fs", "obj"])
+def test_routers_hear_of_each_block_that_a_purge_removes_where_names_are_keyed(
+    kind: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography", reason="needs kvtier[encryption]")
+    ring = tmp_path / "ring"
+    write_ring(ring, add_entry(make_ring(), None, 1.0))
+    config = encrypted(make_config("model-a", ROW_BYTES), ring)
+
+    def make(view: memoryview) -> SecondaryTierManager:
+        if kind == "obj":
+            return ObjTier(config, view, EVENTS, url=f"file://{tmp_path / 'obj'}")
+        return FSTier(config, view, EVENTS, root_dir=str(tmp_path / "fs"), capacity_bytes=CAPACITY)
+
+    driver = make_driver(make)
+    driver.step()
+    announced = keys_of_events(driver, removed=False, medium=kind)
+    purged = end(driver, driver.manager.purge([kind]))
+    driver.step()
+
+    assert purged.num_purged == {kind: len(BLOCKS)}
+    removed = keys_of_events(driver, removed=True, medium=kind)
+    assert announced == removed == {key_of(number) for number in BLOCKS}
+    driver.manager.shutdown()
+
+
+def keys_of_events(driver: TieringDriver, *, removed: bool, medium: str = "fs") -> set[OffloadKey]:
+    events = [event for event in driver.manager.take_events() if event.medium == medium]
     return {key for event in events if event.removed is removed for key in event.keys}
 
 

@@ -1,4 +1,13 @@
-"""How much of a request may be loaded and stored, as its client and the settings have it."""
+"""How much of a request may be loaded and stored, as its client and the settings have it.
+
+A client says so in ``kv_transfer_params``:
+
+- ``skip_load``, ``skip_store``: true for nothing at all;
+- ``max_load_tokens``, ``max_store_tokens``: so many tokens from the beginning of the prompt, whole blocks of them.
+
+The settings add two limits: with ``offload_prompt_only`` nothing beyond the prompt is stored, and of a tenant that is
+not served nothing is loaded or stored.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -29,24 +38,9 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
+
 NOTHING_ALLOWED = RequestLimits(0, 0)
-
-
-def limits_of(
-    params: Mapping[str, Any] | None,  # Any: a client's JSON
-    *,
-    is_served: bool,
-    num_prompt_tokens: int | None,
-) -> RequestLimits:
-    """Return the limits of one request.
-
-    Args:
-        params: its ``kv_transfer_params``.
-        is_served: False for a request of a tenant that is not: nothing of it is loaded or stored.
-        num_prompt_tokens: length of its prompt where nothing beyond that is stored; None: no such limit.
-    """
-    limits = parse_request_limits(params) if is_served else NOTHING_ALLOWED
-    return limits if num_prompt_tokens is None else limits.within_prompt(num_prompt_tokens)
+"""Of a request whose tenant is not served."""
 
 
 def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON

@@ -27,8 +27,10 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
 from kvtier.connector.request_limits import (
+    NO_LIMITS,
+    NOTHING_ALLOWED,
     RequestLimits,
-    limits_of,
+    parse_request_limits,
 )
 from kvtier.connector.tenant_finder import TenantFinder
 from kvtier.hints.envelope import add_envelope
@@ -372,14 +374,13 @@ def make_request_state(
     tenant: Tenant | None = NO_TENANT
     if tenants is not None:
         tenant = tenants.find(request, params, context.hints)
+    limits = parse_request_limits(params) if params else NO_LIMITS
+    if tenant is None:
+        limits = NOTHING_ALLOWED
     return RequestState(
         request=request,
         context=context,
-        limits=limits_of(
-            params,
-            is_served=tenant is not None,
-            num_prompt_tokens=request.num_prompt_tokens if is_prompt_only else None,
-        ),
+        limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
         key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
         blocks=BlockTables([[] for _ in range(num_groups)]),

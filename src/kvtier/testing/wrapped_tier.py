@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import TierError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import (
+    BackendPurger,
     DroppingTier,
     EvictionReporter,
     JobMetadata,
     JobResult,
     PurgeableTier,
+    PurgeOutcome,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
@@ -22,7 +25,13 @@ from kvtier.tiering.base import (
 
 
 class WrappedTier(
-    SecondaryTierManager, ReachableTier, RequestAware, EvictionReporter, PurgeableTier, DroppingTier
+    SecondaryTierManager,
+    ReachableTier,
+    RequestAware,
+    EvictionReporter,
+    PurgeableTier,
+    BackendPurger,
+    DroppingTier,
 ):
     """Passes everything on to another tier.
 
@@ -106,6 +115,18 @@ class WrappedTier(
 
     def purge(self) -> Collection[OffloadKey]:
         return self.inner.purge() if isinstance(self.inner, PurgeableTier) else ()
+
+    def begin_purge(self) -> None:
+        if isinstance(self.inner, BackendPurger):
+            self.inner.begin_purge()
+        elif not isinstance(self.inner, PurgeableTier):
+            raise TierError(self.get_tier_type(), "the tier inside cannot purge while its engine runs")
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        if isinstance(self.inner, BackendPurger):
+            return self.inner.poll_purge()
+        keys = list(self.purge())
+        return PurgeOutcome(len(keys), keys)
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         if isinstance(self.inner, DroppingTier):

@@ -43,8 +43,7 @@ STORE_BUDGET_DIVISOR = 8
 tier cannot pin it; a larger share would let stores crowd out what requests load."""
 
 MAX_OPEN_LOOKUPS = 65_536
-"""Keys remembered per tier whose lookup was answered None. A request that waits for one more is woken by its
-deadline alone."""
+"""Keys remembered per tier that were answered None. A request that waits for one more wakes at its deadline."""
 
 
 class Submission(Enum):
@@ -333,12 +332,9 @@ class GuardedTier:
 
     def reset(self, epoch: bytes) -> None:
         """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
-        self.backoff.clear()
-        self.dropped.clear()
-        self.departed.clear()
-        self.open_lookups.clear()
-        if self.announcements is not None:
-            self.announcements.clear()
+        for memory in (self.backoff, self.dropped, self.departed, self.open_lookups, self.announcements):
+            if memory is not None:
+                memory.clear()
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
@@ -359,11 +355,10 @@ class GuardedTier:
 
     def poll_purge(self) -> PurgeOutcome | int:
         """Return how the purge of the tier ended, or how many blocks it has removed so far."""
-        tier = self.tier
-        assert isinstance(tier, BackendPurger), "only such a tier is still at it"
-        found = self._call("poll_purge", tier.poll_purge)
+        assert isinstance(self.tier, BackendPurger), "only such a tier is still at it"
+        found = self._call("poll_purge", self.tier.poll_purge)
         if isinstance(found, CallFailure):
-            return self._end_purge(PurgeOutcome(0, error=str(found.error)))
+            found = PurgeOutcome(0, error=str(found.error))
         return self._end_purge(found) if isinstance(found, PurgeOutcome) else found
 
     def _end_purge(self, outcome: PurgeOutcome) -> PurgeOutcome:

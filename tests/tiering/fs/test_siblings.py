@@ -10,9 +10,14 @@ from kvtier.misses import MissCause
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import key_of, make_config
-from kvtier.tiering.fs.folders import NAMESPACE_DOCUMENT_NAME, FSNamespace, block_path, namespace_path
+from kvtier.tiering.fs.folders import (
+    NAMESPACE_DOCUMENT_NAME,
+    FSNamespace,
+    FSSiblings,
+    block_path,
+    namespace_path,
+)
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.siblings import FSSiblings
 from kvtier.tiering.kit.siblings import LISTING_S, MAX_SIBLINGS, SiblingNamespaces
 
 CONFIG = make_config()

@@ -44,7 +44,7 @@ class TestPureClient(EncryptedSuite):
         self, config: OffloadingConfig, rows: memoryview, directory: Path
     ) -> SecondaryTierManager:
         own = replace(config, extra_config={**config.extra_config, "tenant_salt": self.salt})
-        return MooncakeTier(own, rows, master=self.master, timeout_s=TIMEOUT_S)
+        return MooncakeTier(own, rows, master=self.master, timeout_s=TIMEOUT_S, allow_any_interface=True)
 
     def own_config(self) -> OffloadingConfig:
         return salted(make_config(), self.salt)

@@ -9,7 +9,7 @@ from tests.tiering.mooncake.conftest import StartTier, salted
 from tests.tiering.mooncake.live import LiveStore, Vandal
 from tests.tiering.purged import check_purge
 
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
@@ -29,7 +29,8 @@ BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 @pytest.fixture
 def place(shared_store: LiveStore) -> Place:
     """The shared store."""
-    return open_mooncake_place({"master": shared_store.address, "admin_port": shared_store.admin_port})
+    own = {"master": shared_store.address, "admin_port": shared_store.admin_port, "allow_any_interface": True}
+    return open_mooncake_place(own)
 
 
 def name_of_model(salt: str, model: str = "model-a") -> str:
@@ -79,7 +80,12 @@ def test_the_commands_work_on_a_store(
     start_tier(shared_store, "model-b").store([3])
     name = name_of_model(salt)
     where = json.dumps(
-        {"type": "mooncake", "master": shared_store.address, "admin_port": shared_store.admin_port}
+        {
+            "type": "mooncake",
+            "master": shared_store.address,
+            "admin_port": shared_store.admin_port,
+            "allow_any_interface": True,
+        }
     )
     status, out, _ = run("inspect", where, "--json")
     found = {one["name"]: one["blocks"] for one in json.loads(out)["namespaces"]}
@@ -101,11 +107,30 @@ def test_the_commands_work_on_a_store(
 
 def test_a_page_that_does_not_answer_is_named_with_its_setting(shared_store: LiveStore) -> None:
     with pytest.raises(TierError, match="is admin_port its --metrics_port"):
-        open_place(json.dumps({"type": "mooncake", "master": shared_store.address, "admin_port": 1}))
+        open_place(
+            json.dumps(
+                {
+                    "type": "mooncake",
+                    "master": shared_store.address,
+                    "admin_port": 1,
+                    "allow_any_interface": True,
+                }
+            )
+        )
     with pytest.raises(TierError, match=r"page http://127\.0\.0\.1:9003"):
+        open_place(
+            json.dumps({"type": "mooncake", "master": shared_store.address, "allow_any_interface": True})
+        )
+
+
+def test_a_url_alone_allows_no_listener(shared_store: LiveStore) -> None:
+    with pytest.raises(ConfigError, match="allow_any_interface"):
         open_place(f"mooncake://{shared_store.address}")
 
 
 def test_a_living_engine_purges_what_it_has_in_a_store(shared_store: LiveStore, salt: str) -> None:
     config = salted(make_config("model-a", DRIVEN_ROW_BYTES), salt)
-    check_purge(lambda view: MooncakeTier(config, view, master=shared_store.address), is_named=False)
+    check_purge(
+        lambda view: MooncakeTier(config, view, master=shared_store.address, allow_any_interface=True),
+        is_named=False,
+    )

@@ -10,6 +10,7 @@ Values are NamedTuples here: each task of a store changes the record under the l
 frozen dataclasses took twice as long.
 """
 
+import errno
 import fcntl
 import os
 import secrets
@@ -446,7 +447,8 @@ class SharedUsage:
                     os.close(fd)
 
     def _on_fault(self, update: "_Update", error: OSError) -> None:
-        update.is_fault = True
+        # A full disk is no fault: an eviction may make room, and until then the tier declines.
+        update.is_fault = error.errno not in (errno.ENOSPC, errno.EDQUOT)
         self._outage.on_failure("count", f"the count of bytes cannot be changed: {error}")
 
 

@@ -20,27 +20,24 @@ from kvtier.departed import Loss, make_losses
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
+from kvtier.tiering.fs.block_reader import BlockReader
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.expiry import BlockExpiry
-from kvtier.tiering.fs.failed_reads import FailedReads
 from kvtier.tiering.fs.folders import (
     FSNamespace,
+    FSSiblings,
     make_block_folder,
     namespace_path,
 )
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
-from kvtier.tiering.fs.siblings import FSSiblings
-from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows
 from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAULTS,
-    HeaderCheck,
-    check_block,
     make_header,
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -274,15 +271,7 @@ class BlockWriter:
         Thread: any of the pool's; blocks.
         """
         deletions = self._evictor.deletions
-        # Where its file system has another number than at the start, it may be gone. That is looked at here: a store
-        # within the second until the evictor's next check would go on below the mount point.
-        device = None
-        with suppress(OSError):
-            device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
-        refusal = deletions.refusal
-        if device != self._directory.device:
-            refusal = self._directory.find_refusal()
-        if refusal is not None:
+        if self._is_refused():
             return dict.fromkeys((key for key, _ in blocks), StoreOutcome.FAILED)
         outcomes: Outcomes = dict.fromkeys((key for key, _ in blocks), StoreOutcome.NO_ROOM)
         # A folder that is missing is made, and those above it looked at then.
@@ -319,6 +308,17 @@ class BlockWriter:
                 # What was written before the removal is gone, and has just been counted as being on the disk.
                 deletions.request_recount()
         return outcomes
+
+    def _is_refused(self) -> bool:
+        """Return whether the directory cannot be written to now: it is gone, or another one is in its place."""
+        # Where its file system has another number than at the start, it may be gone. That is looked at here: a store
+        # within the second until the evictor's next check would go on below the mount point.
+        device = None
+        with suppress(OSError):
+            device = os.stat(self._directory.root).st_dev  # noqa: PTH116 - once for each task
+        if device != self._directory.device:
+            return self._directory.find_refusal() is not None
+        return self._evictor.deletions.refusal is not None
 
     def _report(self, outcomes: Outcomes, reservation: Reservation) -> None:
         """End what the log says of an outage when blocks were written, and none failed for its reason."""
@@ -492,58 +492,3 @@ class BlockWriter:
         ):  # the evictor logs folders that were removed under the tier
             self._outage.on_failure("store", f"a block was not stored: {answer}")
         return StoreOutcome.FAILED
-
-
-class BlockReader:
-    """Reads some blocks at a time; keeps no state but header pages per thread.
-
-    Args:
-        directory: where from.
-        rows: the primary's.
-    """
-
-    def __init__(self, directory: FSDirectory, rows: Rows) -> None:
-        self._block_bytes = directory.block_bytes
-        self._rows = rows
-        self._files = directory.files
-        self._expiry = directory.expiry
-        self._failed = FailedReads(directory)
-        self._batch_blocks = plan_batch_files(rows.row_bytes)
-        self._pages = ThreadPages(self._batch_blocks)
-        self._outage = directory.outage
-
-    def read(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
-    ) -> dict[OffloadKey, TierFailure]:
-        """Read blocks into slots; return what is wrong with those that failed.
-
-        Thread: any of the pool's; blocks.
-        """
-        failures: dict[OffloadKey, TierFailure] = {}
-        pages = self._pages.of_this_thread()
-        digest, block_format = namespace.identity.digest, namespace.format
-        for start in range(0, len(keys), self._batch_blocks):
-            batch = keys[start : start + self._batch_blocks]
-            files = []
-            for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
-            for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
-                found = HeaderCheck.DAMAGED
-                if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
-                    found = (
-                        block_format.open(page, row, key, row)
-                        if block_format.is_encrypted
-                        else check_block(page, row, key, digest)
-                    )
-                if (
-                    self._expiry is not None
-                    and isinstance(status, FileStatus)
-                    and self._expiry.is_over(status.modified_s)
-                ):
-                    self._failed.remove(namespace, key, path, status, Loss.EXPIRED)
-                    failures[key] = TierFailure.ABSENT
-                elif found is not HeaderCheck.OK:
-                    failures[key] = self._failed.explain(namespace, key, path, status, found)
-        if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
-            self._outage.on_success("load")
-        return failures

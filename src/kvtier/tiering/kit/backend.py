@@ -162,6 +162,9 @@ class BlockStore(ABC, Generic[S]):
         del namespace
         return False
 
+    def on_purged(self) -> None:
+        """Forget what was remembered of blocks: all of them have been removed. Thread: the scheduler's."""
+
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""
         return {}

@@ -249,6 +249,10 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         found = self._purge.poll()
         if isinstance(found, PurgeOutcome):
             self._lookup.clear()  # what was found before is gone
+            self._block_store.on_purged()
+            if self._encryption is not None:
+                # The backend has keyed names. Without keys every announced block is withdrawn.
+                return PurgeOutcome(found.num_blocks, error=found.error)
         return found
 
     def stats(self) -> dict[str, float]:

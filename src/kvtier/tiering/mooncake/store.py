@@ -219,6 +219,9 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._deferred_deletes.add(names)  # what is leased to a reader is removed later
         self._remove(names)
 
+    def on_purged(self) -> None:
+        self.losses.clear()
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | {"deferred_deletes": len(self._deferred_deletes)}
 

@@ -155,6 +155,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         # The block, or its pointer into a group, which may hold others and ages by itself.
         self._client.remove([namespace.block_path(key) for key in keys])
 
+    def on_purged(self) -> None:
+        self.losses.clear()
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 

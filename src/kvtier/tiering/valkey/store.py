@@ -266,6 +266,9 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
         self._remove(namespace, keys)
 
+    def on_purged(self) -> None:
+        self.losses.clear()
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 
