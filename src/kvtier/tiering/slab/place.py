@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import (
@@ -100,6 +101,7 @@ class SlabPlace(Place):
                     num_bytes=self.geometry.slot_bytes,
                     used_s=None,
                     stamp=(slot, found.generation),
+                    tenant=None if found.is_encrypted else get_offload_tenant(OffloadKey(found.key)),
                 )
 
     def summary(self) -> PlaceSummary:

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, flag, setting, size_bytes
 from kvtier.tiering.kit.disk import DIRECT_IO, DURABILITY, Durability, num_threads_setting
+from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
 
 MAX_TASK_BYTES = 4 * 2**20
@@ -45,6 +46,7 @@ class SlabSettings:
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    ttl_s: float | None = field(default=None, metadata=TTL)
     durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
     num_threads: int | None = field(default=None, metadata=num_threads_setting())
 
