@@ -22,6 +22,9 @@ MISSED_TOKENS = "connector.missed_tokens."
 
 NO_DETAIL: Detail = MappingProxyType({})
 
+UNKNOWN_TENANT_REASON = "tenant unknown"
+"""The detail "reason" of ``MissCause.LIMITED`` where a request's tenant is not served."""
+
 DEVICE_ORIGIN = "device"
 """The origin of tokens that device memory held."""
 

@@ -173,7 +173,9 @@ def make_llama4() -> PreTrainedModel:
 
 def make_gemma(*, is_bidirectional: bool) -> PreTrainedModel:
     """Return a Gemma, with the flag that makes an encoder of it."""
-    return build_model(GemmaForCausalLM, GemmaConfig, {**SIZES, "use_bidirectional_attention": is_bidirectional})
+    return build_model(
+        GemmaForCausalLM, GemmaConfig, {**SIZES, "use_bidirectional_attention": is_bidirectional}
+    )
 
 
 def make_bloom() -> PreTrainedModel:

@@ -41,7 +41,6 @@ def make_headless() -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
-        (make_mamba, "key and a value for every token"),
         (make_t5, "encoder"),
         (make_headless, "cannot generate"),
     ],

@@ -5,6 +5,7 @@ and decoded token by token. Blocks that became full are stored in later steps wh
 while the next request runs or the caller does other work.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.engines.common.block_pool import DeviceBlockPool
-from kvtier.engines.transformers.block_sizes import choose_block_sizes
+from kvtier.engines.transformers.block_sizes import choose_block_sizes, describe_waste
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_driver import ConnectorDriver
@@ -36,6 +37,8 @@ from kvtier.errors import ModelError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.prometheus import open_metrics
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SHUTDOWN_S = 10.0
 """Seconds for which shutdown waits for unfinished stores. Zero drops them; more delays the end behind a slow tier."""
@@ -74,6 +77,8 @@ class KVTierEngine:
         continuation = require_shareable_prefixes(adapter)
         self._pool = DeviceBlockPool(config.num_device_blocks)
         sizes = choose_block_sizes(config, adapter.shape)
+        if waste := describe_waste(adapter.shape, sizes):
+            logger.warning("%s: %s", adapter.name, waste)
         self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
         self._is_shut_down = False
         self._can_generate_with_cache = adapter.can_generate_with_cache
@@ -96,7 +101,7 @@ class KVTierEngine:
                 self._pool,
                 self._scheduler,
                 clock,
-                goes_on_by_token=continuation is Continuation.BY_TOKEN,
+                goes_on_by_token=continuation is Continuation.ONE_BY_ONE,
             )
             self.metrics = open_metrics(self, parse_settings(config.extra_config or {}))
         except BaseException:
@@ -113,6 +118,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> TokenStream:
         """Return the stream of tokens that follow a prompt; the first ``next`` starts the request.
 
@@ -124,6 +130,7 @@ class KVTierEngine:
             seed: seed of the draws at a temperature; None draws anew each time.
             eos_token_id: one token or several that end the output and are part of it.
             return_logits: whether the result keeps every token's logits.
+            tenant: whose request it is, where the setting ``tenants`` names tenants.
 
         Raises:
             ConfigError: an argument cannot work.
@@ -136,7 +143,7 @@ class KVTierEngine:
         eos_token_ids = [token_id for token_id in several if token_id is not None]
         params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
         # The last token's keys and values are never computed, so it needs no room.
-        request = self._server.make_request(token_ids, max_new_tokens - 1)
+        request = self._server.make_request(token_ids, max_new_tokens - 1, tenant=tenant)
         request.logits = [] if return_logits else None
         return TokenStream(request, self._server.serve(request, params))
 
@@ -149,6 +156,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> GenerationResult:
         """Generate every token and return the result; the arguments are those of ``generate``."""
         stream = self.generate(
@@ -158,6 +166,7 @@ class KVTierEngine:
             seed=seed,
             eos_token_id=eos_token_id,
             return_logits=return_logits,
+            tenant=tenant,
         )
         # One signal handler for the whole run: each step defers interrupts around its bookkeeping only.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:
@@ -165,8 +174,12 @@ class KVTierEngine:
                 pass
         return stream.result
 
-    def cache_for(self, input_ids: TokenIds) -> KVTierCache:
+    def cache_for(self, input_ids: TokenIds, *, tenant: str | None = None) -> KVTierCache:
         """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers.
+
+        Args:
+            input_ids: the prompt.
+            tenant: whose prompt it is, where the setting ``tenants`` names tenants.
 
         Effects: for a model with recurrent states, computes the prompt up to the last state that is kept.
 
@@ -178,7 +191,7 @@ class KVTierEngine:
                 f"{self._server!r}: generate() of a model with recurrent states alone computes each prompt from its "
                 "first token; call engine.generate or engine.run instead of cache_for"
             )
-        return KVTierCache(self._server, input_ids)
+        return KVTierCache(self._server, input_ids, tenant)
 
     def drop_device_cache(self) -> None:
         """Clear the device's prefix cache, not the tiers."""

@@ -104,7 +104,9 @@ def count_host_bytes(adapter: ModelAdapter, config: EngineConfig) -> int:
     # Tied weights are one memory under two names.
     tensors = [*adapter.model.parameters(), *adapter.model.buffers()]
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"}
-    pool_bytes = config.num_device_blocks * page_bytes(adapter.shape, choose_block_sizes(config, adapter.shape))
+    pool_bytes = config.num_device_blocks * page_bytes(
+        adapter.shape, choose_block_sizes(config, adapter.shape)
+    )
     # The sequence that is being computed is in the pool and, contiguous, in the model's own cache.
     pool_bytes = 2 * pool_bytes if adapter.shape.device.type == "cpu" else 0
     return PROCESS_BYTES + sum(weights.values()) + pool_bytes

@@ -36,7 +36,7 @@ class Continuation(Enum):
     """How a model goes on from the recurrent states of a prefix."""
 
     AT_ONCE = "at once"
-    BY_TOKEN = "one token at a time"
+    ONE_BY_ONE = "one token at a time"
     """With several tokens in one pass it begins with empty states. So do those with the first Mamba (Mamba, Jamba,
     Zamba) in transformers 5.23, of November 2026."""
 
@@ -80,7 +80,7 @@ def _find_continuation(adapter: ModelAdapter, probes: Sequence[list[int]]) -> Co
             for probe in probes
         )
         if change <= MAX_RELATIVE_CHANGE:
-            if continuation is Continuation.BY_TOKEN:
+            if continuation is Continuation.ONE_BY_ONE:
                 logger.warning(
                     "%s goes on from recurrent states one token at a time: what follows a hit is computed slowly, and "
                     "of a prompt computed from its first token only the last state is kept",
@@ -88,8 +88,9 @@ def _find_continuation(adapter: ModelAdapter, probes: Sequence[list[int]]) -> Co
                 )
             return continuation
     raise ModelError(
-        f"{_name(adapter)} cannot go on from its recurrent states: computed in pieces a prompt has other states than at "
-        f"once (they differ by {change:.0%}), so a part of them is not in the cache; call model.generate without kvtier"
+        f"{_name(adapter)} cannot go on from its recurrent states: computed in pieces a prompt has other states than "
+        f"at once (they differ by {change:.0%}), so a part of them is not in the cache; call model.generate without "
+        "kvtier"
     )
 
 
@@ -120,7 +121,7 @@ def _compute_in_parts(
     for state, state_copy in zip(first.states, second.states, strict=True):
         state_copy.copy_(state)
     second.set_num_tokens(half)
-    num_tokens = 1 if continuation is Continuation.BY_TOKEN else half
+    num_tokens = 1 if continuation is Continuation.ONE_BY_ONE else half
     for at in range(half, len(token_ids), num_tokens):
         second.set_num_tokens(at)
         adapter.forward(token_ids[at : at + num_tokens], second)

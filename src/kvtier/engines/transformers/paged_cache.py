@@ -73,7 +73,7 @@ class PagedKVCache:
 
     @property
     def canonical(self) -> CanonicalKVCaches:
-        """The pool in the form of kvtier's handlers: one tensor of bytes, a group of keys and values and one of states."""
+        """The pool in the form of kvtier's handlers: one tensor of bytes, groups of keys and values and of states."""
         tensor = CanonicalKVCacheTensor(self.pages, self.page_size_bytes)
         return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, size)] for size in self._group_bytes])
 

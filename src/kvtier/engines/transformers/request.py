@@ -15,6 +15,7 @@ import torch
 
 from kvtier.connector.common import StopReason
 from kvtier.engines.transformers.block_sizes import BlockSizes
+from kvtier.tenants import salt_hash
 
 HASH_ALGORITHM = "sha256"
 """Name of the hash in the namespace."""
@@ -42,10 +43,12 @@ class Request:
         min_step_end_tokens: each step computes at least up to this token; a shorter one would rotate keys differently.
         goes_on_by_token: whether steps after the first compute one token; see ``Continuation``.
         kv_transfer_params: hints for the connector.
+        device_key: what the hashes under which the device's blocks are found are made anew with; empty: nothing.
         block_hashes: one digest for each full block of ``token_ids``.
+        device_hashes: the same for the device's prefix cache; the same list without a ``device_key``.
         block_ids: its device blocks of keys and values, in order.
-        state_block_ids: for each multiple of the state interval the device block with the recurrent states after so many
-            tokens; NO_BLOCK where the request has none.
+        state_block_ids: for each multiple of the state interval the device block with the recurrent states after so
+            many tokens; NO_BLOCK where the request has none.
         num_released_states: leading entries of ``state_block_ids`` that the request does not use any more.
         num_computed_tokens: tokens whose keys and values exist.
         num_filled_blocks: leading blocks whose bytes are in the pool.
@@ -69,7 +72,9 @@ class Request:
     min_step_end_tokens: int = 0
     goes_on_by_token: bool = False
     kv_transfer_params: dict[str, Any] | None = None  # Any: the connector's contract
+    device_key: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
+    device_hashes: list[bytes] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     state_block_ids: list[int] = field(default_factory=list)
     num_released_states: int = 0
@@ -87,6 +92,7 @@ class Request:
     is_traffic: bool = True
 
     def __post_init__(self) -> None:
+        self.device_hashes = [] if self.device_key else self.block_hashes
         self._extend_hashes()
 
     @property
@@ -124,8 +130,8 @@ class Request:
         return 0 if interval is None else num_tokens // interval
 
     def state_hash(self, num_tokens: int) -> bytes:
-        """Return the name of the recurrent states after ``num_tokens`` tokens, a whole number of blocks."""
-        return STATE_MARK + self.block_hashes[num_tokens // self.block_size_tokens - 1]
+        """Return the name on the device of the recurrent states after ``num_tokens`` tokens, whole blocks."""
+        return STATE_MARK + self.device_hashes[num_tokens // self.block_size_tokens - 1]
 
     def end_of_step(self, first_token: int, max_tokens: int) -> int:
         """Return up to which token a step computes that begins at ``first_token``.
@@ -157,6 +163,9 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)
+        if self.device_key:
+            new = self.block_hashes[len(self.device_hashes) :]
+            self.device_hashes += [salt_hash(block_hash, self.device_key) for block_hash in new]
 
 
 def make_root_digest(salt: str) -> bytes:

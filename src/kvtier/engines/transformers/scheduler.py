@@ -168,14 +168,14 @@ class RequestScheduler:
     def _fill_blocks(self, request: Request, num_blocks: int) -> None:
         """Publish ``num_blocks`` loaded blocks after the filled ones."""
         first, end = request.num_filled_blocks, request.num_filled_blocks + num_blocks
-        self._pool.publish(request.block_ids[first:end], request.block_hashes[first:end])
+        self._pool.publish(request.block_ids[first:end], request.device_hashes[first:end])
         request.num_filled_blocks = end
 
     def _use_device_prefix(self, request: Request) -> int:
         """Give the request the blocks of its prefix that the device holds; return its length in tokens."""
         interval, block_size = request.sizes.state_interval_tokens, request.block_size_tokens
         with DeferredInterrupt():  # an interrupt between allocation and assignment would leak the blocks
-            prefix = self._pool.find_prefix(request.block_hashes) if request.sizes.has_keys else []
+            prefix = self._pool.find_prefix(request.device_hashes) if request.sizes.has_keys else []
             if interval is None:
                 request.block_ids = self._pool.allocate(prefix, 0)
                 return len(prefix) * block_size
@@ -246,7 +246,7 @@ class RequestScheduler:
         if request.sizes.has_keys:
             first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
             self._pages.scatter(sequence, first, request.block_ids[first:last])
-            self._pool.publish(request.block_ids[first:last], request.block_hashes[first:last])
+            self._pool.publish(request.block_ids[first:last], request.device_hashes[first:last])
             request.num_filled_blocks = max(first, last)
         interval = request.sizes.state_interval_tokens
         if interval is not None and num_tokens % interval == 0:

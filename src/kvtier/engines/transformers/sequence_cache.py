@@ -7,7 +7,6 @@ that the model overwrites.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
@@ -149,7 +148,7 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.set_num_tokens(0)
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]  # transformers is not annotated
+class StateLayer(LinearAttentionLayer):
     """The recurrent states of one layer of one sequence; transformers' own layer with tensors of a known form.
 
     Args:
@@ -160,10 +159,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]  # tran
         states: the tensors in the order of ``shapes``; the model writes into them.
     """
 
+    is_croppable = False  # tokens cannot leave a state
+
     def __init__(self, shapes: Sequence[StateShape], device: torch.device) -> None:
-        super().__init__(number_of_states=1 + max(shape.idx for shape in shapes))  # type: ignore[no-untyped-call]  # as above
+        super().__init__(number_of_states=1 + max(shape.idx for shape in shapes))
         self._is_rolled_back = False
-        self.device, self.dtype = device, shapes[0].dtype
+        self.device, self.dtype = device, shapes[0].dtype  # type: ignore[assignment]  # annotated as None there
         self.states = [_empty(shape.shape, shape.dtype, device).zero_() for shape in shapes]
         for shape, tensor in zip(shapes, self.states, strict=True):
             if shape.kind is StateKind.CONV:
@@ -174,30 +175,29 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]  # tran
                 self.recurrent_states[shape.idx] = tensor
                 self.is_recurrent_states_initialized[shape.idx] = True
 
-    @property
-    def is_croppable(self) -> bool:
-        """False: tokens cannot be taken out of a state."""
-        return False
-
     def set_has_tokens(self, has_tokens: bool) -> None:
         """Set whether the states stand for tokens; without any the model begins anew."""
         self._is_rolled_back = False
         self.has_previous_state = dict.fromkeys(self.has_previous_state, has_tokens)
 
-    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Add new inputs of the convolution; return those that it needs. Arguments: those of transformers' layer.
-
-        Raises:
-            ModelError: more than one sequence, or tokens were removed before.
-        """
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Add new inputs of the convolution; return those that it needs. Arguments: as in transformers."""
         self._require_usable(conv_states)
-        updated: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        updated: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
         return updated
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replace the state; return it. Arguments and errors: those of ``update_conv_state``."""
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Replace the state; return it. Arguments: as in transformers."""
         self._require_usable(recurrent_states)
-        updated: torch.Tensor = super().update_recurrent_state(recurrent_states, *args, **kwargs)
+        updated: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return updated
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -205,6 +205,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]  # tran
         self._is_rolled_back |= tokens_to_remove != 0
 
     def _require_usable(self, states: torch.Tensor) -> None:
+        """Raise ModelError for more than one sequence, and after tokens were removed."""
         if states.shape[0] != 1:
             raise ModelError(f"batch of {states.shape[0]} sequences: a KVTierCache holds one; use one each")
         if self._is_rolled_back:
@@ -214,7 +215,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[no-untyped-call]  # tran
             )
 
 
-class StateAndSequenceLayer(StateLayer, SequenceLayer):
+class StateAndSequenceLayer(StateLayer, SequenceLayer):  # type: ignore[misc,no-untyped-call]  # bases of transformers
     """A layer with recurrent states and with keys and values of every token.
 
     Args:
@@ -237,12 +238,10 @@ class StateAndSequenceLayer(StateLayer, SequenceLayer):
         SequenceLayer.__init__(self, shape, dtype, device, capacity_tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, after which updates raise."""
         StateLayer.crop(self, tokens_to_remove)
         SequenceLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
-        """Drop every token."""
         StateLayer.reset(self)
         SequenceLayer.reset(self)
 
@@ -255,7 +254,7 @@ class SequenceCache(Cache):
         capacity_tokens: initial capacity; the buffers grow when needed.
 
     Attributes:
-        sequence_layers: the layers with keys and values, first to last; the same objects as in transformers' ``layers``.
+        sequence_layers: the layers with keys and values, first to last; the same objects as transformers' ``layers``.
         state_layers: those with recurrent states; a layer may be in both.
         states: the recurrent states in the order of ``shape.states``.
     """
@@ -275,7 +274,7 @@ class SequenceCache(Cache):
         self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._num_set_tokens = 0
         self.states = [_find_state(layers, state) for state in shape.states]
-        super().__init__(layers=layers)
+        super().__init__(layers=[*layers])
 
     @property
     def num_tokens(self) -> int:
@@ -317,7 +316,8 @@ def _find_state(layers: Sequence[object], shape: StateShape) -> torch.Tensor:
     layer = layers[int(shape.layer_name.rpartition(".")[2])]
     assert isinstance(layer, StateLayer), "a state is in a layer with states"
     tensors = layer.conv_states if shape.kind is StateKind.CONV else layer.recurrent_states
-    tensor: torch.Tensor = tensors[shape.idx]
+    tensor = tensors[shape.idx]
+    assert tensor is not None, "every state of a shape has a tensor"
     return tensor
 
 
