@@ -1,4 +1,4 @@
-"""How much has to leave a directory, and which files first: of tenants beyond their quotas, then the longest unused.
+"""Which files of a directory leave first: of tenants beyond their quotas, then what was used longest ago.
 
 A walk keeps the files that were used longest ago, and where tenants have quotas also the oldest of each tenant who
 keeps more than half of his. Of several tenants beyond their quotas the one who is most beyond gives next, each only
@@ -16,20 +16,11 @@ from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import parse_document
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.folders import BlockFile, FSNamespace, namespace_of, read_document
-from kvtier.tiering.fs.shared_usage import UsageRecord
 from kvtier.tiering.fs.tenant_usage import TenantTable, TenantUsage
 
 MAX_CANDIDATES = 32_768
 """Files remembered from a walk as the next to go, about 300 bytes each; as many again of tenants near their quotas.
 Fewer walk more often."""
-
-SLACK_SHARE = 32
-"""One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
-eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
-
-MAX_RECYCLED_FILES = 256
-"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie unused,
-and take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
 
 MAX_NEAR_TENANTS = 512
 """Tenants whose oldest files a walk remembers. Of more, those less beyond their quotas wait for a later walk."""
@@ -201,22 +192,3 @@ def _is_plain(document: str) -> bool:
         return not parse_document(document).get("encryption")
     except NamespaceDocumentError:
         return False
-
-
-def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:
-    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
-
-    Args:
-        record: the shared count.
-        block_bytes: length of a block's file.
-        recycled_bytes: what of the count waits to be written over by this tier.
-    """
-    limit_bytes = record.limit_bytes
-    slack_bytes = limit_bytes // SLACK_SHARE // block_bytes * block_bytes
-    return record.used_bytes - recycled_bytes - (limit_bytes - slack_bytes)
-
-
-def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
-    """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
-    slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
-    return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvtier.departed import Loss
-from kvtier.tiering.fs.candidates import Candidates, plan_excess, plan_num_recycled
+from kvtier.tiering.fs.candidates import Candidates
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
@@ -28,7 +28,7 @@ from kvtier.tiering.fs.folders import (
     sweep_temporaries,
     walk_blocks,
 )
-from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.recycled_files import RecycledFiles, plan_excess, plan_num_recycled
 from kvtier.tiering.fs.shared_usage import UsageRecord
 
 logger = logging.getLogger(__name__)
