@@ -2,7 +2,7 @@
 
 from tests.connector.fakes import FakeBlockState, FakeCopy, FakeNewRequest, FakeRequest, FakeStep
 
-from kvtier.connector.allocations import list_written_blocks
+from kvtier.connector.allocations import follow_states, list_written_blocks
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.request_state import KeptState, RequestState, follow_allocations, make_request_state
 

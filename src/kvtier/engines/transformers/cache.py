@@ -49,11 +49,17 @@ class PrefixStore(Protocol):
     def range_of(self, num_prompt_tokens: int) -> LengthRange:
         """Return the range of lengths in which such a prompt shares keys, or raise SequenceLengthError."""
 
-    def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
+    def load_prefix(
+        self, token_ids: Sequence[int], sequence: SequenceCache, tenant: str | None
+    ) -> Mapping[str, int]:
         """Fill ``sequence`` with the cached prefix of ``token_ids``; return tokens by origin."""
 
     def store_sequence(
-        self, token_ids: Sequence[int], sequence: SequenceCache, length_range: LengthRange
+        self,
+        token_ids: Sequence[int],
+        sequence: SequenceCache,
+        length_range: LengthRange,
+        tenant: str | None,
     ) -> None:
         """Store the full blocks of ``sequence``."""
 
@@ -69,19 +75,21 @@ class KVTierCache(SequenceCache):
     Args:
         store: the engine.
         input_ids: the prompt: ids, or what a tokenizer returned for one text; a leading dimension of one is fine.
+        tenant: whose prompt it is, where the engine's setting ``tenants`` names tenants.
 
     Attributes:
         sources: prompt tokens by origin, as in ``GenerationResult.sources``; the model computes those of ``computed``.
     """
 
-    def __init__(self, store: PrefixStore, input_ids: TokenIds) -> None:
+    def __init__(self, store: PrefixStore, input_ids: TokenIds, tenant: str | None = None) -> None:
         self._store = store
+        self._tenant = tenant
         self._prompt = store.read_prompt(input_ids)
         self._range = store.range_of(len(self._prompt))
         self._is_committed = False
         self._epoch = store.epoch
         super().__init__(store.shape, len(self._prompt) + HEADROOM_TOKENS)
-        found = store.load_prefix(self._prompt, self)
+        found = store.load_prefix(self._prompt, self, tenant)
         num_computed = len(self._prompt) - sum(found.values())
         self.sources: Mapping[str, int] = dict(found) | {COMPUTED: num_computed}
 
@@ -133,7 +141,7 @@ class KVTierCache(SequenceCache):
         num_held = self._range.cut(min(num_known, self.num_tokens))
         num_tokens = num_held if self._epoch == self._store.epoch else 0
         if num_tokens:
-            self._store.store_sequence(token_ids[:num_tokens], self, self._range)
+            self._store.store_sequence(token_ids[:num_tokens], self, self._range, self._tenant)
         return num_tokens
 
     def __enter__(self) -> Self:

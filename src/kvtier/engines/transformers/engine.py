@@ -101,6 +101,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> TokenStream:
         """Return the stream of tokens that follow a prompt; the first ``next`` starts the request.
 
@@ -112,6 +113,7 @@ class KVTierEngine:
             seed: seed of the draws at a temperature; None draws anew each time.
             eos_token_id: one token or several that end the output and are part of it.
             return_logits: whether the result keeps every token's logits.
+            tenant: whose request it is, where the setting ``tenants`` names tenants.
 
         Raises:
             ConfigError: an argument cannot work.
@@ -124,7 +126,7 @@ class KVTierEngine:
         eos_token_ids = [token_id for token_id in several if token_id is not None]
         params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
         # The last token's keys and values are never computed, so it needs no room.
-        request = self._server.make_request(token_ids, max_new_tokens - 1)
+        request = self._server.make_request(token_ids, max_new_tokens - 1, tenant=tenant)
         request.logits = [] if return_logits else None
         return TokenStream(request, self._server.serve(request, params))
 
@@ -137,6 +139,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> GenerationResult:
         """Generate every token and return the result; the arguments are those of ``generate``."""
         stream = self.generate(
@@ -146,6 +149,7 @@ class KVTierEngine:
             seed=seed,
             eos_token_id=eos_token_id,
             return_logits=return_logits,
+            tenant=tenant,
         )
         # One signal handler for the whole run: each step defers interrupts around its bookkeeping only.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:
@@ -153,9 +157,14 @@ class KVTierEngine:
                 pass
         return stream.result
 
-    def cache_for(self, input_ids: TokenIds) -> KVTierCache:
-        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers."""
-        return KVTierCache(self._server, input_ids)
+    def cache_for(self, input_ids: TokenIds, *, tenant: str | None = None) -> KVTierCache:
+        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers.
+
+        Args:
+            input_ids: the prompt.
+            tenant: whose prompt it is, where the setting ``tenants`` names tenants.
+        """
+        return KVTierCache(self._server, input_ids, tenant)
 
     def drop_device_cache(self) -> None:
         """Clear the device's prefix cache, not the tiers."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvtier.connector.common import StopReason
+from kvtier.tenants import salt_hash
 
 HASH_ALGORITHM = "sha256"
 """Name of the hash in the namespace."""
@@ -34,7 +35,9 @@ class Request:
         root: parent digest of the first block.
         min_step_end_tokens: each step computes at least up to this token; a shorter one would rotate keys differently.
         kv_transfer_params: hints for the connector.
+        device_key: what the hashes under which the device's blocks are found are made anew with; empty: nothing.
         block_hashes: one digest for each full block of ``token_ids``.
+        device_hashes: the same for the device's prefix cache; the same list without a ``device_key``.
         block_ids: its device blocks, in order.
         num_computed_tokens: tokens whose keys and values exist.
         num_filled_blocks: leading blocks whose bytes are in the pool.
@@ -57,7 +60,9 @@ class Request:
     root: bytes
     min_step_end_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None  # Any: the connector's contract
+    device_key: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
+    device_hashes: list[bytes] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_filled_blocks: int = 0
@@ -73,6 +78,7 @@ class Request:
     is_traffic: bool = True
 
     def __post_init__(self) -> None:
+        self.device_hashes = [] if self.device_key else self.block_hashes
         self._extend_hashes()
 
     @property
@@ -100,6 +106,9 @@ class Request:
 
     def _extend_hashes(self) -> None:
         extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)
+        if self.device_key:
+            new = self.block_hashes[len(self.device_hashes) :]
+            self.device_hashes += [salt_hash(block_hash, self.device_key) for block_hash in new]
 
 
 def make_root_digest(salt: str) -> bytes:

@@ -48,7 +48,7 @@ class RequestScheduler:
             DevicePoolError: the pool is too small for the request's tokens.
         """
         with DeferredInterrupt():  # an interrupt between allocation and assignment would leak the blocks
-            request.block_ids = self._pool.allocate(self._pool.find_prefix(request.block_hashes), 0)
+            request.block_ids = self._pool.allocate(self._pool.find_prefix(request.device_hashes), 0)
         num_device_tokens = len(request.block_ids) * request.block_size_tokens
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
@@ -162,7 +162,7 @@ class RequestScheduler:
     def _fill_blocks(self, request: Request, num_blocks: int) -> None:
         """Publish ``num_blocks`` loaded blocks after the filled ones."""
         first, end = request.num_filled_blocks, request.num_filled_blocks + num_blocks
-        self._pool.publish(request.block_ids[first:end], request.block_hashes[first:end])
+        self._pool.publish(request.block_ids[first:end], request.device_hashes[first:end])
         request.num_filled_blocks = end
 
     def _load(self, request: Request, num_external_tokens: int) -> int:
@@ -189,7 +189,7 @@ class RequestScheduler:
     def _keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:
         first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
         self._pages.scatter(sequence, first, request.block_ids[first:last])
-        self._pool.publish(request.block_ids[first:last], request.block_hashes[first:last])
+        self._pool.publish(request.block_ids[first:last], request.device_hashes[first:last])
         request.num_filled_blocks = max(first, last)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvtier.config import parse_settings
 from kvtier.connector.common import StopReason
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.config import EngineConfig
@@ -24,6 +25,8 @@ from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
 from kvtier.errors import ConfigError, DevicePoolError, EngineStateError
+from kvtier.hints.values import TENANT, parse_hints
+from kvtier.tenants import make_tenants
 
 
 class RequestServer:
@@ -53,6 +56,7 @@ class RequestServer:
         self._working = SequenceCache(adapter.shape)
         self._logits = torch.empty(0)
         self._root = make_root_digest(config.salt)
+        self._tenants = make_tenants(parse_settings(config.extra_config or {}))
         self._request_numbers = itertools.count()
         self._active: Request | None = None
         self._is_closed = False
@@ -98,6 +102,7 @@ class RequestServer:
         num_new_tokens: int = 0,
         kv_transfer_params: dict[str, Any] | None = None,  # Any: the connector's contract
         length_range: LengthRange | None = None,
+        tenant: str | None = None,
     ) -> Request:
         """Return a request that has not started.
 
@@ -106,6 +111,7 @@ class RequestServer:
             num_new_tokens: output tokens whose keys and values are kept while it is served.
             kv_transfer_params: hints for the connector.
             length_range: the range in which its keys were computed; None takes that of the prompt.
+            tenant: whose it is, where the setting ``tenants`` names tenants; None: of none.
 
         Raises:
             ConfigError: the prompt is not one sequence of the model's tokens.
@@ -119,14 +125,18 @@ class RequestServer:
             # Media tokens that the model itself has generated are ordinary tokens; only a prompt must not contain them.
             prompt = read_token_ids(token_ids, self.vocabulary_size)
         length_range.require(len(prompt), num_new_tokens)
+        request_id = f"request-{next(self._request_numbers)}"
+        if tenant is not None:
+            kv_transfer_params = {**(kv_transfer_params or {}), TENANT: tenant}
         request = Request(
-            request_id=f"request-{next(self._request_numbers)}",
+            request_id=request_id,
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
             block_size_tokens=self._config.block_size_tokens,
             root=make_range_root(self._root, length_range.name),
             min_step_end_tokens=length_range.above + 1,
             kv_transfer_params=kv_transfer_params,
+            device_key=self._make_device_key(kv_transfer_params, request_id),
         )
         num_needed = request.num_blocks_for(len(prompt) + num_new_tokens)
         if num_needed > self._pool.num_blocks:
@@ -149,20 +159,26 @@ class RequestServer:
         # The request has ended before its last token is returned, so a caller may stop reading there.
         yield token_id
 
-    def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
+    def load_prefix(
+        self, token_ids: Sequence[int], sequence: SequenceCache, tenant: str | None
+    ) -> Mapping[str, int]:
         """Fill ``sequence`` with the cached prefix of ``token_ids``, at most all but the last token.
 
         Returns:
             Tokens by origin.
         """
-        request = self.make_request(token_ids)
+        request = self.make_request(token_ids, tenant=tenant)
         with self._serving(request):
             self._scheduler.admit(request)
             self._scheduler.gather_prefix(request, sequence)
         return {origin: num_tokens for origin, num_tokens in request.origins.items() if num_tokens}
 
     def store_sequence(
-        self, token_ids: Sequence[int], sequence: SequenceCache, length_range: LengthRange
+        self,
+        token_ids: Sequence[int],
+        sequence: SequenceCache,
+        length_range: LengthRange,
+        tenant: str | None,
     ) -> None:
         """Store the full blocks of ``sequence`` on the device and in the tiers.
 
@@ -170,9 +186,11 @@ class RequestServer:
             token_ids: the first tokens of ``sequence``, which may hold more.
             sequence: keys and values that the engine's own model computed for them.
             length_range: the range of the prompt for which they were computed.
+            tenant: whose they are.
         """
-        options = {"skip_load": True}
-        request = self.make_request(token_ids, kv_transfer_params=options, length_range=length_range)
+        request = self.make_request(
+            token_ids, kv_transfer_params={"skip_load": True}, length_range=length_range, tenant=tenant
+        )
         request.is_traffic = False
         with self._serving(request):
             self._scheduler.admit(request)
@@ -202,6 +220,18 @@ class RequestServer:
     def __repr__(self) -> str:
         state = "shut down" if self._is_closed else "idle" if self._active is None else "busy"
         return f"RequestServer({self._adapter.name}, {state})"
+
+    def _make_device_key(
+        self,
+        params: dict[str, Any] | None,  # Any: the connector's contract
+        request_id: str,
+    ) -> bytes:
+        """Return what keeps a request's blocks on the device apart from other tenants'; empty without tenants."""
+        if self._tenants is None:
+            return b""
+        tenant = self._tenants.find(params, parse_hints(params))
+        # A request of a tenant that is not served shares its blocks with no other.
+        return request_id.encode() if tenant is None else tenant.hash_key
 
     def _compute_next(self, request: Request, sampler: Sampler) -> int:
         """Compute the request's missing tokens, choose its next token and append it."""
