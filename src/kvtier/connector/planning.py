@@ -11,7 +11,7 @@ their last token. Where the engine names those that do (``KeptState``), they are
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -148,9 +148,9 @@ def list_storable_blocks(
     state.grow_keys(layouts)
     found: list[StorableBlock] = []
     next_tokens = NEVER_TOKENS
-    for layout in layouts:
-        if layout.is_state and tables.kept_states is not None:
-            continue
+    # States that the engine names are where it says, not where the block table has a place for them.
+    positional = layouts if tables.kept_states is None else filterfalse(attrgetter("is_state"), layouts)
+    for layout in positional:
         idx, block_tokens, keys = layout.idx, layout.block_tokens, state.keys[layout.idx]
         first = stores.next_blocks[idx]
         if layout.num_tail_tokens is not None:
@@ -158,6 +158,8 @@ def list_storable_blocks(
             stores.next_blocks[idx] = first
         num_allocated = len(tables.block_ids[idx]) // layout.block_size_factor
         end = min(end_token // block_tokens, len(keys), num_allocated)
+        if layout.num_tail_tokens is not None:
+            first = _skip_unnamed(layout, tables.block_ids[idx], first, end)
         ends = range((first + 1) * block_tokens, (end + 1) * block_tokens, block_tokens)
         found += map(StorableBlock, ends, repeat(idx), range(first, end), keys[first:end])
         next_tokens = min(next_tokens, (max(first, end) + 1) * block_tokens)
@@ -169,15 +171,24 @@ def list_storable_blocks(
     return found if len(layouts) == 1 else sorted(found)
 
 
+def _skip_unnamed(layout: GroupLayout, table: Sequence[int], first: int, end: int) -> int:
+    """Return the first block with a device block: an engine may name none for a state that one step has passed over."""
+    while first < end and table[first * layout.block_size_factor] < 0:
+        first += 1
+    return first
+
+
 def _find_kept(
-    layouts: Sequence[GroupLayout], state: RequestState, kept_states: Sequence[KeptState], end_token: int
-) -> Iterator[StorableBlock]:
-    """Yield the states that end with a block, have a key and are not beyond ``end_token``."""
-    for group_idx, device_block, num_tokens in kept_states:
+    layouts: Sequence[GroupLayout], state: RequestState, kept: Sequence[KeptState], end_token: int
+) -> list[StorableBlock]:
+    """Return the states that end with a block, have a key and are not beyond ``end_token``."""
+    found: list[StorableBlock] = []
+    for group_idx, device_block, num_tokens in kept:
         keys, block_tokens = state.keys[group_idx], layouts[group_idx].block_tokens
         block = num_tokens // block_tokens - 1
         if num_tokens % block_tokens == 0 and num_tokens <= end_token and 0 <= block < len(keys):
-            yield StorableBlock(num_tokens, group_idx, block, keys[block], device_block)
+            found.append(StorableBlock(num_tokens, group_idx, block, keys[block], device_block))
+    return found
 
 
 def offer_blocks(

@@ -351,7 +351,8 @@ def count_tokens_by_tier(
         for block in range(span.first_block, span.end_block):
             tier = promoted.get(keys[layout.idx][block])
             if tier is not None:
-                begin = max(first_token, block * block_tokens)
+                # Without a group that needs the whole prefix, the first block of the tail brings what is before it too.
+                begin = first_token if block == span.first_block else block * block_tokens
                 end = min(end_token, (block + 1) * block_tokens)
                 tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
     num_held_tokens = num_tokens - sum(tokens_by_tier.values())
