@@ -113,7 +113,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "transformers": ("engines.transformers", "cli.demo"),
     "safetensors": ("engines.transformers",),
     "tokenizers": ("cli.live",),
-    "vllm": ("engines.vllm",),
+    "vllm": ("engines.vllm", "engines.vllm_plugin"),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
     "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),

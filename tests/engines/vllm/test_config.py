@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.config import LoadIf
 from kvtier.engines.vllm import compat
-from kvtier.engines.vllm.config import check_rope, check_zeroing, make_offloading_config
+from kvtier.engines.vllm.config import check_rope, check_supported, check_zeroing, make_offloading_config
 from kvtier.errors import ConfigError, ModelError, UnknownNameError
 from kvtier.namespace import make_namespace
 
@@ -122,6 +122,15 @@ def test_a_hybrid_without_prefix_caching_is_told_the_flag_that_switches_it_on(
 
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
         make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+def test_a_cache_mode_of_states_that_cannot_be_served_is_refused_before_the_groups_are_known(
+    config: VllmConfig,
+) -> None:
+    object.__setattr__(config.cache_config, "mamba_cache_mode", "all")
+
+    with pytest.raises(ConfigError, match="mamba_cache_mode='all'.*--mamba-cache-mode align"):
+        check_supported(config)
 
 
 @pytest.mark.parametrize("flag", ["use_replayssm", "use_kda_recoverssm"])
