@@ -129,7 +129,7 @@ def test_a_cache_mode_of_states_that_cannot_be_served_is_refused_before_the_grou
 ) -> None:
     object.__setattr__(config.cache_config, "mamba_cache_mode", "all")
 
-    with pytest.raises(ConfigError, match="mamba_cache_mode='all'.*--mamba-cache-mode align"):
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode='all'.*--mamba-cache-mode align"):
         check_supported(config)
 
 
