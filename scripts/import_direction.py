@@ -112,6 +112,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "safetensors": ("engines.transformers",),
     "tokenizers": ("cli.live",),
     "vllm": ("engines.vllm",),
+    "sglang": ("engines.sglang",),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
     "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),
